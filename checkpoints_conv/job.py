@@ -262,7 +262,7 @@ def flush_behind(descriptors: Sequence[int], every_seconds: float = 0.2) -> Iter
 
 
 def fingerprint(source: Path) -> dict[str, Any]:
-    """What tells a folder's present content from another: its path, and its files' names, sizes and times."""
+    """Identify a folder's present content by its path, and its files' names, sizes and times."""
     files: Iterator[Path] = (path for path in sorted(source.rglob("*")) if path.is_file())
     digest = hashlib.sha256()
     for path in files:
@@ -282,7 +282,7 @@ _RESULTS = (
 
 
 def _may_be_replaced(output: Path) -> bool:
-    """Whether it is an empty folder, or has what a model folder or a Megatron checkpoint has."""
+    """True for an empty folder, and for a model folder or a Megatron checkpoint."""
     if not output.is_dir():
         return False
     return not any(output.iterdir()) or any(next(output.glob(name), None) for name in _RESULTS)

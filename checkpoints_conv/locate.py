@@ -1,4 +1,4 @@
-"""Where the pieces of a model lie in a torch_dist checkpoint."""
+"""Places of a model's pieces in a torch_dist checkpoint."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
 
 
 def locate_beside_adapters(family: Family, reader: TorchDistReader) -> tuple[list[Place], set[str]]:
-    """What a checkpoint of adapters holds of the model's own units, and the names of what is neither.
+    """Find the model's own units in a checkpoint of adapters, and the names of what is neither.
 
     Raises: UserError: sizes differ from config.json.
     """

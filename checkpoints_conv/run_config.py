@@ -41,7 +41,7 @@ COMPARED = {
     "mscale": "mscale of rope_parameters",
     "mscale_all_dim": "mscale_all_dim of rope_parameters",
 }
-"""What changes the model's function: Megatron's key -> where config.json says the same."""
+"""Keys that change the model's function: Megatron's -> config.json's."""
 _ACTIVATIONS = {
     "silu": "torch.nn.functional.silu",
     "swish": "torch.nn.functional.silu",
@@ -82,7 +82,7 @@ def _write_train_state(path: Path, iteration: int) -> None:
 
 
 def unsaid(family: Family) -> list[str]:
-    """What shapes the model's attention, and `model_section` has no words for."""
+    """List attention settings that run_config.yaml cannot express."""
     rope, found = family.spec.rope, []
     said = {"default", "llama3"}
     said |= {"linear"} if "rope_scaling_factor" in family.settings else set()
@@ -171,7 +171,7 @@ def read_section(path: Path, section: str) -> dict[str, Any]:
 
 
 def model_section(family: Family, dtype: Dtype) -> dict[str, Any]:
-    """What Megatron-Bridge's provider needs to build the model, from config.json."""
+    """Build the section from which Megatron-Bridge's provider builds the model, from config.json."""
     config, spec = family.config, family.spec
     return {
         "_target_": _PROVIDER,

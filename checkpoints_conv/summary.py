@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds, from headers and metadata alone."""
+"""Summary of a checkpoint folder, from headers and metadata alone."""
 
 import math
 from collections import Counter

@@ -5,7 +5,7 @@ from nemo_grpo.core.lazy import Tensor, torch
 BLOCK = 128
 """Rows and columns of a block."""
 SCALE = "_scale_inv"
-"""What the name of the scales has behind the matrix's."""
+"""Suffix of the scales' name behind the matrix's."""
 
 
 def num_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:

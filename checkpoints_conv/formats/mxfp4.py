@@ -8,7 +8,7 @@ them to [E, in, out].
 from nemo_grpo.core.lazy import Tensor, torch
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""What the names have behind the matrix's."""
+"""Suffixes of the names behind the matrix's."""
 BLOCK_BYTES = 16
 NUM_PER_BLOCK = 32
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -75,7 +75,7 @@ class RefusingUnpickler(pickle.Unpickler):
 
 
 def load_guarded(path: Path, allowed: dict[tuple[str, str], Any]) -> Any:
-    """What a pickle file holds, read in a child process first.
+    """Load a pickle file, which a child process reads first.
 
     Deeply nested keys overflow the C stack, others take for ever to hash, and a few bytes can ask for all of
     the memory; none of it is an exception.
@@ -149,7 +149,7 @@ class Global:
 
 @dataclass(frozen=True)
 class Call:
-    """What a function returns."""
+    """Result of a function's call, not made."""
 
     function: Global
     arguments: tuple[Any, ...] = ()
@@ -165,7 +165,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the reader's persistent_load returns."""
+    """Result of the reader's persistent_load."""
 
     identifier: tuple[Any, ...]
 

@@ -30,7 +30,7 @@ _MAX_HEADER = 100 << 20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies.
+    """Place of one tensor.
 
     Attributes: dtype: as it is read.  offset: first byte within the file.
                 scales: of matrices in FP8 (`formats.fp8`) or MXFP4 (`formats.mxfp4`).
@@ -58,7 +58,7 @@ class StoredTensor:
         return self.scales is not None and self.scales.dtype == DTYPES["uint8"]
 
     def piece(self, first: int, shape: tuple[int, ...]) -> StoredTensor:
-        """What begins at row ``first`` and has this shape."""
+        """Return the piece of this shape that begins at row ``first``."""
         if self.scales is None:
             return replace(self, shape=shape, offset=self.offset + first * self.row_bytes)
         assert self.is_mxfp4, self

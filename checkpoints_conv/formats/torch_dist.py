@@ -37,7 +37,7 @@ _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*")
 
 
 class _Record:
-    """What the metadata's pickle holds of a class: its fields. Importing the classes would take a second."""
+    """Fields of a class in the metadata's pickle; importing the classes would take a second."""
 
     def __setstate__(self, state: Any) -> None:
         # TensorProperties, whose dtype comes first, is the one class that keeps no names.
@@ -263,7 +263,7 @@ class Block:
 
 
 class _Part:
-    """What a block takes from one chunk: rows from ``begin`` to ``end`` of the key, perhaps some columns."""
+    """Rows ``begin`` to ``end`` of a key, perhaps some columns, that a block takes from one chunk."""
 
     def __init__(self, saved: SavedTensor, chunk: Chunk, box: list[tuple[int, int]], axis: int) -> None:
         self.saved, (self.begin, self.end) = saved, box[axis]

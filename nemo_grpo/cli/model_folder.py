@@ -1,4 +1,4 @@
-"""What commands on a trained model share: its folder, its limits, the place of the results."""
+"""A trained model's folder, its limits and the place of results, for the commands on one."""
 
 import os
 from collections.abc import Iterator

@@ -36,7 +36,7 @@ def model_files(source: Path) -> dict[str, Path]:
 
 
 def used_when_resumed(files: Mapping[str, Path], recipe: Recipe, *, has_reference: bool) -> dict[str, Path]:
-    """What of a run's files a checkpoint does not replace: weights only for LoRA and a reference policy.
+    """Return the input files that a resumed run still reads: weights only with LoRA or a reference policy.
 
     A warm start that is made again has the same tokenizer, and a config with the versions of its making.
     """

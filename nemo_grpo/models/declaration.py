@@ -1,4 +1,4 @@
-"""What a family's file declares, and how a config.json of the family is read."""
+"""Declaration of a family, and the reader of its config.json."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

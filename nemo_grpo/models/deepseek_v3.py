@@ -20,7 +20,7 @@ LAYERS = {
     "_partial_": True,
     "use_transformer_engine": True,
 }
-"""Of layers that differ, as Megatron-Bridge writes it."""
+"""Kinds of layers that differ, as Megatron-Bridge writes them."""
 _FIXED = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -29,7 +29,7 @@ _FIXED = {
     "rope_interleave": True,
     "tie_word_embeddings": False,
 }
-"""What Megatron-Bridge builds, whatever config.json says."""
+"""Settings that Megatron-Bridge builds whatever config.json says."""
 _YARN = {
     "factor": "rotary_scaling_factor",
     **{key: key for key in ("original_max_position_embeddings", "beta_fast", "beta_slow")},

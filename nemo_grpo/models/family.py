@@ -87,7 +87,7 @@ class Family:
 
     @cached_property
     def prefix(self) -> str:
-        """What precedes the decoder's Megatron names: nothing, unless the decoder is a part of the model."""
+        """Prefix of the decoder's Megatron names; empty unless the decoder is a part of the model."""
         return self._embedding.megatron.removesuffix(EMBEDDING)
 
     @cached_property

@@ -13,7 +13,7 @@ from nemo_grpo.support.errors import UserError
 
 _PROVIDER = "megatron.bridge.models.gemma.gemma3_provider.Gemma3ModelProvider"
 _PATTERN = 6
-"""Of so many layers the last sees everything, the others a window."""
+"""Layers of a period; the last sees everything, the others a window."""
 
 
 def _table(spec: ModelSpec) -> tuple[Entry, ...]:

@@ -37,7 +37,7 @@ _YARN = {
     "truncate": False,
 }
 _UNSTATED = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-"""What transformers computes YaRN with where config.json does not say."""
+"""Values of YaRN that transformers takes where config.json has none."""
 _KEPT = ("original_max_position_embeddings", "beta_fast", "beta_slow")
 
 

@@ -1,4 +1,4 @@
-"""What converters, planner, engine and decoder must know of a model: the content of its config.json."""
+"""Sizes and settings of a model for converters, planner, engine and decoder, from its config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -13,9 +13,7 @@ from nemo_grpo.engine.inputs import data_files, keep_inputs
 from nemo_grpo.engine.run_folder import RunFolder, newest_checkpoint, step_of
 from nemo_grpo.nemorl.compat import rebound
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.recipe.cluster_rules import OVERLAP
-from nemo_grpo.recipe.rollout_rules import uses_fp8
-from nemo_grpo.recipe.sections import VLLM
+from nemo_grpo.recipe.sections import OVERLAP, VLLM
 from nemo_grpo.report.runs import METRICS_FILE
 from nemo_grpo.report.stuck import SIGNAL, Watch
 from nemo_grpo.tasks.scoring import component_means, right_and_wrong
@@ -173,7 +171,7 @@ def bound(recipe: Recipe, step: int) -> float:
     Args: step: from 1, whose rollouts come from the weights that it trains.
     """
     older = LARGEST_STEP * min(recipe.rollouts_ahead, step - 1)
-    return (FP8_BOUND if uses_fp8(recipe) else BF16_BOUND) + math.expm1(older) - older
+    return (FP8_BOUND if recipe.uses_fp8 else BF16_BOUND) + math.expm1(older) - older
 
 
 class RolloutCheck(Callback):

@@ -10,42 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.host_api import BASE, CONTROLLER_CONFIG, GRPO, HEAD, SFT, TESTED, V0_7_0, VISION_BASE
-from nemo_grpo.recipe import Recipe, host, load_recipe
-from nemo_grpo.recipe.cluster_rules import OVERLAP, refit_sends_updated_weights
+from nemo_grpo.nemorl.host_api import BASE, CONTROLLER_CONFIG, GRPO, SFT, V0_7_0, VISION_BASE
+from nemo_grpo.recipe import Recipe, host, load_recipe, refuse_unsupported
+from nemo_grpo.recipe.cluster_rules import refit_sends_updated_weights
 from nemo_grpo.recipe.loader import Tree, merge, resolve
-from nemo_grpo.recipe.sections import metric_key
-from nemo_grpo.support.dotted import set_value, value_of
+from nemo_grpo.recipe.registry import Scope
+from nemo_grpo.recipe.sections import OVERLAP, metric_key
+from nemo_grpo.support.dotted import set_value
 from nemo_grpo.support.errors import UserError
 
 log = logging.getLogger(__name__)
 
-
-NOT_IN_0_7_0: dict[str, tuple[object, ...]] = {
-    "async_rl": (),
-    "checkpointing.ft_save_period": (),
-    "grpo.adv_estimator.reward_weights": (),
-    "grpo.stop_at_validation_metric": (),
-    "grpo.stop_at_validation_threshold": (),
-    "grpo.val_num_generations_per_prompt": (1,),
-    "grpo.val_start_at": (-1,),
-    "policy.generation.vllm_cfg.is_mx": (False,),
-    "policy.generation.vllm_cfg.reset_encoder_cache_after_weight_update": (False,),
-    "policy.megatron_cfg.checkpoint.async_save": (False,),
-    "policy.megatron_cfg.fine_grained_activation_offloading": (False,),
-    "policy.megatron_cfg.freeze_sound_encoder": (False,),
-    "policy.megatron_cfg.freeze_sound_projection": (False,),
-    "policy.megatron_cfg.freeze_vision_model": (False,),
-    "policy.megatron_cfg.freeze_vision_projection": (False,),
-    "policy.megatron_cfg.moe_aux_loss_coeff": (),
-    "policy.megatron_cfg.model_overrides": ({},),
-    "policy.megatron_cfg.use_fused_linear_logprobs": (False,),
-    "reward_penalties.penalize_duplicated_reasoning": (False,),
-    "reward_penalties.penalize_empty_final_answer": (False,),
-    "reward_penalties.penalize_malformed_think_tag": (False,),
-    "reward_penalties.penalize_unwanted_tokens": (False,),
-}
-"""Keys that change a run but that NeMo-RL 0.7.0 ignores -> the values without effect."""
 
 FROM_THE_RECIPE = ("loss_fn", "nemo_grpo")
 """Sections that replace the base's as a whole: its loss is not the one that trains."""
@@ -82,7 +57,7 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
             "train); start a cluster recipe from recipes/base/cluster.yaml"
         )
     if compat.version() == V0_7_0:
-        refuse_what_0_7_0_ignores(recipe)
+        refuse_unsupported(recipe, Scope.V0_7_0)
     for note in recipe.notes:
         log.info("%s", note)
     tree = host_tree(recipe) if recipe.nemo_grpo.task is None else nemo_rl_tree(recipe, _base_tree(recipe))
@@ -166,22 +141,6 @@ def sft_section(recipe: Recipe) -> dict[str, Any]:
         "seed": grpo.seed,
         "only_unmask_final": False,
     }
-
-
-def refuse_what_0_7_0_ignores(recipe: Recipe) -> None:
-    """Refuse keys newer than NeMo-RL 0.7.0, which silently accepts any key."""
-    tree = recipe.to_dict()
-    given = {key: value_of(tree, key) for key in NOT_IN_0_7_0}
-    ignored = [f"{key}={value}" for key, value in given.items() if value not in (None, *NOT_IN_0_7_0[key])]
-    sampling = recipe.policy.generation
-    for name in ("temperature", "top_p", "top_k"):  # it validates as it trains
-        if (value := getattr(sampling, f"val_{name}")) != getattr(sampling, name):
-            ignored.append(f"policy.generation.val_{name}={value}")
-    if ignored:
-        raise UserError(
-            f"{', '.join(ignored)}: NeMo-RL {V0_7_0} does not know this and would run without; leave "
-            f"it out, or use {TESTED[HEAD]}"
-        )
 
 
 def loss_section(recipe: Recipe) -> Tree:

@@ -18,7 +18,7 @@ class RolloutGPUs(Section):
 
 
 class Colocated(Section):
-    """Whether rollouts share the GPUs that train."""
+    """Rollouts on the GPUs that train, or on others."""
 
     enabled: bool = True
     """Share them; false: rollouts have GPUs of their own."""
@@ -63,7 +63,7 @@ class Speculation(Section):
     """vLLM's speculative decoding."""
 
     method: str | None = None
-    """How tokens are drafted: mtp, eagle3, ngram, ..; null: as the draft model says."""
+    """Drafting method: mtp, eagle3, ngram, ..; null: as the draft model says."""
     num_speculative_tokens: int | None = Field(default=None, ge=0)
     """Tokens drafted before each pass; 0: none; null: as many as the draft model says, `plan` counts none."""
 

@@ -18,11 +18,11 @@ from nemo_grpo.variants import REFUSED_STOCK_KEYS, variant_class
 from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 
 ESTIMATOR = ("normalize_rewards", "use_leave_one_out_baseline")
-"""What NeMo-RL's own advantage estimator does, under ``grpo`` and ``grpo.adv_estimator``."""
+"""Settings of NeMo-RL's own advantage estimator, under ``grpo`` and ``grpo.adv_estimator``."""
 VISION_PROCESSOR = "vlm_hf_data_processor"
 """NeMo-RL's, of all its data with images, sound and films."""
 CLIP = (("ratio_clip_min", "ratio_clip_max"), ("ratio_clip_c",), ("sequence_level_importance_ratios",))
-"""What NeMo-RL's files leave at its defaults is the variant's own; a clip has two sides."""
+"""Keys of a clip; at NeMo-RL's defaults in its own files they give way to the variant's."""
 
 OTHER_ALGORITHMS = {
     "distillation": ("distillation", "use NeMo-RL's own script"),
@@ -187,21 +187,9 @@ def environments_of_the_data_are_configured(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.ALL)
 def task_settings_need_a_task(recipe: Recipe) -> Iterator[str]:
     own = recipe.nemo_grpo
-    if own.task is not None:
-        return
-    if own.target != "cluster":
-        yield (
-            f"nemo_grpo.target={own.target}: the embedded engine reads no data.train; set nemo_grpo.task, or "
-            "target=cluster"
-        )
-    for key in ("prompt", "rewards", "warm_start"):
+    for key in ("prompt", "rewards", "warm_start") if own.task is None else ():
         if getattr(own, key) != type(own).model_fields[key].get_default(call_default_factory=True):
             yield (
                 f"nemo_grpo.{key}: without nemo_grpo.task prompts and rewards are those of NeMo-RL's data "
                 "and env; set a task, or remove it"
             )
-    if recipe.loss_fn.learns_from_demonstrations:
-        yield (
-            f"loss_fn.variant={recipe.loss_fn.variant}: it trains on the demonstrations of nemo_grpo.task; "
-            "set one, or use NeMo-RL's own supervised recipes"
-        )

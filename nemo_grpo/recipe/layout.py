@@ -1,4 +1,4 @@
-"""How one replica of the model lies on the ranks, and what of the model it must divide."""
+"""Layout of one replica of the model over the ranks, and the sizes that it must divide."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 _KEY = "policy.megatron_cfg"
 
 MOST_LOGITS = {"cpu": 2**25, "cuda": 2**27}
-"""That a rank of the embedded engine makes at a time. Products of fewer tokens would be slower."""
+"""Most logits that a rank computes per chunk, by device; smaller chunks are slower."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the world is divided; data parallelism takes what is left.
+    """Division of the world; data parallelism takes what is left.
 
     Attributes:
         tensor, pipeline, context, expert, expert_tensor: sizes of the model-parallel dimensions, 1 = off.
@@ -41,7 +41,7 @@ class Layout:
 
     @property
     def sequence_multiple(self) -> int:
-        """What a sequence's length must be a multiple of: 2 CP, times TP with sequence_parallel."""
+        """Multiple to which sequences are padded: 2 CP, times TP with sequence_parallel."""
         return (2 * self.context if self.context > 1 else 1) * (self.tensor if self.sequence_parallel else 1)
 
     def tokens_at_once(self, vocab_size: int, device: str = "cpu") -> int:

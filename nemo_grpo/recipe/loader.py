@@ -51,7 +51,7 @@ def register_resolvers() -> None:
 
 
 OVERRIDE = "an override"
-"""What `Written.given` names for a key of the command line."""
+"""Source in `Written.given` of a key from the command line."""
 
 
 class Written(NamedTuple):
@@ -289,7 +289,7 @@ def _with_plain_values(tree: Mapping[Any, Any], where: str) -> Tree:
 
 
 def _unusable(scalar: Any) -> str | None:
-    """What is wrong with a number or a text."""
+    """Return the reason against a number or a text, or None."""
     if isinstance(scalar, int) and scalar.bit_length() > 63:
         return f"an integer of {scalar.bit_length()} bits; the largest is {2**63 - 1}"
     is_number = isinstance(scalar, float) and math.isfinite(scalar) and scalar != 0

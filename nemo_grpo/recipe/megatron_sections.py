@@ -36,7 +36,7 @@ class Section(BaseModel):
 
     @model_serializer(mode="wrap")
     def _without_nulls_that_nobody_wrote(self, dump: Any) -> dict[str, Any]:
-        """Where a key is missing NeMo-RL has a default of its own, which a null would replace."""
+        """Leave out nulls that nobody wrote: one would replace NeMo-RL's own default."""
         given = self.model_fields_set
         return {name: value for name, value in dump(self).items() if value is not None or name in given}
 
@@ -213,14 +213,14 @@ class Peft(Section):
 
 
 class MegatronCheckpoint(Section):
-    """How Megatron-core writes checkpoints."""
+    """Writing of Megatron-core's checkpoints."""
 
     async_save: bool = False
     """Train on while a checkpoint is written; its tensors are held as a copy in host memory meanwhile."""
 
 
 class DistributedDataParallel(Section):
-    """How gradients and parameters travel between the data-parallel ranks; the defaults are NeMo-RL's."""
+    """Exchange of gradients and parameters between data-parallel ranks; the defaults are NeMo-RL's."""
 
     grad_reduce_in_fp32: bool = False
     """Sum gradients in FP32."""
@@ -280,13 +280,13 @@ class Megatron(Section):
     mtp_loss_scaling_factor: float = Field(default=0.0, ge=0)
     """Weight of the loss of multi-token prediction; 0: none."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
-    """How tokens reach their experts' ranks."""
+    """Dispatcher of tokens to their experts' ranks."""
     force_reconvert_from_hf: bool = False
     """Convert the Hugging Face model anew, even if it has been converted."""
 
     @property
     def layout(self) -> Layout:
-        """How a replica of the model lies on the ranks."""
+        """Layout of a replica of the model over the ranks."""
         return Layout(
             tensor=self.tensor_model_parallel_size,
             pipeline=self.pipeline_model_parallel_size,

@@ -62,7 +62,7 @@ class DTensor(Section):
 
     @property
     def layout(self) -> Layout:
-        """How a replica of the model lies on the ranks."""
+        """Layout of a replica of the model over the ranks."""
         return Layout(
             tensor=self.tensor_parallel_size,
             context=self.context_parallel_size,
@@ -122,7 +122,7 @@ class Policy(Section):
 
     @property
     def layout(self) -> Layout:
-        """How a replica of the model lies on the ranks that train."""
+        """Layout of a replica of the model over the ranks that train."""
         return (self.dtensor_cfg if self.dtensor_cfg.enabled else self.megatron_cfg).layout
 
     @property

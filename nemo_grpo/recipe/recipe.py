@@ -67,7 +67,7 @@ class Recipe(BaseModel):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the variant replaces and what is lost in a recipe of NeMo-RL's own; a sentence each."""
+        """Settings that the variant replaces in NeMo-RL's own recipe, and what is lost; a sentence each."""
         return self._notes
 
     @property
@@ -77,7 +77,7 @@ class Recipe(BaseModel):
 
     @property
     def or_passes(self) -> str:
-        """What may end the run before max_num_steps: passes through NeMo-RL's own data; "" for a task's."""
+        """Words on passes through NeMo-RL's own data that may end the run earlier; "" for a task's data."""
         passes = self.grpo.max_num_epochs
         if self.nemo_grpo.task is not None or self.grpo.is_async:
             return ""
@@ -119,6 +119,93 @@ class Recipe(BaseModel):
         return self.num_sequences_per_step // self.policy.train_global_batch_size
 
     @property
+    def has_several_updates(self) -> bool:
+        """True if the policy changes within a step."""
+        return self.num_updates_per_step > 1
+
+    @property
+    def num_sequences_per_rank(self) -> int:
+        """Sequences of a step on a data-parallel rank."""
+        return self.num_sequences_per_step // max(self.data_parallel_size, 1)
+
+    @property
+    def layout_fits(self) -> bool:
+        """True if the ranks hold whole replicas of the model."""
+        return self.world_size % self.model_parallel_size == 0
+
+    @property
+    def num_sequences_per_microbatch(self) -> int:
+        """Least sequences in a microbatch of all data-parallel ranks."""
+        policy = self.policy
+        return (1 if policy.batches_by_tokens else policy.train_micro_batch_size) * self.data_parallel_size
+
+    @property
+    def num_stage_ranks(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.world_size // self.policy.megatron_cfg.pipeline_model_parallel_size
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Ranks that share one replica of the experts: EP x expert TP."""
+        layout = self.policy.megatron_cfg.layout
+        return layout.expert * layout.expert_tensor
+
+    @property
+    def samples_with_vllm(self) -> bool:
+        """True if vllm_cfg has an effect; NeMo-RL's other samplers read a section of their own."""
+        return self.policy.generation.backend == "vllm"
+
+    @property
+    def uses_fp8(self) -> bool:
+        """True if the policy trains in FP8 or samples in it."""
+        samples = self.samples_with_vllm and self.policy.generation.vllm_cfg.precision == "fp8"
+        return samples or self.policy.megatron_cfg.fp8_in_use is not None
+
+    @property
+    def validates_by_rollouts(self) -> bool:
+        """True if validation samples a number of problems, in batches, that the recipe sets."""
+        are_set = None not in (self.grpo.max_val_samples, self.grpo.val_batch_size)
+        return are_set and self.grpo.validates and not self.loss_fn.learns_from_demonstrations
+
+    @property
+    def validates_a_whole_batch(self) -> bool:
+        """True if validation has one batch or more."""
+        return self.validates_by_rollouts and (self.grpo.max_val_samples or 0) >= (
+            self.grpo.val_batch_size or 0
+        )
+
+    @property
+    def has_penalty_for_turns(self) -> bool:
+        """True if an overlong penalty meets responses of several turns."""
+        task = self.nemo_grpo.task
+        return task is not None and bool(task.stop_texts) and self.grpo.reward_shaping.penalises_length
+
+    @property
+    def streams_chunks(self) -> bool:
+        """True if the single controller trains on parts of a step as they come."""
+        prompts = self.grpo.num_prompts_per_step
+        return self.async_rl is not None and self.async_rl.min_groups_for_streaming_train < prompts
+
+    @property
+    def chunk_unit(self) -> int:
+        """Sequences by which such a part is split over ranks, into whole microbatches unless packed."""
+        policy, unit = self.policy, self.data_parallel_size
+        if policy.batches_by_tokens:
+            return unit
+        return unit * math.lcm(policy.train_micro_batch_size, policy.logprob_batch_size)
+
+    @property
+    def num_groups_ahead(self) -> int:
+        """Groups of the steps by which the single controller's rollouts may run ahead, and of their own."""
+        return self.grpo.num_prompts_per_step * (self.rollouts_ahead + 1)
+
+    @property
+    def draws_on_the_data_plane(self) -> bool:
+        """True if NeMo-RL's synchronous trainer selects a variant's groups over the data plane."""
+        draws = self.uses_data_plane and self.grpo.use_dynamic_sampling
+        return draws and not self.loss_fn.is_stock and not self.has_single_controller
+
+    @property
     def uses_data_plane(self) -> bool:
         """Batches reach NeMo-RL's workers past the driver."""
         return self.data_plane is not None and self.data_plane.enabled
@@ -138,7 +225,7 @@ class Recipe(BaseModel):
 
     @property
     def policy_is_scored(self) -> bool:
-        """Whether NeMo-RL computes the policy's logprobs of a step before its updates."""
+        """True if NeMo-RL computes the policy's logprobs of a step before its updates."""
         return not self.loss_fn.force_on_policy_ratio or self.grpo.seq_logprob_error_threshold is not None
 
     @property

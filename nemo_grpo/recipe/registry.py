@@ -1,17 +1,8 @@
-"""Rules: a recipe that contradicts itself or would not train what it says is refused before any allocation.
+"""Scopes of rules, and the rules that are functions.
 
-A rule about one section is a method of its class, see `section_rule`. Every other rule is a function that
-yields one message ``key=value: rule; remedy`` per violation, registered by ``@rule(scope)``:
-
-- `rules`: across sections, for both engines; and advice
-- `cluster_rules`, `rollout_rules`, `saving_rules`: what NeMo-RL refuses late or does wrongly, for
-  ``nemo_grpo.target: cluster``
-- `controller_rules`: where NeMo-RL trains past its driver, and beside it
-- `demonstration_rules`: supervised training, for both engines
-- `embedded_rules`: what the embedded engine cannot train
-- `nemo_grpo.plan.rules`: what needs the model's shape and the GPU
-
-`tests/contract/test_rules.py` breaks each rule with a recipe.
+A rule is a row of `tables`; a method of a section's class, see `section_rule`; or, where there is arithmetic
+or a look-up, a function that yields one message ``key=value: rule; remedy`` per violation, registered by
+``@rule(scope)`` in `rules`, `cluster_rules` and `nemo_grpo.plan.rules`.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +11,7 @@ from typing import Any
 
 
 class Scope(Enum):
-    """What a rule applies to."""
+    """Recipes that a rule applies to."""
 
     ALL = auto()
     """Every recipe, when it is loaded."""
@@ -33,6 +24,12 @@ class Scope(Enum):
     error in a recipe with a task; a warning in NeMo-RL's own, whose users may have chosen it."""
     EMBEDDED = auto()
     """Recipes for the embedded engine."""
+    V0_7_0 = auto()
+    """Recipes for NeMo-RL 0.7.0, before they run."""
+    CPU = auto()
+    """Recipes for NeMo-RL on a machine without a GPU; other values than a limit's last are replaced by it."""
+    REHEARSAL = auto()
+    """The same, with a small model and few steps."""
     ADVICE = auto()
     """Every recipe; a warning only."""
     SHAPE = auto()

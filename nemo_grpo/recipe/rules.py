@@ -1,23 +1,19 @@
-"""Rules across sections that hold for both engines, and advice. See `registry`."""
+"""Rules for both engines, and advice, that take arithmetic or a look-up; see `registry`."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_grpo.recipe.keys import unread_key_messages
+from nemo_grpo.recipe.megatron_sections import LORA_LAYERS, ModelOverrides
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.sections import MEGATRON, VLLM, metric_key
 from nemo_grpo.support import nemo_folder as nemo
 from nemo_grpo.support.errors import as_yaml, did_you_mean
 
+PEFT = f"{MEGATRON}.peft"
 MOST_SHARED = 0.9
 """Largest share of a GPU that vLLM takes beside the policy without a note."""
-
-
-@rule(Scope.ALL)
-def model_is_named(recipe: Recipe) -> Iterator[str]:
-    if recipe.policy.model_name is None and recipe.nemo_grpo.warm_start is None:
-        yield "policy.model_name=null: no model; name a folder or a Hub model, or set nemo_grpo.warm_start"
 
 
 @rule(Scope.ALL)
@@ -28,32 +24,11 @@ def model_is_no_checkpoint_of_nemo(recipe: Recipe) -> Iterator[str]:
 
 
 @rule(Scope.ALL)
-def warm_start_fits_the_layout(recipe: Recipe) -> Iterator[str]:
-    w, m = recipe.nemo_grpo.warm_start, recipe.policy.megatron_cfg
-    if w is None:
-        return
-    for name, size, key in (
-        ("TP", m.tensor_model_parallel_size, "num_key_value_heads"),
-        ("PP", m.pipeline_model_parallel_size, "num_hidden_layers"),
-    ):
-        if getattr(w, key) % size:
-            what = f"nemo_grpo.warm_start.{key}={getattr(w, key)}"
-            yield f"{what} is not a multiple of {name}={size}; change one"
-    length = recipe.policy.max_total_sequence_length
-    if length > w.max_position_embeddings:
-        yield (
-            f"nemo_grpo.warm_start.max_position_embeddings={w.max_position_embeddings} is less than "
-            f"policy.max_total_sequence_length={length}; raise it"
-        )
-
-
-@rule(Scope.ALL)
 def updates_divide_the_step(recipe: Recipe) -> Iterator[str]:
     g, batch = recipe.grpo, recipe.policy.train_global_batch_size
     if recipe.num_sequences_per_step % batch:
-        fitting = _divisors_near(
-            recipe.num_sequences_per_step, batch, multiple_of=_microbatch_sequences(recipe)
-        )
+        unit = recipe.num_sequences_per_microbatch if recipe.layout_fits else 1
+        fitting = _divisors_near(recipe.num_sequences_per_step, batch, multiple_of=unit)
         yield (
             f"policy.train_global_batch_size={batch} does not divide grpo.num_prompts_per_step x "
             f"grpo.num_generations_per_prompt = {g.num_prompts_per_step} x {g.num_generations_per_prompt} = "
@@ -62,120 +37,18 @@ def updates_divide_the_step(recipe: Recipe) -> Iterator[str]:
 
 
 @rule(Scope.ALL)
-def updates_average_whole_groups(recipe: Recipe) -> Iterator[str]:
-    """`core.aggregation.group_mean_factors` supposes as many sequences in every group of a step."""
-    batch, group = recipe.policy.train_global_batch_size, recipe.grpo.num_generations_per_prompt
-    if recipe.loss_fn.aggregation != "group_token_mean":
-        return
-    if batch % group:
-        yield (
-            f"policy.train_global_batch_size={batch} is not a multiple of grpo.num_generations_per_prompt="
-            f"{group}, and loss_fn.aggregation=group_token_mean averages whole groups; use a multiple, or "
-            "token_mean"
-        )
-    updates, whole = recipe.num_updates_per_step, recipe.num_sequences_per_step
-    leaves_out = {
-        "overlong_filtering": recipe.grpo.overlong_filtering or None,
-        "seq_logprob_error_threshold": recipe.grpo.seq_logprob_error_threshold,
-    }
-    for key, value in leaves_out.items():
-        if value is not None and updates > 1:
-            yield (
-                f"grpo.{key}={as_yaml(value)} leaves groups of different sizes, by which "
-                f"loss_fn.aggregation=group_token_mean would weigh the {updates} updates of a step; use "
-                f"policy.train_global_batch_size={whole}, or token_mean"
-            )
-
-
-@rule(Scope.ALL)
-def prompt_has_room(recipe: Recipe) -> Iterator[str]:
-    """NeMo-RL ends a response where the sequence is full, and its base configurations let both be equal."""
-    response, longest = recipe.policy.generation.max_new_tokens, recipe.policy.max_total_sequence_length
-    if response > longest or (response == longest and recipe.nemo_grpo.target == "embedded"):
-        yield (
-            f"policy.generation.max_new_tokens={response} leaves no room for the prompt in "
-            f"policy.max_total_sequence_length={longest}; lower one or raise the other"
-        )
-
-
-@rule(Scope.ALL)
-def microbatches_hold_the_longest_sequence(recipe: Recipe) -> Iterator[str]:
-    if recipe.nemo_grpo.target == "embedded":
-        yield from _short_microbatches(recipe)
-
-
-@rule(Scope.ADVICE)
-def a_long_sequence_may_end_the_run(recipe: Recipe) -> Iterator[str]:
-    """NeMo-RL's packer raises an error only when such a sequence comes (data/packing/algorithms.py)."""
-    if recipe.nemo_grpo.target == "cluster":
-        yield from _short_microbatches(recipe)
-
-
-def _short_microbatches(recipe: Recipe) -> Iterator[str]:
-    p, longest = recipe.policy, recipe.policy.max_total_sequence_length
-    for key, tokens in (("train_mb_tokens", p.train_mb_tokens), ("logprob_mb_tokens", p.logprob_mb_tokens)):
-        if tokens is not None and tokens < longest:
-            yield (
-                f"policy.sequence_packing.{key}={tokens} is less than policy.max_total_sequence_length="
-                f"{longest}, and a longer sequence than this ends the run; raise it"
-            )
-
-
-@rule(Scope.ALL)
-def layout_divides_the_ranks(recipe: Recipe) -> Iterator[str]:
-    m, world, size = recipe.policy.megatron_cfg, recipe.world_size, recipe.model_parallel_size
-    if world % size:
-        yield (
-            f"cluster.gpus_per_node x cluster.num_nodes = {world} is not a multiple of TP x PP x CP = "
-            f"{m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size} x {m.context_parallel_size} "
-            f"= {size}; use a multiple of {size} ranks, or smaller sizes in {MEGATRON}"
-        )
-    elif (world // m.pipeline_model_parallel_size) % m.expert_model_parallel_size:
-        yield (
-            f"{MEGATRON}.expert_model_parallel_size={m.expert_model_parallel_size} does not divide "
-            f"the {world // m.pipeline_model_parallel_size} ranks of a pipeline stage; use a divisor"
-        )
-
-
-@rule(Scope.ALL)
-def microbatches_divide_the_update(recipe: Recipe) -> Iterator[str]:
-    p, dp = recipe.policy, recipe.data_parallel_size
-    if p.train_global_batch_size % _microbatch_sequences(recipe):
-        given = f"policy.train_micro_batch_size x data-parallel ranks = {p.train_micro_batch_size} x {dp}"
-        yield (
-            f"policy.train_global_batch_size={p.train_global_batch_size} is not a multiple of "
-            f"{f'{dp} data-parallel ranks' if p.batches_by_tokens else given}; change one of them"
-        )
-
-
-@rule(Scope.ALL)
 def grpo_section_agrees_with_the_loss(recipe: Recipe) -> Iterator[str]:
+    """NeMo-RL has each of these keys in two places; the variant's own is the one that trains."""
     if recipe.loss_fn.is_stock:
         return
-    for key in ("normalize_rewards", "use_leave_one_out_baseline"):
-        given, used = getattr(recipe.grpo, key), getattr(recipe.loss_fn, key, False)
-        if given is not None and given != used:
-            yield disagreement(recipe, f"grpo.{key}", key, given)
-
-
-@rule(Scope.ALL)
-def forced_ratio_makes_one_update_per_step(recipe: Recipe) -> Iterator[str]:
-    if recipe.loss_fn.force_on_policy_ratio and recipe.num_updates_per_step != 1:
-        yield (
-            "loss_fn.force_on_policy_ratio=true: the ratio is 1 in the first of "
-            f"{recipe.num_updates_per_step} updates only; use policy.train_global_batch_size="
-            f"{recipe.num_sequences_per_step}, or false"
-        )
-
-
-@rule(Scope.ALL)
-def reference_is_scored_for_a_penalty(recipe: Recipe) -> Iterator[str]:
-    penalty = getattr(recipe.loss_fn, "reference_policy_kl_penalty", 0)
-    if recipe.grpo.skip_reference_policy_logprobs_calculation and penalty:
-        yield (
-            "grpo.skip_reference_policy_logprobs_calculation=true, but loss_fn.reference_policy_kl_penalty="
-            f"{penalty:g} needs these logprobs; set one to false or the other to 0"
-        )
+    for place, section in (("grpo", recipe.grpo), ("grpo.adv_estimator", recipe.grpo.adv_estimator)):
+        for key in ("normalize_rewards", "use_leave_one_out_baseline"):
+            given, used = getattr(section, key, None), getattr(recipe.loss_fn, key, False)
+            if given not in (None, used):
+                yield (
+                    f"{place}.{key}={as_yaml(given)}, but {recipe.loss_fn.variant} trains with "
+                    f"loss_fn.{key}={as_yaml(used)}; leave {place}.{key} out or make them equal"
+                )
 
 
 @rule(Scope.ALL)
@@ -283,27 +156,57 @@ def shared_gpus_keep_room_for_training(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def disagreement(recipe: Recipe, place: str, key: str, wanted: object) -> str:
-    """Message: a NeMo-RL setting contradicts the loss that trains."""
-    used = getattr(recipe.loss_fn, key, False)
-    return (
-        f"{place}={as_yaml(wanted)}, but {recipe.loss_fn.variant} trains with loss_fn.{key}={as_yaml(used)}; "
-        f"leave {place} out or make them equal"
-    )
+@rule(Scope.EMBEDDED)
+def turns_are_limited_by_the_task(recipe: Recipe) -> Iterator[str]:
+    """1 is the default: nobody chose it."""
+    turns, task = recipe.grpo.max_rollout_turns, recipe.nemo_grpo.task
+    if task is not None and 1 < turns < task.num_turns:
+        yield (
+            f"grpo.max_rollout_turns={turns}: in the embedded engine a response to {task.name} takes up to "
+            f"{task.num_turns} turns all the same; leave it out, and set the task's own limit"
+        )
+
+
+@rule(Scope.EMBEDDED)
+def lora_adapts_layers_of_the_decoder(recipe: Recipe) -> Iterator[str]:
+    peft = recipe.policy.megatron_cfg.lora_in_use
+    if peft is None:
+        return
+    for name in (*peft.target_modules, *peft.exclude_modules):
+        if name not in LORA_LAYERS:
+            yield f"{PEFT}: the embedded engine cannot adapt {name!r}; use {', '.join(LORA_LAYERS)}"
+    if not peft.layers:
+        yield f"{PEFT}.exclude_modules={peft.exclude_modules} leaves no layer to adapt; shorten it"
+
+
+@rule(Scope.EMBEDDED)
+def model_overrides_are_supported(recipe: Recipe) -> Iterator[str]:
+    overrides = recipe.policy.megatron_cfg.model_overrides or ModelOverrides()
+    for name, value in (overrides.model_extra or {}).items():
+        yield (
+            f"{MEGATRON}.model_overrides.{name}={as_yaml(value)} is not supported by the embedded engine"
+            f"{did_you_mean(name, ModelOverrides.model_fields)}"
+        )
+
+
+@rule(Scope.EMBEDDED)
+def updates_hold_whole_groups(recipe: Recipe) -> Iterator[str]:
+    if not recipe.loss_fn.needs_whole_groups:
+        return
+    size, group = recipe.policy.train_global_batch_size, recipe.grpo.num_generations_per_prompt
+    if size % group or size // group < recipe.data_parallel_size:
+        yield (
+            f"loss_fn.{recipe.loss_fn.whole_groups_key}=true sums over whole groups: "
+            f"policy.train_global_batch_size={size} must be a multiple of "
+            f"grpo.num_generations_per_prompt={group}, with at least one group for each of the "
+            f"{recipe.data_parallel_size} data-parallel ranks; use {recipe.num_sequences_per_step}"
+        )
 
 
 def _changed(recipe: Recipe, *keys: str) -> list[str]:
     """Those keys of ``loss_fn`` that differ from the variant's default; a resolved recipe gives them all."""
     fields = type(recipe.loss_fn).model_fields
     return [k for k in keys if k in fields and getattr(recipe.loss_fn, k) not in (None, fields[k].default)]
-
-
-def _microbatch_sequences(recipe: Recipe) -> int:
-    """Least sequences in a microbatch of all data-parallel ranks; 1 if the ranks do not fit the layout."""
-    if recipe.world_size % recipe.model_parallel_size:
-        return 1
-    policy = recipe.policy
-    return (1 if policy.batches_by_tokens else policy.train_micro_batch_size) * recipe.data_parallel_size
 
 
 def _divisors_near(number: int, wanted: int, *, multiple_of: int) -> str:

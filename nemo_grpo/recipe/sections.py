@@ -15,7 +15,8 @@ from nemo_grpo.support.errors import as_yaml
 
 MEGATRON, GENERATION = "policy.megatron_cfg", "policy.generation"
 VLLM, PACKING = "policy.generation.vllm_cfg", "policy.sequence_packing"
-"""Sections that rules and the planner refer to."""
+OVERLAP = f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather"
+"""Keys that rules and the planner refer to."""
 
 
 class RewardShaping(Section):
@@ -31,6 +32,11 @@ class RewardShaping(Section):
     """L_max, tokens; not given: policy.generation.max_new_tokens."""
     stop_properly_penalty_coef: float | None = Field(default=None, ge=0, le=1)
     """NeMo-RL's factor of the rewards of truncated responses; 0: no reward; null: none."""
+
+    @property
+    def penalises_length(self) -> bool:
+        """True if long responses are penalised."""
+        return self.enabled and self.stop_properly_penalty_coef is None
 
     @section_rule
     def _overlong_buffer_is_shorter_than_responses(self) -> Iterator[str]:
@@ -80,13 +86,18 @@ class AsyncRL(Section):
     """NeMo-RL's single controller: rollouts and training side by side, over its data plane."""
 
     sampler: StalenessSampler = Field(default_factory=StalenessSampler)
-    """How old a step's rollouts may be."""
+    """Limit on the age of a step's rollouts."""
     min_groups_for_streaming_train: int = Field(default=32, gt=0)
     """Groups that are trained on as soon as they are there; a step's chunks add up to one update."""
     max_buffered_rollouts: int = Field(default=64, gt=0)
     """Groups that wait for training at most."""
     recompute_kv_cache_after_weight_updates: bool = False
     """Forget after each refit what the old weights cached of prompts and responses."""
+
+    @property
+    def waits_for_room(self) -> bool:
+        """True if rollouts wait for the trainer, whatever room they need."""
+        return self.sampler.name not in ("windowed", "custom")
 
 
 class AdvantageEstimator(Section):
@@ -223,13 +234,18 @@ class Checkpointing(Section):
     """Save the optimizer's state; without it a run cannot be resumed exactly."""
 
     @property
+    def ranks_by_validation(self) -> bool:
+        """True if a validation's metric decides which checkpoints are kept."""
+        return self.enabled and (self.metric_name or "").startswith("val:")
+
+    @property
     def metric_key(self) -> str | None:
         """`metric_name` as metrics.jsonl spells it: ``val:accuracy`` is ``validation/accuracy``."""
         return metric_key(self.metric_name)
 
 
 class Logger(Section):
-    """Where logs go, and what they hold."""
+    """Destination and content of logs."""
 
     log_dir: str | None = None
     """Folder of NeMo-RL's loggers; null: the run's folder."""

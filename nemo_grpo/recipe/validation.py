@@ -7,21 +7,14 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_grpo.recipe import (  # noqa: F401 - they register
-    cluster_rules,
-    controller_rules,
-    demonstration_rules,
-    embedded_rules,
-    host,
-    rollout_rules,
-    rules,
-    saving_rules,
-)
+from nemo_grpo.recipe import cluster_rules, host, rules  # noqa: F401 - they register
 from nemo_grpo.recipe.keys import dotted_key_errors, shown, unknown_key_errors, unknown_key_message
 from nemo_grpo.recipe.loader import Tree, Written, from_environment, merge, read, resolve
 from nemo_grpo.recipe.megatron_sections import WITHOUT_RULES
 from nemo_grpo.recipe.recipe import Recipe
-from nemo_grpo.recipe.registry import Scope, messages
+from nemo_grpo.recipe.registry import Scope
+from nemo_grpo.recipe.registry import messages as function_messages
+from nemo_grpo.recipe.tables import table_messages
 from nemo_grpo.support.dotted import is_missing, set_value, value_of
 from nemo_grpo.support.errors import UserError
 
@@ -98,17 +91,22 @@ def _validated(tree: Tree, written: Written) -> Recipe:
     return recipe
 
 
+def messages(scope: Scope, recipe: Recipe) -> list[str]:
+    """Messages of a scope's rows and functions about a recipe."""
+    return [*table_messages(scope, recipe), *function_messages(scope, recipe)]
+
+
 def advice(recipe: Recipe) -> list[str]:
     """Settings that a variant replaces, or that are probably not meant, one sentence each."""
     return [*recipe.notes, *messages(Scope.ADVICE, recipe)]
 
 
-def refuse_unsupported(recipe: Recipe) -> None:
-    """Refuse what the embedded engine cannot train.
+def refuse_unsupported(recipe: Recipe, scope: Scope = Scope.EMBEDDED) -> None:
+    """Refuse what the embedded engine cannot train, or what the rules of another scope refuse.
 
     Raises: UserError: naming key, value and remedy.
     """
-    if errors := messages(Scope.EMBEDDED, recipe):
+    if errors := messages(scope, recipe):
         raise RecipeErrors(errors)
 
 

@@ -1,6 +1,6 @@
 """Recipe keys that a rehearsal overrides, so that a cluster recipe is small and runs without a GPU."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,7 +8,9 @@ import yaml
 
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.loader import merge, read
+from nemo_grpo.recipe.registry import Scope
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
+from nemo_grpo.recipe.tables import Limit, rows
 from nemo_grpo.rehearsal.environment import uses_async_engine
 from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.rehearsal.tiny_data import data_settings
@@ -26,46 +28,6 @@ LEARNING_RATE = 1e-3
 MICROBATCH = 2
 ROOM = 8
 """Extra tokens of a response beyond the longest demonstration."""
-
-WITHOUT_A_GPU: dict[str, tuple[Any, str]] = {
-    "policy.router_replay.enabled": (False, "vLLM returns no routing on a CPU"),
-    "policy.quant_cfg": (None, "quantisation needs a GPU"),
-    f"{GENERATION}.backend": ("vllm", "other samplers need a GPU"),
-    f"{GENERATION}.quant_cfg": (None, "quantisation needs a GPU"),
-    f"{GENERATION}.real_quant": (False, "quantisation needs a GPU"),
-    f"{VLLM}.kv_cache_dtype": ("auto", "FP8 needs a GPU"),
-    f"{VLLM}.is_mx": (False, "FP8 needs a GPU"),
-    f"{VLLM}.precision": ("bfloat16", "FP8 needs a GPU"),
-    f"{VLLM}.use_deep_gemm": (False, "FP8 needs a GPU"),
-    **dict.fromkeys(
-        (f"{VLLM}.{kind}_parallel_size" for kind in ("tensor", "pipeline", "expert")),
-        (1, "an engine on a CPU is one process"),
-    ),
-    f"{MEGATRON}.fp8_cfg.enabled": (False, "FP8 needs Transformer Engine"),
-    f"{MEGATRON}.model_overrides.first_last_layers_bf16": (False, "without FP8"),
-    f"{MEGATRON}.moe_token_dispatcher_type": ("alltoall", "other dispatchers need a GPU"),
-    f"{MEGATRON}.moe_enable_deepep": (False, "DeepEP needs a GPU"),
-    f"{MEGATRON}.moe_shared_expert_overlap": (False, "it overlaps CUDA streams"),
-    f"{MEGATRON}.moe_grouped_gemm": (False, "grouped products need a GPU"),
-    f"{MEGATRON}.gradient_accumulation_fusion": (False, "the fusion is a CUDA kernel"),
-    f"{MEGATRON}.optimizer.optimizer_cpu_offload": (False, "there is no GPU to offload from"),
-}
-"""Key -> the value without a GPU, and why; set where the recipe has another one."""
-SMALL: dict[str, tuple[Any, str]] = {
-    "grpo.stop_at_validation_metric": (None, "three steps"),
-    "grpo.stop_at_validation_threshold": (None, "three steps"),
-    "checkpointing.enabled": (True, "a rehearsal stops and resumes"),
-    "policy.draft.enabled": (False, "one model is rehearsed"),
-    f"{GENERATION}.vllm_kwargs.speculative_config": (None, "one model is rehearsed"),
-    f"{GENERATION}.stop_token_ids": (None, "they are of the full model's tokenizer"),
-    "policy.hf_config_overrides": ({}, "they are of the full model"),
-    f"{MEGATRON}.num_layers_in_first_pipeline_stage": (None, "the small model has two layers"),
-    f"{MEGATRON}.num_layers_in_last_pipeline_stage": (None, "the small model has two layers"),
-    f"{MEGATRON}.mtp_num_layers": (0, "the small model has no such layers"),
-    "data.use_multiple_dataloader": (False, "one data set stands for all"),
-    **{f"logger.{name}_enabled": (False, "no network") for name in ("wandb", "mlflow", "swanlab")},
-}
-"""Key -> the value with a small model and few steps, and why; set where the recipe has another one."""
 
 
 class Override(NamedTuple):
@@ -140,7 +102,7 @@ def overrides_of(
         "logger.monitor_gpus": False,
     }
     yield from (Override(key, value) for key, value in always.items())
-    yield from _replaced(recipe, WITHOUT_A_GPU | SMALL)
+    yield from (*_replaced(recipe, Scope.CPU), *_replaced(recipe, Scope.REHEARSAL))
     yield from _replaced_parts(recipe)
 
 
@@ -161,13 +123,14 @@ def full_size_overrides(recipe: Recipe, uses_vllm: bool) -> Iterator[Override]:
         "logger.monitor_gpus": False,
     }
     yield from (Override(key, value) for key, value in always.items())
-    yield from _replaced(recipe, WITHOUT_A_GPU)
+    yield from _replaced(recipe, Scope.CPU)
 
 
-def _replaced(recipe: Recipe, table: Mapping[str, tuple[Any, str]]) -> Iterator[Override]:
-    for key, (value, reason) in table.items():
-        if value_of(recipe, key) not in (None, value):
-            yield Override(key, value, reason)
+def _replaced(recipe: Recipe, scope: Scope) -> Iterator[Override]:
+    """Yield the last value of each limit that does not allow the recipe's."""
+    for row in rows(scope):
+        if isinstance(row, Limit) and not row.allows(value_of(recipe, row.key)):
+            yield Override(row.key, row.values[-1], row.reason)
 
 
 def _replaced_parts(recipe: Recipe) -> Iterator[Override]:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 LIBRARIES = ("TRL", "verl", "OpenRLHF")
 VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model")
-"""Of verl's files, those whose names no section here has."""
+"""Sections of verl's files whose names no section here has."""
 
 
 class Alias(NamedTuple):

@@ -1,4 +1,4 @@
-"""What stands for CUDA on a CPU: streams, events, and devices that are the CPU whatever they are called."""
+"""CUDA on a CPU: streams, events, and devices that are the CPU whatever they are called."""
 
 from __future__ import annotations
 

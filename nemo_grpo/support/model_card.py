@@ -31,7 +31,7 @@ _TEMPLATE = """---
 
 @dataclass(frozen=True)
 class Training:
-    """What is known of a training. Attributes: recipe: resolved.  step.  metrics, versions: by name."""
+    """Facts about a training. Attributes: recipe: resolved.  step.  metrics, versions: by name."""
 
     recipe: Mapping[str, Any] = field(default_factory=dict)
     step: int | None = None
@@ -47,7 +47,7 @@ class Training:
 
 
 def training_of(checkpoint: Path) -> Training:
-    """What a run of either engine has written above its torch_dist checkpoint; nothing else is looked at."""
+    """Read the facts that a run of either engine has written above its torch_dist checkpoint."""
     above = checkpoint.absolute().parents
     step = next((folder for folder in above[:_ABOVE] if (folder / _INFO).is_file()), None)
     if step is None:

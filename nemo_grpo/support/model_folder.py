@@ -1,4 +1,4 @@
-"""What lies in a Hugging Face model folder: config, weight files, and everything else."""
+"""Content of a Hugging Face model folder: config, weight files, and everything else."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ SIDE_FILES = (
     *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "*processing_*.py", "*reasoning_parser.py"),
     *("LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
-"""What exports copy from a model's folder."""
+"""Files that exports copy from a model's folder."""
 TEMPLATES = "additional_chat_templates"
 """The folder in which transformers keeps the chat templates beside the default one, as ``NAME.jinja``."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
@@ -163,7 +163,7 @@ def _depth(value: Any) -> int:
 
 
 def side_files(folder: Path) -> Iterator[Path]:
-    """What a model folder holds besides weights: configs, tokenizer, chat templates, generation config.
+    """List a model folder's files besides weights: configs, tokenizer, chat templates, generation config.
 
     Only files of names that models have; the others are named in the log. They may be secrets.
 

@@ -24,7 +24,7 @@ def without_wrappers(key: str) -> str:
 
 
 def model_yaml(weights: Path) -> Path:
-    """Where the model of a torch_dist folder is described, if NeMo 2.0 has written that."""
+    """Return the description of a torch_dist folder's model, which NeMo 2.0 writes beside it."""
     return weights.parent / MODEL_YAML
 
 
@@ -48,7 +48,7 @@ def refuse_archive(path: Path) -> None:
 
 
 def reason_against(path: Path) -> str | None:
-    """What a path is if it is NeMo's instead of a Hugging Face model, with the remedy; None if it is not."""
+    """Say what NeMo checkpoint a path is instead of a Hugging Face model, with the remedy; None: none."""
     if is_archive(path):
         return f"{_ARCHIVE}; convert that with `nemo-grpo convert megatron-to-hf`"
     if is_folder(path):

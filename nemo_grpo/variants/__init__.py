@@ -39,7 +39,7 @@ VARIANTS: dict[str, type[VariantConfig]] = {
 """Variant name -> configuration class. To add a variant: its file, one line here, one recipe, one test."""
 
 OBJECTIVES: dict[str, type[VariantConfig]] = {**VARIANTS, "sft": SFT}
-"""What ``loss_fn.variant`` can be: the variants, which learn from rollouts, and the supervised baseline."""
+"""Values of ``loss_fn.variant``: the variants, which learn from rollouts, and the supervised baseline."""
 
 REFUSED_STOCK_KEYS = {
     "token_level_loss": "use loss_fn.aggregation=token_mean or sequence_mean",
@@ -92,7 +92,7 @@ def variant_class(name: str, key: str) -> type[VariantConfig]:
 
 
 def _without_annotation(message: str) -> str:
-    """What pydantic says of ``nmae = value`` in a class, in one line with the nearest name; else empty."""
+    """Reword pydantic's error about ``nmae = value`` as one line with the nearest name; else ""."""
     before, told, after = message.partition("PydanticUserError: A non-annotated attribute was detected: `")
     if not told:
         return ""

@@ -1,4 +1,4 @@
-"""What every variant's configuration shares: strict keys, common names, common pieces of an objective."""
+"""Base of every variant's configuration: strict keys, common names, common pieces of an objective."""
 
 from dataclasses import replace
 from typing import ClassVar, Self
@@ -46,7 +46,7 @@ class VariantConfig(BaseModel):
     sampling_keys: ClassVar[tuple[str, ...]] = ()
     """Parameters that have an effect only with grpo.use_dynamic_sampling."""
     without_dynamic_sampling: ClassVar[str | None] = None
-    """What the paper's method loses without grpo.use_dynamic_sampling; None: nothing."""
+    """Loss to the paper's method without grpo.use_dynamic_sampling, in words; None: nothing."""
 
     variant: str
     aggregation: Aggregation = Field(
@@ -114,7 +114,7 @@ class VariantConfig(BaseModel):
         return self
 
     def importance_correction(self) -> ImportanceCorrection | None:
-        """How the policy term is reweighted, or None."""
+        """Reweighting of the policy term, or None."""
         if not self.use_importance_sampling_correction:
             return None
         upper = self.truncated_importance_sampling_ratio

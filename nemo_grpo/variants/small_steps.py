@@ -60,7 +60,7 @@ def changed(batch: TokenBatch, **changes: Any) -> TokenBatch:
 
 
 def counts(batch: TokenBatch) -> dict[str, Any]:
-    """What a loss divides by, of a batch that holds the whole step."""
+    """Count what a loss divides by, in a batch that holds the whole step."""
     return dict(zip(("global_valid_toks", "global_valid_seqs"), global_counts(batch), strict=True))
 
 

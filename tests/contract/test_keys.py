@@ -12,11 +12,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from nemo_grpo.recipe import load_recipe_dict, refuse_unsupported
-from nemo_grpo.recipe.embedded_rules import SUPPORTED
 from nemo_grpo.recipe.keys import nemo_rl_keys, unread_keys
 from nemo_grpo.recipe.loader import load_tree, merge
 from nemo_grpo.recipe.megatron_sections import Section
 from nemo_grpo.recipe.recipe import Recipe
+from nemo_grpo.recipe.registry import Scope
+from nemo_grpo.recipe.tables import Limit, rows
 from nemo_grpo.support.dotted import parents, set_value
 from nemo_grpo.support.errors import UserError
 
@@ -32,8 +33,8 @@ VALUES: dict[str, Any] = {
 
 BY_TEXT = {
     "nemo_grpo/experiments/jobs.py",  # the keys that a sweep varies
-    "nemo_grpo/recipe/embedded_rules.py",  # the keys of `SUPPORTED`
-    "nemo_grpo/rehearsal/overrides.py",  # the keys of its tables
+    "nemo_grpo/recipe/tables.py",  # the keys of the tables
+    "nemo_grpo/rehearsal/overrides.py",  # those that a rehearsal replaces
 }
 """Modules that read a recipe's keys by name."""
 
@@ -135,7 +136,8 @@ ORDINARY: dict[tuple[str, str], str] = {
 
 def test_keys_are_those_that_are_read() -> None:
     """A key that is read by its name in a text, not as an attribute, has no type."""
-    assert set(SUPPORTED) - set(KEYS) == {"nemo_grpo.engine.generator"}
+    limited = {row.key for row in rows(Scope.EMBEDDED) if isinstance(row, Limit)}
+    assert limited - set(KEYS) == {"nemo_grpo.engine.generator", "nemo_grpo.task.name"}
     assert len(KEYS) > 170
     calls = [
         (path.relative_to(ROOT).as_posix(), ast.unparse(node.args[0]))

@@ -1,4 +1,4 @@
-"""What must hold for every loss, on small made-up steps.
+"""Checks that every loss must pass, on small made-up steps.
 
 ``nemo-grpo variants check``, the start of a run with an own loss, and the tests of the variants stand on it.
 `sanity` checks that a loss is well formed, `invariance` that it is the same however a step is split;

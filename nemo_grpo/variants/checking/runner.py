@@ -25,7 +25,7 @@ class Failure(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a check looks at."""
+    """Subject of a check."""
 
     config: VariantConfig
     objective: Objective
@@ -41,7 +41,7 @@ FIRST: dict[str, Check] = {
     "shapes": lambda c: sanity.shapes_fit(c.objective, c.batch),
     "gradient": lambda c: sanity.has_a_gradient(c.objective, c.batch),
 }
-"""Where one of these fails, those after it say nothing."""
+"""Checks that come first; where one fails, those after it say nothing."""
 
 FURTHER: dict[str, Check] = {
     "finite": lambda c: sanity.is_finite(c.objective, c.batch),

@@ -20,9 +20,10 @@ from nemo_grpo.engine.megatron.options import (
     fp8_width_refusals,
 )
 from nemo_grpo.models import ModelSpec
-from nemo_grpo.recipe.embedded_rules import SUPPORTED
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import Megatron
+from nemo_grpo.recipe.registry import Scope
+from nemo_grpo.recipe.tables import Limit, rows
 
 CUDA = (13, 0)
 
@@ -81,7 +82,9 @@ def test_sections_become_config_fields_that_megatron_takes(megatron, fields):
 
 def test_megatron_has_every_recipe_and_field_that_is_named_here():
     assert set(FP8_CAPABILITY) <= {recipe.value for recipe in Fp8Recipe}
-    assert set(FP8_CAPABILITY) == set(SUPPORTED["policy.megatron_cfg.fp8_cfg.fp8_recipe"].values)
+    (limit,) = [row for row in rows(Scope.EMBEDDED) if row.key == "policy.megatron_cfg.fp8_cfg.fp8_recipe"]
+    assert isinstance(limit, Limit)
+    assert set(FP8_CAPABILITY) == set(limit.values)
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert {"fp8", "fp8_recipe", "fp8_param", "first_last_layers_bf16", "transformer_impl"} <= known
 

@@ -173,10 +173,8 @@ def test_a_folder_in_use_is_refused_until_the_run_that_uses_it_is_dead(tmp_path:
 
 
 def settings_of(num_updates=1, precision="bfloat16", fp8=False, ahead=0):
-    policy = Of(
-        megatron_cfg=Of(fp8_in_use=fp8), generation=Of(backend="vllm", vllm_cfg=Of(precision=precision))
-    )
-    return Of(policy=policy, rollouts_ahead=ahead, num_updates_per_step=num_updates)
+    uses_fp8 = fp8 or precision == "fp8"
+    return Of(uses_fp8=uses_fp8, rollouts_ahead=ahead, num_updates_per_step=num_updates)
 
 
 def logged(settings, error):

@@ -50,7 +50,7 @@ def test_check_says_what_the_recipes_engine_cannot_train() -> None:
     cluster = str(RECIPES / "cluster-quickstart.yaml")
     code, output = run("check", QUICKSTART, cluster, "grpo.max_num_epochs=2", "~checkpointing.metric_name")
     assert code == 2
-    assert f"error  {QUICKSTART}: grpo.max_num_epochs=2 is not supported by the embedded engine" in output
+    assert f"error  {QUICKSTART}: grpo.max_num_epochs=2: not supported by the embedded engine" in output
     assert f"ok     {cluster}" in output
 
 
