@@ -37,7 +37,7 @@ def test_mathematics_from_jsonl_files_trains_and_writes_graded_samples(recipe, t
 
 def test_vision_task_is_refused_before_anything_is_made(recipe):
     r = recipe("nemo_grpo.task.name=vision_counting")
-    message = r"nemo_grpo\.task\.name=vision_counting: vision tasks need the cluster"
+    message = r"nemo_grpo\.task\.name=vision_counting: its images need the cluster"
     with pytest.raises(UserError, match=message):
         check(r, resume=False)
     assert not r.run_dir.exists()
