@@ -17,7 +17,7 @@ from nemo_grpo.support.hf_folder import load_config
 
 
 def check(recipe: Recipe, *, resume: bool) -> Recipe | None:
-    """Everything that can be refused without building anything.
+    """Refuse what can be refused without building anything.
 
     Returns: what a run that resumes began with.
     Raises:  UserError: the recipe asks for what this engine or this machine does not have, or the run folder

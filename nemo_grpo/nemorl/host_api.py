@@ -21,7 +21,7 @@ NEMO_GYM = "recipes with NeMo-Gym's environments"
 DATA_PLANE = "recipes with data_plane.enabled"
 SINGLE_CONTROLLER = "recipes with async_rl"
 REHEARSAL = "rehearsals"
-"""Who needs a name."""
+"""Part of the package that needs a name."""
 ELSEWHERE = (DATA_PLANE, SINGLE_CONTROLLER, ENTROPIES, STAGES, REHEARSAL)
 """Parts whose names the driver does not import; some need megatron-core or vLLM."""
 

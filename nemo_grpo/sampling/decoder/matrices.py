@@ -45,11 +45,6 @@ class Matrix:
         if not self._shared:
             self.weight.untyped_storage().resize_(0)
 
-    @property
-    def is_packed(self) -> bool:
-        """True if products read a packed copy of W."""
-        return self._packed is not None
-
     def unpack(self) -> None:
         """Make W's memory writable; what it holds is not defined."""
         self._packed = None
