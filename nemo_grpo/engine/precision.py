@@ -10,17 +10,19 @@ from nemo_grpo.support import processor
 log = logging.getLogger(__name__)
 
 
-def choose_precision(recipe: Recipe, device: torch.device, begun: Recipe | None, *, leads: bool) -> Recipe:
-    """The recipe with a precision in place of ``auto``.
+def choose_precision(
+    recipe: Recipe, device: torch.device, width: int, begun: Recipe | None, *, leads: bool
+) -> Recipe:
+    """Replace ``auto`` in the recipe by a precision.
 
-    Args: begun: what a run that resumes began with; it keeps its precision.
+    Args: width: the model's hidden size.  begun: what a run that resumes began with; it keeps its precision.
           leads: this rank says what it found.
     """
     asked, on_gpu = recipe.policy.precision, device.type == "cuda"
     if asked == "auto" and begun is not None:
         precision: str = begun.policy.precision
     else:
-        precision = "bfloat16" if asked == "auto" and on_gpu else processor.precision(asked)
+        precision = "bfloat16" if asked == "auto" and on_gpu else processor.precision(asked, width)
     if leads and asked == "auto":
         log.info("policy.precision=auto: %s", precision)
     if leads and precision == "bfloat16" and not (on_gpu or processor.has_bf16()):

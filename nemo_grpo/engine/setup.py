@@ -162,7 +162,8 @@ def set_up(recipe: Recipe, source: Path, *, resume: bool = False, began_as: Reci
     folder = RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir, leads=leads, resume=resume)
     if resume:
         folder.lock()
-    recipe = choose_precision(recipe, device, began_as, leads=leads)
+    width = load_config(source).get_text_config().hidden_size
+    recipe = choose_precision(recipe, device, width, began_as, leads=leads)
     parts = build(recipe, source, folder)
     inputs = from_first_rank(lambda: data_files(recipe) | model_files(source))
     if resume:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.recipe.layout import Layout
-from nemo_grpo.support import processor
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -135,7 +134,7 @@ def setup_of(recipe: Recipe) -> Setup:
         logprob_chunk=p.logprob_chunk_size or 0,
         embedded=not cluster,
         packed=p.sequence_packing.enabled,
-        precision_bytes=4 if processor.precision(p.precision) == "float32" else 2,
+        precision_bytes=4 if p.precision == "float32" else 2,
         keeps_reference=recipe.loss_fn.needs_reference and lora is None,
         has_penalty=recipe.loss_fn.needs_reference and not recipe.loss_fn.compares_with_reference,
         replays_routes=cluster and p.router_replay.enabled,

@@ -15,15 +15,11 @@ SMALLEST = 2**18
 
 
 def packs(weight: Tensor) -> bool:
-    """True if oneDNN's products with this weight, packed, are faster here than torch's.
-
-    They are on AMD processors, where torch multiplies FP32 with MKL: 1.2 to 2.3 times at 16 to 64 rows. On an
-    Intel processor MKL was the faster one. The processor's identity decides, so a resumed run agrees.
-    """
+    """True if this weight is to be packed; the processor's identity decides, so a resumed run agrees."""
     if weight.device.type != "cpu" or weight.numel() < SMALLEST or not torch.backends.mkldnn.is_available():
         return False
     computes = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and processor.has_bf16())
-    return computes and processor.is_amd()
+    return computes and processor.packs_weights()
 
 
 class Matrix:

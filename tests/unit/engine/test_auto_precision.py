@@ -30,27 +30,28 @@ def on(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "device", "asked", "expected"),
+    ("words", "device", "width", "asked", "expected"),
     [
-        (WITHOUT, CPU, "auto", "float32"),
-        (WITH, CPU, "auto", "bfloat16"),
-        ({"amx_bf16"}, CPU, "auto", "bfloat16"),
-        (WITHOUT, CUDA, "auto", "bfloat16"),
-        (WITH, CPU, "float32", "float32"),
+        (WITHOUT, CPU, 576, "auto", "float32"),
+        (WITH, CPU, 576, "auto", "bfloat16"),
+        ({"amx_bf16"}, CPU, 576, "auto", "bfloat16"),
+        (WITH, CPU, 128, "auto", "float32"),
+        (WITHOUT, CUDA, 128, "auto", "bfloat16"),
+        (WITH, CPU, 576, "float32", "float32"),
     ],
 )
-def test_auto_is_what_the_machine_has_instructions_for(on, words, device, asked, expected):
+def test_auto_is_the_faster_one_for_the_machine_and_the_model(on, words, device, width, asked, expected):
     on(words)
-    assert choose_precision(recipe_with(asked), device, None, leads=True).policy.precision == expected
+    assert choose_precision(recipe_with(asked), device, width, None, leads=True).policy.precision == expected
 
 
 def test_a_resumed_run_keeps_its_precision_on_another_processor(on, tmp_path: Path):
     on(WITH)
     recipe, begun = recipe_with("auto"), tmp_path / "recipe.resolved.yaml"
-    begun.write_text(choose_precision(recipe, CPU, None, leads=True).to_yaml())
+    begun.write_text(choose_precision(recipe, CPU, 576, None, leads=True).to_yaml())
     on(WITHOUT)
     first = check_same_run(recipe, begun)
-    assert choose_precision(recipe, CPU, first, leads=True).policy.precision == "bfloat16"
+    assert choose_precision(recipe, CPU, 576, first, leads=True).policy.precision == "bfloat16"
     with pytest.raises(UserError, match=r"policy\.precision: bfloat16 -> float32"):
         check_same_run(recipe_with("float32"), begun)
 
@@ -59,7 +60,7 @@ def test_a_resumed_run_keeps_its_precision_on_another_processor(on, tmp_path: Pa
 def test_bf16_without_instructions_is_said_once(on, words, num_lines, caplog: pytest.LogCaptureFixture):
     on(words)
     for leads in (True, False):
-        choose_precision(recipe_with("bfloat16"), CPU, None, leads=leads)
+        choose_precision(recipe_with("bfloat16"), CPU, 576, None, leads=leads)
     lines = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(lines) == num_lines
     assert all("6 to 10 times as long" in line.getMessage() for line in lines)
@@ -68,5 +69,5 @@ def test_bf16_without_instructions_is_said_once(on, words, num_lines, caplog: py
 def test_the_choice_of_auto_is_printed(on, caplog: pytest.LogCaptureFixture):
     on(WITHOUT)
     with caplog.at_level(logging.INFO):
-        choose_precision(recipe_with("auto"), CPU, None, leads=True)
+        choose_precision(recipe_with("auto"), CPU, 576, None, leads=True)
     assert "policy.precision=auto: float32" in caplog.text

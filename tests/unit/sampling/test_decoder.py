@@ -137,6 +137,8 @@ def test_packed_weights_follow_an_update_and_are_held_once(qwen3: Any, packing: 
         ({"AuthenticAMD"}, torch.float32, 2**18, True),
         ({"AuthenticAMD"}, torch.float32, 2**18 - 1, False),
         ({"GenuineIntel", "avx512_bf16"}, torch.float32, 2**18, False),
+        ({"GenuineIntel", "avx512_bf16", "amx_bf16"}, torch.float32, 2**18, True),
+        ({"GenuineIntel", "avx512_bf16", "amx_bf16"}, torch.bfloat16, 2**18, True),
         ({"AuthenticAMD"}, torch.bfloat16, 2**18, False),
         ({"AuthenticAMD", "avx512_bf16"}, torch.bfloat16, 2**18, True),
         ({"AuthenticAMD"}, torch.float64, 2**18, False),
