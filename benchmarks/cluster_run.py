@@ -82,7 +82,7 @@ def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, 
             "--resume, remove it, or choose another name"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    write_recipe(folder / RECIPE, path, overrides, full_size_overrides(recipe, uses_vllm=True))
+    write_recipe(folder / RECIPE, recipe, full_size_overrides(recipe, uses_vllm=True))
     return folder
 
 

@@ -14,8 +14,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from nemo_grpo.recipe.interpolation import resolve
 from nemo_grpo.recipe.keys import unknown_key_errors
-from nemo_grpo.recipe.loader import load_tree, resolve
+from nemo_grpo.recipe.loader import load_tree
 from nemo_grpo.recipe.validation import RecipeErrors, load_recipe
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants import VARIANTS
@@ -71,7 +72,7 @@ def configurations(repository: Path) -> Iterator[Path]:
 
 def unknown_keys(file: Path) -> list[str]:
     """Keys of a configuration that this package does not know."""
-    return [error.split("=")[0] for error in unknown_key_errors(resolve(load_tree(file)))]
+    return [error.split("=")[0] for error in unknown_key_errors(resolve(load_tree(file)).tree)]
 
 
 def errors_of(file: Path, variant: str) -> list[str]:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nemo_grpo.support import shipped
-from nemo_grpo.support.errors import EXIT_USAGE, UserError, did_you_mean
+from nemo_grpo.support.errors import EXIT_USAGE, UserError, did_you_mean, shown
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
+    from nemo_grpo.recipe.interpolation import Resolved
 
 app = typer.Typer(
-    no_args_is_help=True, help="List, copy, check, resolve and compare recipes. Nothing is trained."
+    no_args_is_help=True,
+    help="List, copy, check, resolve and compare recipes, and print their rules. Nothing is trained.",
 )
 
 Overrides = Annotated[
@@ -125,12 +127,22 @@ def resolve(
     Example: nemo-grpo recipe resolve recipes/quickstart.yaml loss_fn.variant=gpg
     """
     from nemo_grpo.recipe.recipe import as_text
-    from nemo_grpo.recipe.validation import settings_of
 
-    tree, references, errors = settings_of(path, overrides or ())
-    typer.echo("\n".join(annotated(as_text(tree, references).splitlines(), errors)))
+    settings, errors = _settings(path, overrides or ())
+    typer.echo("\n".join(annotated(as_text(settings).splitlines(), errors)))
     if errors:
         raise typer.Exit(EXIT_USAGE)
+
+
+def _settings(path: Path, overrides: Iterable[str] = ()) -> tuple[Resolved, list[str]]:
+    """The settings of a recipe that may be invalid, and what is wrong with it."""
+    from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.recipe.validation import RecipeErrors
+
+    try:
+        return load_recipe(path, overrides).resolved, []
+    except RecipeErrors as error:
+        return error.settings, error.errors
 
 
 def annotated(lines: Iterable[str], errors: Iterable[str]) -> Iterator[str]:
@@ -163,11 +175,10 @@ def diff(
     Example: nemo-grpo recipe diff recipes/quickstart.yaml recipes/quickstart-cw_grpo.yaml
     """
     from nemo_grpo.recipe.loader import merge
-    from nemo_grpo.recipe.validation import settings_of
     from nemo_grpo.support.dotted import leaves
 
-    (*trees_a, wrong_a), (*trees_b, wrong_b) = settings_of(first), settings_of(second)
-    a, b = dict(leaves(merge(*trees_a))), dict(leaves(merge(*trees_b)))
+    (settings_a, wrong_a), (settings_b, wrong_b) = _settings(first), _settings(second)
+    a, b = dict(leaves(merge(*settings_a))), dict(leaves(merge(*settings_b)))
     lines = [line for key in sorted(a | b) for line in difference(key, a, b)]
     typer.echo("\n".join(lines) if lines else f"{first} and {second} resolve to the same recipe")
     for path, error in [(first, error) for error in wrong_a] + [(second, error) for error in wrong_b]:
@@ -219,9 +230,22 @@ def copy(
     typer.echo(f"{written}: a copy of {name}; change nemo_grpo.run_name in it")
 
 
+@app.command()
+def rules() -> None:
+    """Print the tables of rules, one a line: scope, context, rule and reason, where {0.key} is a value.
+
+    Example: nemo-grpo recipe rules | grep sequence_packing
+    """
+    from nemo_grpo.recipe.registry import Scope
+    from nemo_grpo.recipe.tables import rows
+
+    for scope in Scope:
+        for row in rows(scope):
+            typer.echo(f"{scope.name} [{row.context or 'always'}] {row.rule}: {row.reason}")
+
+
 def difference(key: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """A coloured line showing how ``key`` differs, or nothing."""
-    from nemo_grpo.recipe.keys import shown
 
     if key not in b:
         return [typer.style(f"- {key}: {shown(a[key])}", fg="red")]

@@ -144,7 +144,7 @@ def export(parts: Parts) -> None:
     heap.give_back()
     wanted = parts.recipe.nemo_grpo.export
     if wanted.hf:
-        training = Training(parts.recipe.written(), parts.state.step, parts.validated, versions())
+        training = Training(parts.recipe.to_dict(), parts.state.step, parts.validated, versions())
         export_policy(parts.policy, parts.source, parts.folder, DTYPES[wanted.dtype], training)
     distributed.barrier()
 

@@ -88,7 +88,7 @@ def check_same_run(
     left, found = (newest_checkpoint(one.checkpoint_dir) for one in (first, recipe))
     if recipe.nemo_grpo.target == "cluster" and left is None and found is None:
         return first  # NeMo-RL begins anew
-    before, now = dict(leaves(first.written())), dict(leaves(recipe.written()))
+    before, now = dict(leaves(first.to_dict())), dict(leaves(recipe.to_dict()))
     if now["policy.precision"] == "auto":
         del before["policy.precision"], now["policy.precision"]  # the run keeps its own
     changed = [

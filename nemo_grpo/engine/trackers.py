@@ -124,7 +124,7 @@ class WandB:
             "id": _kept(folder / "wandb-run-id", lambda: uuid.uuid4().hex[:8]),
             "resume": "allow",
             "dir": str(folder),
-            "config": recipe.written(),
+            "config": recipe.to_dict(),
             "settings": settings,
             "mode": os.environ.get("WANDB_MODE") or ("online" if _has_login() else "offline"),
         } | section

@@ -13,7 +13,9 @@ from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.host_api import BASE, CONTROLLER_CONFIG, GRPO, SFT, V0_7_0, VISION_BASE
 from nemo_grpo.recipe import Recipe, host, load_recipe, refuse_unsupported
 from nemo_grpo.recipe.cluster_rules import refit_sends_updated_weights
-from nemo_grpo.recipe.loader import Tree, merge, resolve
+from nemo_grpo.recipe.interpolation import Tree, resolve
+from nemo_grpo.recipe.loader import merge
+from nemo_grpo.recipe.recipe import escaped
 from nemo_grpo.recipe.registry import Scope
 from nemo_grpo.recipe.sections import OVERLAP, metric_key
 from nemo_grpo.support.dotted import set_value
@@ -74,7 +76,7 @@ def nemo_rl_tree(recipe: Recipe, base: Mapping[str, Any]) -> Tree:
     """
     over = {name: section for name, section in recipe.settings.items() if name not in FROM_THE_RECIPE}
     kept = {name: section for name, section in base.items() if name not in FROM_THE_RECIPE}
-    tree = resolve(merge(kept, _without_null_sections(over, kept)))
+    tree = resolve(merge(kept, escaped(_without_null_sections(over, kept)))).tree
     tree["loss_fn"] = loss_section(recipe)
     tree["nemo_grpo"] = recipe.nemo_grpo.model_dump(mode="json")
     scheduler = tree["policy"]["megatron_cfg"]["scheduler"]

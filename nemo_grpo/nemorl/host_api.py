@@ -6,7 +6,9 @@ NeMo-RL's source is not changed: `compat.rebind` rebinds names while a run lasts
 
 from typing import Any, Literal, NamedTuple
 
-V0_7_0, HEAD = "0.7.0", "7ea279abf"
+from nemo_grpo.recipe.schema import HEAD as HEAD
+from nemo_grpo.recipe.schema import V0_7_0 as V0_7_0
+
 TESTED = {V0_7_0: "the release 0.7.0", HEAD: "the commit 7ea279abf"}
 """The package's version number is no guide: HEAD calls itself 0.6.0."""
 BOTH = (V0_7_0, HEAD)

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from nemo_grpo.recipe.host import has_images
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
+from nemo_grpo.recipe.schema import V0_7_0, lacking
 from nemo_grpo.recipe.sections import GENERATION, OVERLAP, VLLM, AsyncGRPO, AsyncRL
-from nemo_grpo.support.errors import as_yaml, did_you_mean
+from nemo_grpo.recipe.tables import rows
+from nemo_grpo.support.dotted import parents
+from nemo_grpo.support.errors import as_yaml, did_you_mean, shown
 
 TP_CHECK_OFF = "NRL_IGNORE_TP_ACCURACY_CHECK"
 TRAINING_METRICS = (
@@ -157,3 +160,15 @@ def training_metric_is_one_of_every_run(recipe: Recipe) -> Iterator[str]:
 def single_controller_trains_on_texts(recipe: Recipe) -> Iterator[str]:
     if recipe.has_single_controller and has_images(recipe):
         yield "async_rl={..} loads no processor for images; set async_rl=null, data_plane.enabled=false"
+
+
+@rule(Scope.V0_7_0)
+def settings_are_known_to_nemo_rl_0_7_0(recipe: Recipe) -> Iterator[str]:
+    """A row of the tables says which values of a key are harmless all the same."""
+    in_tables = {row.key for row in rows(Scope.V0_7_0)}
+    for key, value in lacking(V0_7_0, recipe.settings):
+        if in_tables.isdisjoint((*parents(key), key)):
+            yield (
+                f"{key}={shown(value)}: NeMo-RL 0.7.0 does not know this and would run without; leave it "
+                "out, or use a newer NeMo-RL"
+            )

@@ -100,10 +100,6 @@ class Generation(Section):
     """Texts that end a response; null: none."""
     stop_token_ids: list[NonNegativeInt] | None = None
     """Token ids that end a response, in addition to the model's end of sequence; null: none."""
-    bad_words: list[str] | None = None
-    """Texts that NeMo-RL's vLLM never samples; null: none."""
-    quant_cfg: str | None = None
-    """NeMo-RL's quantization of the rollouts; null: none."""
     colocated: Colocated = Field(default_factory=Colocated)
     """GPUs of the rollouts."""
     vllm_cfg: VLLM

@@ -1,19 +1,28 @@
-"""A recipe's values that refer to others: ``${grpo.seed}``, ``${.top_p}``, ``${mul:2, ${grpo.seed}}``."""
+"""References in a recipe and their values: ``${grpo.seed}``, ``${.top_p}``, ``${mul:2, ${grpo.seed}}``."""
 
 import copy
-import json
+import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    GrammarParseError,
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+from omegaconf.resolvers import oc
 
-from nemo_grpo.support.dotted import leaves, scalars, set_value, value_of
+from nemo_grpo.support.dotted import leaves, parents, scalars, value_of
+from nemo_grpo.support.errors import UNREADABLE, UserError, first_line, shown
 
 Tree = dict[str, Any]
+
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def _product(*values: Any) -> Any:
@@ -30,86 +39,116 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
 }
 """NeMo-RL's resolvers, so that a file means the same to both engines."""
 
-_SCALARS = (str, int, float, type(None))
 _REFERENCE = re.compile(r"\$\{(\.*)(\w[\w.]*)\}")
-_CALL = re.compile(rf"\$\{{(?:{'|'.join(RESOLVERS)}):[^${{}}]*\}}")
+_READ_FROM_ENVIRONMENT = list[str]()
+"""Names of the variables that ``${oc.env:...}`` has read."""
 
 
-def resolved_values(tree: Mapping[str, Any]) -> Tree:
-    """As `by_omegaconf`, which gets one value at a time with those that it refers to.
+def _environment_variable(name: str, *default: Any) -> Any:
+    _READ_FROM_ENVIRONMENT.append(name)
+    return oc.env(name, *default)
 
-    A recipe refers to few of its values, and recipes with a common base to the same ones.
 
-    Raises: OmegaConfBaseException: as it does.
+def register_resolvers() -> None:
+    """Register ``${mul:...}`` and the like with OmegaConf, except those that NeMo-RL already registered."""
+    # In OmegaConf 2.3, which NeMo-RL pins, register_resolver is an older interface without nested arguments.
+    is_old = "use_cache" not in inspect.signature(OmegaConf.register_resolver).parameters
+    register = OmegaConf.register_new_resolver if is_old else OmegaConf.register_resolver
+    for name, function in RESOLVERS.items():
+        if not OmegaConf.has_resolver(name):
+            register(name, function)
+    register("oc.env", _environment_variable, replace=True)
+
+
+class Resolved(NamedTuple):
+    """Settings without references.
+
+    Attributes: tree: nested.  references: its texts from environment variables, which may be secrets, as they
+        were written. Numbers are not among them: a run's record must say which it computed with.
     """
-    values = dict(leaves(tree))
-    if not all(_is_simple(value) and value_of(tree, key) is value for key, value in values.items()):
-        return by_omegaconf(tree)
-    resolved = copy.deepcopy(dict(tree))
-    for key, value in values.items():
-        if "${" in str(value):
-            part = json.dumps(_part(key, values))
-            try:
-                set_value(resolved, key, copy.deepcopy(value_of(_resolved_part(part), key)))
-            except OmegaConfBaseException:
-                return by_omegaconf(tree)  # its message names the first that is wrong
-    return resolved
+
+    tree: Tree
+    references: Tree
 
 
-def by_omegaconf(tree: Mapping[str, Any]) -> Tree:
-    """Every ``${...}`` replaced by its value.  Raises: OmegaConfBaseException: one cannot be."""
-    resolved = OmegaConf.to_container(OmegaConf.create(dict(tree)), resolve=True, throw_on_missing=True)
-    assert isinstance(resolved, dict)
-    return cast(Tree, resolved)
+def resolve(tree: Mapping[str, Any]) -> Resolved:
+    """Replace every ``${...}`` by its value, in a copy.
 
-
-@lru_cache(maxsize=1024)
-def _resolved_part(part: str) -> Tree:
-    return by_omegaconf(json.loads(part))
-
-
-def _is_simple(value: Any) -> bool:
-    """True for a value whose references are all seen by `keys_in`."""
-    if isinstance(value, list):
-        return all(isinstance(s, _SCALARS) and not _refers(s) for s in scalars(value))
-    if not isinstance(value, str):
-        return isinstance(value, _SCALARS) or value == {}
-    if not _refers(value):
-        return True
-    text, before = _REFERENCE.sub("", value), ""
-    while text != before:  # the innermost call first
-        text, before = _CALL.sub("", text), text
-    return not _refers(text)
+    Raises: UserError: an interpolation names a missing key or fails, or a value is ``???``.
+    """
+    register_resolvers()
+    try:
+        found = _resolved(tree, OmegaConf.create(dict(tree))) if _refers(tree) else (copy.deepcopy(tree), {})
+    except MissingMandatoryValue as error:
+        raise UserError(
+            f"{error.full_key}=???: the recipe leaves this to you; add {error.full_key}=... "
+        ) from None
+    except (InterpolationKeyError, InterpolationResolutionError, GrammarParseError) as error:
+        reason = f"{first_line(error)}{_referred(tree, str(error.full_key))}"
+        raise UserError(f"{error.full_key}: {reason}; correct the ${{...}} of this key") from None
+    except (OmegaConfBaseException, *UNREADABLE) as error:
+        raise UserError(first_line(error)) from None
+    return Resolved(with_plain_values(found[0], "the recipe"), found[1])
 
 
 def _refers(value: Any) -> bool:
-    return isinstance(value, str) and ("${" in value or value == "???")
+    return any(isinstance(text, str) and ("${" in text or text == "???") for text in scalars(value))
 
 
-def keys_in(key: str, value: Any) -> Iterator[str]:
+def _resolved(tree: Mapping[str, Any], config: DictConfig) -> tuple[Tree, Tree]:
+    values, references = Tree(), Tree()
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            values[name], below = _resolved(value, config[name])
+            references |= {name: below} if below else {}
+        elif _refers(value):
+            _READ_FROM_ENVIRONMENT.clear()
+            node = config[name]  # resolves it
+            is_node = OmegaConf.is_config(node)
+            found = OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if is_node else node
+            values[name] = found
+            if _READ_FROM_ENVIRONMENT and any(isinstance(scalar, str) for scalar in scalars(found)):
+                references[name] = value
+        else:
+            values[name] = copy.deepcopy(value)
+    return values, references
+
+
+def _referred(tree: Mapping[str, Any], key: str) -> str:
+    """``, with grpo.seed="one"`` for each key, or section that is none, that a value refers to."""
+    found = {}
+    for whole in _keys_in(key, value_of(tree, key)):
+        parts = (*parents(whole), whole)
+        last = next((part for part in parts if not isinstance(value_of(tree, part), Mapping)), whole)
+        found[last] = shown(value_of(tree, last))
+    return "".join(f", with {name}={value}" for name, value in found.items())
+
+
+def _keys_in(key: str, value: Any) -> Iterator[str]:
     """The absolute keys that a value refers to."""
     for dots, name in _REFERENCE.findall(str(value)):
         yield ".".join([*key.split(".")[: -len(dots)], name]) if dots else name
 
 
-def _part(key: str, values: Mapping[str, Any]) -> Tree:
-    """The part of a recipe with a value and all that it refers to, through any number of others.
+def with_plain_values(tree: Mapping[Any, Any], where: str) -> Tree:
+    """Refuse numbers and texts that not every library that reads a recipe can hold.
 
-    Args: values: the recipe's `leaves`.
+    Raises: UserError: an integer above 64 bits, a number that is infinite or 0 as float32, a NUL character.
     """
-    found, waiting = set[str](), [key]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            for other in keys_in(name, values[name]):
-                waiting += [other] if other in values else _near(other, values)
-    part: Tree = {}
-    for name in sorted(found, key=list(values).index):  # a section keeps its order
-        set_value(part, name, values[name])
-    return part
+    for key, value in leaves(tree):
+        for scalar in (key, *scalars(value)):
+            if rule := _unusable(scalar):
+                raise UserError(f"{where}: {key.split(chr(0))[0]:.100}: {rule}")
+    return {str(key): value for key, value in tree.items()}
 
 
-def _near(key: str, values: Iterable[str]) -> list[str]:
-    """The values below a section, or the one in whose place the key would need a section."""
-    return [name for name in values if name.startswith(f"{key}.") or key.startswith(f"{name}.")]
+def _unusable(scalar: Any) -> str | None:
+    """Return the reason against a number or a text, or None."""
+    if isinstance(scalar, int) and scalar.bit_length() > 63:
+        return f"an integer of {scalar.bit_length()} bits; the largest is {2**63 - 1}"
+    is_number = isinstance(scalar, float) and math.isfinite(scalar) and scalar != 0
+    if is_number and not FLOAT32_MIN <= abs(scalar) <= FLOAT32_MAX:
+        return f"{scalar} is {'0' if abs(scalar) < 1 else 'infinite'} in the float32 of all computations"
+    if isinstance(scalar, str) and "\0" in scalar:
+        return "a text with a NUL character; remove it"
+    return None

@@ -1,43 +1,22 @@
 """The keys that a recipe may have, and the nearest valid key for a misspelt one.
 
-NeMo-RL accepts unknown keys, so a typo would train with a default. Names are therefore checked against the
-shipped list `nemo_rl_keys.txt` and against our own models.
+NeMo-RL accepts unknown keys, so a typo would train with a default. Names are therefore checked against
+NeMo-RL's `schema` and against our own models.
 """
 
 import difflib
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib import resources
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from nemo_grpo.recipe.own import NemoGRPOSection
+from nemo_grpo.recipe.schema import entries, free_form, nemo_rl_keys, unread_keys
 from nemo_grpo.support.aliases import advice_on, advice_on_verl
 from nemo_grpo.support.dotted import leaves, parents
-from nemo_grpo.support.errors import did_you_mean
+from nemo_grpo.support.errors import did_you_mean, shown
 from nemo_grpo.variants import OBJECTIVES
-
-FREE_FORM = (
-    "policy.scheduler",
-    "policy.dtensor_cfg.automodel_kwargs",
-    "data.train",
-    "data.validation",
-    "data.default",
-    "async_rl.sampler",
-    "logger.mlflow",
-    "logger.swanlab",
-    "logger.tensorboard",
-    "logger.wandb",
-)
-"""Any key may follow these, besides those that the list marks: NeMo-RL hands them on to others."""
-
-ANY = ".*"
-"""Ends a line of `nemo_rl_keys.txt` about a mapping whose keys users choose."""
-
-UNREAD = " unread"
-"""Ends a line about a key that NeMo-RL's own recipes have and none of its code reads."""
 
 CHECKED_ELSEWHERE = ("nemo_grpo.task.", "nemo_grpo.rewards.")
 """Keys that depend on the task, which checks them."""
@@ -47,51 +26,25 @@ OURS = ("loss_fn", "nemo_grpo")
 
 
 @cache
-def _lines() -> frozenset[str]:
-    text = resources.files("nemo_grpo.recipe").joinpath("nemo_rl_keys.txt").read_text()
-    return frozenset(line for line in text.split("\n") if line and not line.startswith("#"))
-
-
-@cache
-def nemo_rl_keys() -> frozenset[str]:
-    """Dotted leaf keys of NeMo-RL's sections."""
-    return frozenset(line.removesuffix(ANY).removesuffix(UNREAD) for line in _lines())
-
-
-@cache
-def unread_keys() -> frozenset[str]:
-    """Those of `nemo_rl_keys` that no code of NeMo-RL reads."""
-    return frozenset(line.removesuffix(UNREAD) for line in _lines() if line.endswith(UNREAD))
-
-
-@cache
-def free_form() -> frozenset[str]:
-    """Keys that any key may follow."""
-    return frozenset(line.removesuffix(ANY) for line in _lines() if line.endswith(ANY)).union(FREE_FORM)
-
-
-@cache
 def known_keys() -> frozenset[str]:
     """Every dotted leaf key that a recipe can have: NeMo-RL's, the variants' and ours."""
     variants = {f"loss_fn.{name}" for config in OBJECTIVES.values() for name in config.model_fields}
-    return nemo_rl_keys() | variants | set(_model_keys(NemoGRPOSection, "nemo_grpo"))
+    ours = {f"nemo_grpo.{key}" for key, is_section in model_keys(NemoGRPOSection) if not is_section}
+    return nemo_rl_keys() | variants | ours
 
 
 @cache
 def sections() -> frozenset[str]:
     """Every dotted key that has keys below it."""
-    return frozenset(parent for key in known_keys() for parent in parents(key))
+    return (
+        frozenset(parent for key in known_keys() for parent in parents(key))
+        | entries().keys() - nemo_rl_keys()
+    )
 
 
 def is_known(key: str) -> bool:
     """True for a leaf or section of the lists, and for anything below a free-form section."""
     return key in known_keys() or key in sections() or _is_free(key) or key.startswith(CHECKED_ELSEWHERE)
-
-
-def shown(value: Any) -> str:
-    """A value as YAML, short enough for an error message."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def dotted_key_errors(tree: Mapping[str, Any], section: str = "") -> list[str]:
@@ -163,11 +116,13 @@ def _names_below(parent: str) -> set[str]:
     return {key[len(prefix) :].split(".")[0] for key in known_keys() if key.startswith(prefix)}
 
 
-def _model_keys(model: type[BaseModel], prefix: str) -> Iterable[str]:
+def model_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield the dotted keys of a model and of its sections, and whether each is a section."""
     for name, field in model.model_fields.items():
-        key = f"{prefix}.{name}"
         nested = [t for t in (field.annotation, *get_args(field.annotation)) if _is_model(t)]
-        yield from _model_keys(nested[0], key) if nested else [key]
+        yield f"{prefix}{name}", bool(nested)
+        if nested:
+            yield from model_keys(nested[0], f"{prefix}{name}.")
 
 
 def _is_model(annotation: Any) -> bool:

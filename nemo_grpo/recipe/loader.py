@@ -1,9 +1,7 @@
-"""From YAML files and overrides to one plain mapping: ``defaults:``, merging, overrides, interpolation."""
+"""From YAML files and overrides to one plain mapping: ``defaults:``, merging, overrides."""
 
 import copy
-import inspect
 import io
-import math
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -11,44 +9,15 @@ from typing import Any, NamedTuple, cast
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import (
-    GrammarParseError,
-    InterpolationKeyError,
-    InterpolationResolutionError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
-from omegaconf.resolvers import oc
+from omegaconf.errors import OmegaConfBaseException
 
-from nemo_grpo.recipe.interpolation import RESOLVERS, Tree, keys_in, resolved_values
-from nemo_grpo.recipe.keys import is_known, shown, unknown_key_message
+from nemo_grpo.recipe.interpolation import Tree, with_plain_values
+from nemo_grpo.recipe.keys import is_known, unknown_key_message
 from nemo_grpo.support import shipped
-from nemo_grpo.support.dotted import is_missing, leaves, parents, scalars, set_value, value_of
-from nemo_grpo.support.errors import UNREADABLE, UserError, first_line, reading
+from nemo_grpo.support.dotted import is_missing, leaves, parents, set_value, value_of
+from nemo_grpo.support.errors import UserError, reading, shown
 
-FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 _PARSER_ERRORS = (yaml.YAMLError, OmegaConfBaseException)
-
-
-_READ_FROM_ENVIRONMENT = list[str]()
-"""Names of the variables that ``${oc.env:...}`` has read."""
-
-
-def _environment_variable(name: str, *default: Any) -> Any:
-    _READ_FROM_ENVIRONMENT.append(name)
-    return oc.env(name, *default)
-
-
-def register_resolvers() -> None:
-    """Register ``${mul:...}`` and the like with OmegaConf, except those that NeMo-RL already registered."""
-    # In OmegaConf 2.3, which NeMo-RL pins, register_resolver is an older interface without nested arguments.
-    is_old = "use_cache" not in inspect.signature(OmegaConf.register_resolver).parameters
-    register = OmegaConf.register_new_resolver if is_old else OmegaConf.register_resolver
-    for name, function in RESOLVERS.items():
-        if not OmegaConf.has_resolver(name):
-            register(name, function)
-    register("oc.env", _environment_variable, replace=True)
-
 
 OVERRIDE = "an override"
 """Source in `Written.given` of a key from the command line."""
@@ -137,7 +106,7 @@ def _read_yaml(path: Path) -> Tree:
         tree = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds a list; a recipe is a mapping of sections")
-    return _with_plain_values(tree, str(path))
+    return with_plain_values(tree, str(path))
 
 
 @lru_cache(maxsize=64)
@@ -185,7 +154,7 @@ def parse_override(override: str) -> tuple[str, Any]:
         raise UserError(f"override {override!r} must be key=value, ++key=value or ~key, such as grpo.seed=1")
     with reading(f"override {shown(override)}: the value", "valid YAML", "quote it", *_PARSER_ERRORS):
         value = copy.deepcopy(_parsed_value(text))
-    return key, _with_plain_values(value, "the override")["value"]
+    return key, with_plain_values(value, "the override")["value"]
 
 
 @lru_cache(maxsize=256)
@@ -216,85 +185,3 @@ def _delete(tree: Tree, key: str) -> None:
     if not isinstance(node, dict) or name not in node:
         raise UserError(f"~{key}: the recipe has no {key} to remove; look at `nemo-grpo recipe resolve`")
     del node[name]
-
-
-def resolve(tree: Mapping[str, Any]) -> Tree:
-    """A copy with every ``${...}`` replaced by its value.
-
-    Raises: UserError: an interpolation names a missing key or fails, or a value is ``???``.
-    """
-    register_resolvers()
-    try:
-        resolved = resolved_values(tree)
-    except MissingMandatoryValue as error:
-        raise UserError(
-            f"{error.full_key}=???: the recipe leaves this to you; add {error.full_key}=... "
-        ) from None
-    except (InterpolationKeyError, InterpolationResolutionError, GrammarParseError) as error:
-        reason = f"{first_line(error)}{_referred(tree, str(error.full_key))}"
-        raise UserError(f"{error.full_key}: {reason}; correct the ${{...}} of this key") from None
-    except (OmegaConfBaseException, *UNREADABLE) as error:
-        raise UserError(first_line(error)) from None
-    return _with_plain_values(resolved, "the recipe")
-
-
-def _referred(tree: Mapping[str, Any], key: str) -> str:
-    """``, with grpo.seed="one"`` for each key, or section that is none, that a value refers to."""
-    found = {}
-    for whole in keys_in(key, value_of(tree, key)):
-        parts = (*parents(whole), whole)
-        last = next((part for part in parts if not isinstance(value_of(tree, part), Mapping)), whole)
-        found[last] = shown(value_of(tree, last))
-    return "".join(f", with {name}={value}" for name, value in found.items())
-
-
-def from_environment(tree: Mapping[str, Any]) -> Tree:
-    """The part of a tree, unresolved, whose texts come from environment variables: they may be secrets.
-
-    Numbers are left out: a run's record must say which it computed with.
-    """
-    if not any(
-        "oc.env" in text for _, value in leaves(tree) for text in scalars(value) if isinstance(text, str)
-    ):
-        return {}
-    register_resolvers()
-    return _from_environment(tree, OmegaConf.create(dict(tree)))
-
-
-def _from_environment(tree: Mapping[str, Any], config: Any) -> Tree:
-    found: Tree = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            if below := _from_environment(value, config[name]):
-                found[name] = below
-            continue
-        _READ_FROM_ENVIRONMENT.clear()
-        node = config[name]  # resolves it
-        resolved = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-        if _READ_FROM_ENVIRONMENT and any(isinstance(scalar, str) for scalar in scalars(resolved)):
-            found[name] = value
-    return found
-
-
-def _with_plain_values(tree: Mapping[Any, Any], where: str) -> Tree:
-    """The tree, whose numbers and texts every library that reads a recipe can hold.
-
-    Raises: UserError: an integer above 64 bits, a number that is infinite or 0 as float32, a NUL character.
-    """
-    for key, value in leaves(tree):
-        for scalar in (key, *scalars(value)):
-            if rule := _unusable(scalar):
-                raise UserError(f"{where}: {key.split(chr(0))[0]:.100}: {rule}")
-    return {str(key): value for key, value in tree.items()}
-
-
-def _unusable(scalar: Any) -> str | None:
-    """Return the reason against a number or a text, or None."""
-    if isinstance(scalar, int) and scalar.bit_length() > 63:
-        return f"an integer of {scalar.bit_length()} bits; the largest is {2**63 - 1}"
-    is_number = isinstance(scalar, float) and math.isfinite(scalar) and scalar != 0
-    if is_number and not FLOAT32_MIN <= abs(scalar) <= FLOAT32_MAX:
-        return f"{scalar} is {'0' if abs(scalar) < 1 else 'infinite'} in the float32 of all computations"
-    if isinstance(scalar, str) and "\0" in scalar:
-        return "a text with a NUL character; remove it"
-    return None

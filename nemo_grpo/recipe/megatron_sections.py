@@ -1,30 +1,10 @@
-"""The recipe's section ``policy.megatron_cfg``: layout, precision, optimizer, adapters; see `sections`.
+"""The recipe's section ``policy.megatron_cfg``: layout, precision, optimizer, adapters; see `sections`."""
 
-A rule about one section is a method of its class under `section_rule`. Its messages begin with the key in the
-section, whose name is put in front.
-"""
-
-from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_serializer
 
 from nemo_grpo.recipe.layout import Layout
-from nemo_grpo.support.errors import did_you_mean
-
-WITHOUT_RULES = {"rules": False}
-"""Validation context that checks types only."""
-
-
-def section_rule(check: Callable[[Any], Iterator[str]]) -> Any:
-    """A method that yields messages as a validator of its class."""
-
-    def ask(self: Any, info: ValidationInfo) -> Any:
-        if info.context != WITHOUT_RULES and (messages := list(check(self))):
-            raise ValueError("; ".join(messages))
-        return self
-
-    return model_validator(mode="after")(ask)
 
 
 class Section(BaseModel):
@@ -65,8 +45,6 @@ class MegatronOptimizer(Section):
     """Decay of the second moment; 0: the square of the gradient itself."""
     adam_eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
-    sgd_momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Momentum of sgd; 0: none."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest gradient norm; 0: no clipping."""
     use_distributed_optimizer: bool = True
@@ -77,11 +55,6 @@ class MegatronOptimizer(Section):
     """Keep optimizer state in host memory."""
     optimizer_offload_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the state that optimizer_cpu_offload moves; 0: none."""
-
-    @section_rule
-    def _min_lr_is_at_most_lr(self) -> Iterator[str]:
-        if self.min_lr > self.lr:
-            yield f"min_lr={self.min_lr} is above lr={self.lr}; lower it"
 
 
 class MegatronScheduler(Section):
@@ -101,14 +74,6 @@ class MegatronScheduler(Section):
     """Weight decay at the end; 0: none; not given: optimizer.weight_decay."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the change from start to end weight decay."""
-
-    @section_rule
-    def _warmup_ends_before_decay(self) -> Iterator[str]:
-        if self.lr_decay_iters is not None and self.lr_warmup_iters >= self.lr_decay_iters:
-            yield (
-                f"lr_warmup_iters={self.lr_warmup_iters} must be less than lr_decay_iters="
-                f"{self.lr_decay_iters}, which counts from the first update; change one of them"
-            )
 
 
 class FP8(Section):
@@ -137,32 +102,6 @@ class ModelOverrides(Section):
 
 LORA_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names of a decoder layer's linear layers, all that the embedded engine and the planner know."""
-FURTHER_LAYERS = (
-    *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
-    *("in_proj", "out_proj", "eh_proj", "output_layer"),
-)
-"""Those of latent attention, of Mamba and Gated DeltaNet, of multi-token prediction, and of the model."""
-OF_HUGGING_FACE = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"),
-    "linear_proj": ("o_proj", "dense"),
-    "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"),
-    "linear_fc2": ("down_proj", "w2"),
-    "linear_q_down_proj": ("q_a_proj",),
-    "linear_q_up_proj": ("q_b_proj",),
-    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
-    "linear_kv_up_proj": ("kv_b_proj",),
-    "output_layer": ("lm_head",),
-}
-"""Megatron's layer -> Hugging Face's, of which it may hold several."""
-
-
-def _megatrons(name: str) -> tuple[str, ...]:
-    """The layers that a name means, itself if it is Megatron's or a pattern; none if it is unknown."""
-    if name == "all-linear":  # PEFT's word
-        return LORA_LAYERS
-    if own := [own for own, theirs in OF_HUGGING_FACE.items() if name.rpartition(".")[2] in theirs]:
-        return tuple(own)
-    return (name,) if "*" in name or name in (*LORA_LAYERS, *FURTHER_LAYERS) else ()
 
 
 class Peft(Section):
@@ -192,24 +131,6 @@ class Peft(Section):
         """Those of `LORA_LAYERS` that are adapted."""
         chosen = self.target_modules or LORA_LAYERS
         return tuple(name for name in LORA_LAYERS if name in chosen and name not in self.exclude_modules)
-
-    @section_rule
-    def _layers_have_megatrons_names(self) -> Iterator[str]:
-        """NeMo-RL takes any name; where none is a layer's, its driver ends without an optimizer."""
-        lists = {"target_modules": self.target_modules, "exclude_modules": self.exclude_modules}
-        for key, names in lists.items() if self.enabled else ():
-            meant = {name: _megatrons(name) for name in names}
-            if all(own == (name,) for name, own in meant.items()):
-                continue
-            if unknown := [name for name, own in meant.items() if not own]:
-                hint = did_you_mean(unknown[0], LORA_LAYERS)
-                yield f"{key}: {unknown[0]!r} is no linear layer of Megatron-core{hint}"
-                continue
-            own = dict.fromkeys(layer for layers in meant.values() for layer in layers)
-            yield (
-                f"{key}=[{', '.join(names)}] has Hugging Face's names, and Megatron-core's linear_qkv and "
-                f"linear_fc1 hold several of those layers; use [{', '.join(own)}]"
-            )
 
 
 class MegatronCheckpoint(Section):
@@ -271,18 +192,10 @@ class Megatron(Section):
     """Data parallelism."""
     env_vars: dict[str, str] | None = None
     """Environment of the workers; null: as it is."""
-    defer_fp32_logits: bool = False
-    """Keep logits in the model's precision until the loss."""
     use_fused_linear_logprobs: bool = False
     """Logprobs from hidden states in chunks, without whole logits."""
-    mtp_num_layers: int = Field(default=0, ge=0)
-    """Layers of multi-token prediction; 0: none."""
-    mtp_loss_scaling_factor: float = Field(default=0.0, ge=0)
-    """Weight of the loss of multi-token prediction; 0: none."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
     """Dispatcher of tokens to their experts' ranks."""
-    force_reconvert_from_hf: bool = False
-    """Convert the Hugging Face model anew, even if it has been converted."""
 
     @property
     def layout(self) -> Layout:
@@ -307,20 +220,3 @@ class Megatron(Section):
     def lora_in_use(self) -> Peft | None:
         """LoRA, if adapters are trained."""
         return self.peft if self.peft is not None and self.peft.enabled else None
-
-    @section_rule
-    def _sequence_parallel_needs_tensor_parallel(self) -> Iterator[str]:
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            yield (
-                "sequence_parallel=true shards over the TP ranks, but tensor_model_parallel_size=1; set it "
-                "to false or raise TP"
-            )
-
-    @section_rule
-    def _delayed_scaling_covers_all_layers(self) -> Iterator[str]:
-        leaves_out = self.model_overrides is not None and self.model_overrides.first_last_layers_bf16
-        if self.fp8_in_use and self.fp8_in_use.fp8_recipe == "delayed" and leaves_out:
-            yield (
-                "model_overrides.first_last_layers_bf16=true: delayed scaling keeps one state for all "
-                "layers; set it to false, or fp8_cfg.fp8_recipe to tensorwise or blockwise"
-            )

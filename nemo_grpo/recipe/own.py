@@ -1,13 +1,11 @@
 """The recipe's section ``nemo_grpo``: settings that NeMo-RL's config lacks. Unknown keys are errors."""
 
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationInfo, field_validator
 
-from nemo_grpo.recipe.megatron_sections import section_rule
 from nemo_grpo.support.errors import UserError, did_you_mean
 from nemo_grpo.support.extensions import is_reference
 from nemo_grpo.tasks import Prompt, TaskConfig, parse_task
@@ -55,17 +53,10 @@ class WarmStart(OwnSection):
     cache_dir: str = ".cache/warm_start"
     """Cache folder of finished models, keyed by all of the above and the task."""
 
-    @section_rule
-    def _heads_divide_the_width(self) -> Iterator[str]:
-        width, heads, kv_heads = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
-        if width % (2 * heads):  # the rotary embedding turns pairs
-            fitting = -(-width // (2 * heads)) * 2 * heads
-            yield f"hidden_size={width} is not a multiple of 2 x num_attention_heads={heads}; use {fitting}"
-        if heads % kv_heads:
-            yield (
-                f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; "
-                f"use num_key_value_heads={math.gcd(heads, kv_heads)}"
-            )
+    @property
+    def width_unit(self) -> int:
+        """Divisor of the width: the rotary embedding turns pairs of each head."""
+        return 2 * self.num_attention_heads
 
 
 class Engine(OwnSection):

@@ -1,14 +1,12 @@
 """The recipe's section ``policy``: the model, its batches and its backends; see `sections`."""
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field
 
 from nemo_grpo.recipe.generation_sections import Generation
 from nemo_grpo.recipe.layout import Layout
-from nemo_grpo.recipe.megatron_sections import Megatron, Section, Switch, section_rule
-from nemo_grpo.support.errors import as_yaml, did_you_mean
+from nemo_grpo.recipe.megatron_sections import Megatron, Section, Switch
 
 
 class Tokenizer(Section):
@@ -18,12 +16,6 @@ class Tokenizer(Section):
     """Folder or Hub name; null: that of nemo_grpo.warm_start; not given: policy.model_name."""
     chat_template: str | None = "default"
     """Jinja text or file; default: the tokenizer's; null: NeMo-RL's plain concatenation."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Arguments of the template; null: none."""
-
-
-PACKERS = ("concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing")
-"""NeMo-RL's packing algorithms (data/packing/algorithms.py)."""
 
 
 class SequencePacking(Section):
@@ -35,15 +27,6 @@ class SequencePacking(Section):
     """Maximum tokens of a training microbatch; null: max_total_sequence_length x train_micro_batch_size."""
     logprob_mb_tokens: int | None = Field(default=None, gt=0)
     """Maximum tokens of a scoring microbatch; null: max_total_sequence_length x logprob_batch_size."""
-    algorithm: str = "first_fit_decreasing"
-    """Packing algorithm; the embedded engine has this one, NeMo-RL more."""
-    fuse_loss: bool | None = None
-    """NeMo-RL: the losses of all sequences of a row at once; null: one after the other."""
-
-    @section_rule
-    def _packing_algorithm_exists(self) -> Iterator[str]:
-        if self.enabled and self.algorithm.lower() not in PACKERS:
-            yield f"algorithm={self.algorithm} is none of NeMo-RL's{did_you_mean(self.algorithm, PACKERS)}"
 
 
 class DTensor(Section):
@@ -97,10 +80,6 @@ class Policy(Section):
     has instructions for it, else float32. A resumed run keeps what it began with."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Default of megatron_cfg.optimizer.clip_grad, which is the one in effect; 0: no clipping."""
-    pretrained_checkpoint: dict[str, Any] | None = None
-    """Megatron checkpoint that NeMo-RL starts from, its path and format; null: model_name's weights."""
-    quant_cfg: str | None = None
-    """NeMo-RL's quantization of the policy; null: none."""
     is_vlm: bool = False
     """NeMo-Gym's data has images, so that NeMo-RL takes the model's processor."""
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
@@ -113,8 +92,6 @@ class Policy(Section):
     """Megatron-core."""
     dtensor_cfg: DTensor = Field(default_factory=DTensor)
     """PyTorch's parallelism in place of Megatron-core; only on the cluster."""
-    draft: Switch = Field(default_factory=Switch)
-    """Train a draft model for speculative decoding, too."""
     router_replay: Switch = Field(default_factory=Switch)
     """Train with the experts that the rollout chose."""
     generation: Generation
@@ -143,26 +120,3 @@ class Policy(Section):
         given = self.sequence_packing.logprob_mb_tokens
         longest = self.max_total_sequence_length * self.logprob_batch_size
         return (given or longest) if self.sequence_packing.enabled else None
-
-    @section_rule
-    def _one_backend_trains(self) -> Iterator[str]:
-        megatron, dtensor = self.megatron_cfg.enabled, self.dtensor_cfg.enabled
-        if megatron == dtensor:
-            yield (
-                f"dtensor_cfg.enabled={as_yaml(dtensor)}, policy.megatron_cfg.enabled={as_yaml(megatron)}: "
-                "one of the two backends trains; set one to true and the other to false"
-            )
-
-    @section_rule
-    def _longest_sequence_splits_over_ranks(self) -> Iterator[str]:
-        multiple, longest = self.layout.sequence_multiple, self.max_total_sequence_length
-        if longest % multiple:
-            yield (
-                f"max_total_sequence_length={longest} is not a multiple of {multiple} (2 CP, times "
-                "TP with sequence_parallel); round it, or change the layout"
-            )
-
-    @section_rule
-    def _fp8_keeps_the_rest_in_bf16(self) -> Iterator[str]:
-        if self.megatron_cfg.fp8_in_use and self.precision != "bfloat16":
-            yield f"precision={self.precision}: FP8 training keeps the rest in BF16; use bfloat16"

@@ -8,7 +8,8 @@ from typing import Any, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SerializeAsAny, field_validator
 
-from nemo_grpo.recipe.loader import Tree, merge
+from nemo_grpo.recipe.interpolation import Resolved, Tree
+from nemo_grpo.recipe.loader import Written, merge
 from nemo_grpo.recipe.megatron_sections import Switch
 from nemo_grpo.recipe.own import NemoGRPOSection
 from nemo_grpo.recipe.policy_sections import Policy
@@ -48,17 +49,16 @@ class Recipe(BaseModel):
     """NeMo-RL's transport of batches outside the driver; null: none."""
     async_rl: AsyncRL | None = None
     """NeMo-RL's single controller; null: none."""
-    reward_penalties: dict[str, Any] = {}
-    """NeMo-RL's penalties in NeMo-Gym's environments."""
     nemo_grpo: NemoGRPOSection
     """Settings that NeMo-RL's config lacks."""
     _notes: tuple[str, ...] = PrivateAttr(())
+    _source: Written = PrivateAttr()
     _settings: Tree = PrivateAttr(default_factory=dict)
-    _from_environment: Tree = PrivateAttr(default_factory=dict)
+    _references: Tree = PrivateAttr(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
         """Compare values, however they were written."""
-        return isinstance(other, Recipe) and self.to_dict() == other.to_dict()
+        return isinstance(other, Recipe) and self.model_dump() == other.model_dump()
 
     @field_validator("loss_fn", mode="before")
     @classmethod
@@ -69,6 +69,16 @@ class Recipe(BaseModel):
     def notes(self) -> tuple[str, ...]:
         """Settings that the variant replaces in NeMo-RL's own recipe, and what is lost; a sentence each."""
         return self._notes
+
+    @property
+    def source(self) -> Written:
+        """Its files merged with its overrides; references in it are unresolved."""
+        return self._source
+
+    @property
+    def given(self) -> Mapping[str, str]:
+        """Key that somebody set -> the file that set it, or `loader.OVERRIDE`."""
+        return self._source.given
 
     @property
     def settings(self) -> Tree:
@@ -117,11 +127,6 @@ class Recipe(BaseModel):
     def num_updates_per_step(self) -> int:
         """Optimizer updates per rollout."""
         return self.num_sequences_per_step // self.policy.train_global_batch_size
-
-    @property
-    def has_several_updates(self) -> bool:
-        """True if the policy changes within a step."""
-        return self.num_updates_per_step > 1
 
     @property
     def num_sequences_per_rank(self) -> int:
@@ -175,12 +180,6 @@ class Recipe(BaseModel):
         )
 
     @property
-    def has_penalty_for_turns(self) -> bool:
-        """True if an overlong penalty meets responses of several turns."""
-        task = self.nemo_grpo.task
-        return task is not None and bool(task.stop_texts) and self.grpo.reward_shaping.penalises_length
-
-    @property
     def streams_chunks(self) -> bool:
         """True if the single controller trains on parts of a step as they come."""
         prompts = self.grpo.num_prompts_per_step
@@ -198,12 +197,6 @@ class Recipe(BaseModel):
     def num_groups_ahead(self) -> int:
         """Groups of the steps by which the single controller's rollouts may run ahead, and of their own."""
         return self.grpo.num_prompts_per_step * (self.rollouts_ahead + 1)
-
-    @property
-    def draws_on_the_data_plane(self) -> bool:
-        """True if NeMo-RL's synchronous trainer selects a variant's groups over the data plane."""
-        draws = self.uses_data_plane and self.grpo.use_dynamic_sampling
-        return draws and not self.loss_fn.is_stock and not self.has_single_controller
 
     @property
     def uses_data_plane(self) -> bool:
@@ -257,17 +250,16 @@ class Recipe(BaseModel):
         return texts_of([name for name in names if name])
 
     def to_dict(self) -> Tree:
-        """Plain nested mapping of every value; `load_recipe_dict` turns it back into an equal recipe."""
-        return self.model_dump()
+        """Plain nested mapping of every value; texts from the environment stay ``${oc.env:NAME}``.
 
-    def with_references(self, references: Tree) -> Self:
-        """This recipe, of which `written` has these, see `loader.from_environment`."""
-        self._from_environment = references
-        return self
+        `load_recipe_dict` turns it back into an equal recipe.
+        """
+        return merge(*self.resolved)
 
-    def written(self) -> Tree:
-        """As `to_dict`, for others to read: texts from the environment stay ``${oc.env:NAME}``."""
-        return merge(self.to_dict(), self._from_environment)
+    @property
+    def resolved(self) -> Resolved:
+        """Every value, and the references to the environment."""
+        return Resolved(self.model_dump(), self._references)
 
     def with_precision(self, precision: str) -> Self:
         """The recipe of a run that computes in this precision, as where ``auto`` stood."""
@@ -275,22 +267,19 @@ class Recipe(BaseModel):
 
     def to_yaml(self) -> str:
         """The resolved recipe; `load_recipe` of such a file gives an equal recipe."""
-        return as_text(self.to_dict(), self._from_environment)
+        return as_text(self.resolved)
 
 
-def as_text(tree: Tree, references: Tree) -> str:
-    """Settings as YAML, which means the same when it is read again.
-
-    Args: references: settings that are written in place of the tree's, see `loader.from_environment`.
-    """
-    written = merge(_escaped(tree), references)
+def as_text(settings: Resolved) -> str:
+    """Settings as YAML, which means the same when it is read again."""
+    written = merge(escaped(settings.tree), settings.references)
     return yaml.safe_dump(written, sort_keys=False, allow_unicode=True, width=110)
 
 
-def _escaped(value: Any) -> Any:
+def escaped(value: Any) -> Any:
     """Escape ``${`` in texts, so that reading the file again does not interpolate them."""
     if isinstance(value, str):
         return value.replace("${", "\\${")
     if isinstance(value, dict):
-        return {key: _escaped(below) for key, below in value.items()}
-    return [_escaped(below) for below in value] if isinstance(value, list) else value
+        return {key: escaped(below) for key, below in value.items()}
+    return [escaped(below) for below in value] if isinstance(value, list) else value

@@ -1,8 +1,8 @@
 """Scopes of rules, and the rules that are functions.
 
-A rule is a row of `tables`; a method of a section's class, see `section_rule`; or, where there is arithmetic
-or a look-up, a function that yields one message ``key=value: rule; remedy`` per violation, registered by
-``@rule(scope)`` in `rules`, `cluster_rules` and `nemo_grpo.plan.rules`.
+A rule is a row of `tables`; or, where there is arithmetic or a look-up, a function that yields one message
+``key=value: rule; remedy`` per violation, registered by ``@rule(scope)`` in `rules`, `cluster_rules` and
+`nemo_grpo.plan.rules`.
 """
 
 from collections.abc import Callable, Iterator

@@ -16,11 +16,59 @@ MOST_SHARED = 0.9
 """Largest share of a GPU that vLLM takes beside the policy without a note."""
 
 
+FURTHER_LAYERS = (
+    *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
+    *("in_proj", "out_proj", "eh_proj", "output_layer"),
+)
+"""Those of latent attention, of Mamba and Gated DeltaNet, of multi-token prediction, and of the model."""
+OF_HUGGING_FACE = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"),
+    "linear_proj": ("o_proj", "dense"),
+    "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"),
+    "linear_fc2": ("down_proj", "w2"),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+    "output_layer": ("lm_head",),
+}
+"""Megatron's layer -> Hugging Face's, of which it may hold several."""
+
+
 @rule(Scope.ALL)
 def model_is_no_checkpoint_of_nemo(recipe: Recipe) -> Iterator[str]:
     name = recipe.policy.model_name
     if name is not None and (reason := nemo.reason_against(Path(name))):
         yield f"policy.model_name={name} is {reason}"
+
+
+@rule(Scope.ALL)
+def lora_layers_have_megatrons_names(recipe: Recipe) -> Iterator[str]:
+    """NeMo-RL takes any name; where none is a layer's, its driver ends without an optimizer."""
+    peft = recipe.policy.megatron_cfg.lora_in_use
+    lists = peft and {"target_modules": peft.target_modules, "exclude_modules": peft.exclude_modules}
+    for key, names in (lists or {}).items():
+        meant = {name: _megatrons(name) for name in names}
+        if all(own == (name,) for name, own in meant.items()):
+            continue
+        if unknown := [name for name, own in meant.items() if not own]:
+            hint = did_you_mean(unknown[0], LORA_LAYERS)
+            yield f"{PEFT}.{key}: {unknown[0]!r} is no linear layer of Megatron-core{hint}"
+            continue
+        own = dict.fromkeys(layer for layers in meant.values() for layer in layers)
+        yield (
+            f"{PEFT}.{key}=[{', '.join(names)}] has Hugging Face's names, and Megatron-core's linear_qkv and "
+            f"linear_fc1 hold several of those layers; use [{', '.join(own)}]"
+        )
+
+
+def _megatrons(name: str) -> tuple[str, ...]:
+    """The layers that a name means, itself if it is Megatron's or a pattern; none if it is unknown."""
+    if name == "all-linear":  # PEFT's word
+        return LORA_LAYERS
+    if own := [own for own, theirs in OF_HUGGING_FACE.items() if name.rpartition(".")[2] in theirs]:
+        return tuple(own)
+    return (name,) if "*" in name or name in (*LORA_LAYERS, *FURTHER_LAYERS) else ()
 
 
 @rule(Scope.ALL)

@@ -5,13 +5,12 @@ used if neither the recipe nor its bases set the key; where only NeMo-RL acts on
 base. A range is what NeMo-RL can work with. What 0 or null means stands in the key's docstring.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field
 
-from nemo_grpo.recipe.megatron_sections import Section, Switch, section_rule
-from nemo_grpo.support.errors import as_yaml
+from nemo_grpo.recipe.megatron_sections import Section
 
 MEGATRON, GENERATION = "policy.megatron_cfg", "policy.generation"
 VLLM, PACKING = "policy.generation.vllm_cfg", "policy.sequence_packing"
@@ -37,14 +36,6 @@ class RewardShaping(Section):
     def penalises_length(self) -> bool:
         """True if long responses are penalised."""
         return self.enabled and self.stop_properly_penalty_coef is None
-
-    @section_rule
-    def _overlong_buffer_is_shorter_than_responses(self) -> Iterator[str]:
-        if self.enabled and self.overlong_buffer_length >= self.max_response_length:
-            yield (
-                f"overlong_buffer_length={self.overlong_buffer_length} must be less than max_response_length="
-                f"{self.max_response_length}, or every response is penalised; lower it"
-            )
 
 
 class AsyncGRPO(Section):
@@ -128,8 +119,6 @@ class GRPOSection(Section):
     """Turns of a response with tools."""
     val_period: int = Field(default=10, ge=-1)
     """Validate every this many steps; 0 or -1: never during training."""
-    val_start_at: int = Field(default=-1, ge=-1)
-    """First step of the periodic validation; 0 or -1: val_period."""
     val_at_start: bool = False
     """Validate before the first step."""
     val_at_end: bool = False
@@ -146,26 +135,14 @@ class GRPOSection(Section):
     dynamic_sampling_max_gen_batches: int = Field(default=10, gt=0)
     """Maximum draws of prompts (gpg: 1 + loss_fn.max_resample_attempts); then the step keeps groups of equal
     rewards."""
-    batch_multiplier: float = Field(default=1.0, gt=0)
-    """Prompts of a draw of dynamic sampling, as a multiple of num_prompts_per_step."""
     async_grpo: AsyncGRPO | None = None
     """Asynchronous training; null: off."""
     adv_estimator: AdvantageEstimator | None = None
     """NeMo-RL's own advantages; null: the loss's."""
-    advantage_clip_low: float | None = None
-    """Least advantage; null: none."""
-    advantage_clip_high: float | None = None
-    """Largest advantage; null: none."""
-    invalid_tool_call_advantage: float | None = None
-    """Advantage of tokens of an invalid tool call; null: no penalty."""
-    malformed_thinking_advantage: float | None = None
-    """Advantage of tokens with malformed think tags; null: no penalty."""
     skip_reference_policy_logprobs_calculation: bool = False
     """Compute no logprobs of the reference policy; NeMo-RL sets it where no penalty needs them."""
     seq_logprob_error_threshold: float | None = Field(default=None, ge=1)
     """Sequences whose factor between sampling and scoring probabilities is above are masked; null: none."""
-    reward_scaling: Switch = Field(default_factory=Switch)
-    """Map rewards linearly to another interval."""
     overlong_filtering: bool = False
     """Exclude truncated responses from the loss; their rewards stay in their group's mean and deviation."""
     normalize_rewards: bool | None = None
@@ -200,15 +177,6 @@ class GRPOSection(Section):
         value = row.get(metric_key(self.stop_at_validation_metric) or "")
         threshold = self.stop_at_validation_threshold
         return value is not None and threshold is not None and value >= threshold
-
-    @section_rule
-    def _early_stop_has_metric_and_threshold(self) -> Iterator[str]:
-        metric, threshold = self.stop_at_validation_metric, self.stop_at_validation_threshold
-        if (metric is None) != (threshold is None):
-            yield (
-                f"stop_at_validation_metric={as_yaml(metric)} and grpo.stop_at_validation_threshold="
-                f"{as_yaml(threshold)} belong together; set both or neither"
-            )
 
 
 class Checkpointing(Section):
@@ -255,8 +223,6 @@ class Logger(Section):
     """Log to Weights & Biases."""
     mlflow_enabled: bool = False
     """Log to MLflow."""
-    swanlab_enabled: bool = False
-    """NeMo-RL: log to SwanLab."""
     wandb: dict[str, Any] = Field(default_factory=dict)
     """project, name and other arguments of wandb.init."""
     mlflow: dict[str, Any] = Field(default_factory=dict)
@@ -276,15 +242,6 @@ class Data(Section):
     """Settings of every data set that does not give its own; null: none."""
     max_input_seq_length: int | None = Field(default=None, gt=0)
     """Longest prompt, tokens; null: any."""
-    use_multiple_dataloader: bool = False
-    """Draw from each data set in turn; false: from their union."""
-
-
-class NemoGym(Section):
-    """NeMo-Gym's servers; what is not declared here is theirs."""
-
-    is_trajectory_collection: bool = False
-    """Collect rollouts of the validation data instead of training."""
 
 
 class Environments(Section):
@@ -292,13 +249,13 @@ class Environments(Section):
 
     should_use_nemo_gym: bool = False
     """Rollouts and rewards come from NeMo-Gym."""
-    nemo_gym: NemoGym | None = None
+    nemo_gym: dict[str, Any] | None = None
     """NeMo-Gym's configuration; null: none."""
 
     @property
     def settings(self) -> dict[str, Any]:
         """Name of an environment -> its settings."""
-        named = {} if self.nemo_gym is None else {"nemo_gym": self.nemo_gym.model_dump()}
+        named = {} if self.nemo_gym is None else {"nemo_gym": self.nemo_gym}
         return {**(self.model_extra or {}), **named}
 
 

@@ -2,21 +2,22 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_grpo.recipe import cluster_rules, host, rules  # noqa: F401 - they register
-from nemo_grpo.recipe.keys import dotted_key_errors, shown, unknown_key_errors, unknown_key_message
-from nemo_grpo.recipe.loader import Tree, Written, from_environment, merge, read, resolve
-from nemo_grpo.recipe.megatron_sections import WITHOUT_RULES
+from nemo_grpo.recipe.interpolation import Resolved, Tree, resolve
+from nemo_grpo.recipe.keys import dotted_key_errors, model_keys, unknown_key_errors, unknown_key_message
+from nemo_grpo.recipe.loader import Written, merge, read
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope
 from nemo_grpo.recipe.registry import messages as function_messages
+from nemo_grpo.recipe.schema import EXPECTED, kind_named, type_errors
 from nemo_grpo.recipe.tables import table_messages
 from nemo_grpo.support.dotted import is_missing, set_value, value_of
-from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.errors import UserError, shown
 
 DERIVED_DEFAULTS = {
     "policy.tokenizer.name": "policy.model_name",
@@ -38,6 +39,9 @@ DERIVED_DEFAULTS = {
     "nemo_grpo.evaluation.top_p": "policy.generation.val_top_p",
 }
 """A missing key -> the key whose value it takes, in this order."""
+
+DECLARED = frozenset(key for key, _ in model_keys(Recipe)).union(("loss_fn", "nemo_grpo"))
+"""Keys with a type here; NeMo-RL's schema has those of the others."""
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -61,34 +65,33 @@ def load_recipe_dict(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> 
 
 def _load(written: Written) -> Recipe:
     host.refuse_other_algorithms(written.tree)
-    resolved = resolve(written.tree)
-    return _validated(resolved, written).with_references(_references(resolved, written.tree))
-
-
-def _validated(tree: Tree, written: Written) -> Recipe:
+    tree, references = resolve(written.tree)
+    known = Resolved(_with_derived_defaults(tree, references), references)
     if errors := dotted_key_errors(tree):
-        raise RecipeErrors(errors)
-    tree, notes = host.adapted(tree, written.is_stock)
-    errors, filled = unknown_key_errors(tree), _with_derived_defaults(tree)
+        raise RecipeErrors(errors, known)
+    settings, notes = host.adapted(tree, written.is_stock)
+    errors = [*unknown_key_errors(settings), *type_errors(settings, DECLARED)]
     try:
-        recipe = Recipe.model_validate(filled)
+        recipe = Recipe.model_validate(_with_derived_defaults(settings, references))
     except ValidationError as error:
-        errors += [_explain(detail) for detail in error.errors()]
-        copied = tuple(f"{key}=" for key in DERIVED_DEFAULTS if value_of(tree, key) is None)
-        errors = [e for e in errors if not e.startswith(copied)] or errors
-        try:
-            recipe = Recipe.model_validate(filled, context=WITHOUT_RULES)
-        except ValidationError:
-            raise RecipeErrors(errors) from None
+        raise RecipeErrors([*errors, *_type_errors(error, settings)], known) from None
     errors += messages(Scope.ALL, recipe)
     if recipe.nemo_grpo.target == "cluster":
         errors += messages(Scope.CLUSTER, recipe)
         errors += messages(Scope.MEGATRON, recipe) if recipe.policy.megatron_cfg.enabled else []
         (notes if recipe.nemo_grpo.task is None else errors).extend(messages(Scope.CARE, recipe))
     if errors:
-        raise RecipeErrors(errors)
-    recipe._notes, recipe._settings = tuple(notes), tree
+        raise RecipeErrors(errors, known)
+    recipe._notes, recipe._source = tuple(notes), written
+    recipe._settings, recipe._references = settings, references
     return recipe
+
+
+def _type_errors(error: ValidationError, settings: Tree) -> list[str]:
+    """One message for each wrong value, once where others take it over by `DERIVED_DEFAULTS`."""
+    errors = [_explain(detail) for detail in error.errors()]
+    copied = tuple(f"{key}=" for key in DERIVED_DEFAULTS if value_of(settings, key) is None)
+    return [message for message in errors if not message.startswith(copied)] or errors
 
 
 def messages(scope: Scope, recipe: Recipe) -> list[str]:
@@ -111,83 +114,38 @@ def refuse_unsupported(recipe: Recipe, scope: Scope = Scope.EMBEDDED) -> None:
 
 
 class RecipeErrors(UserError):
-    """Everything that is wrong with a recipe: ``errors``, one message each."""
+    """Everything that is wrong with a recipe.
 
-    def __init__(self, errors: list[str]) -> None:
-        self.errors = errors
+    Attributes: errors: one message each.  settings: every value that is known.
+    """
+
+    def __init__(self, errors: list[str], settings: Resolved | None = None) -> None:
+        self.errors, self.settings = errors, settings or Resolved({}, {})
         listed = "".join(f"\n  {error}" for error in errors)
         super().__init__(errors[0] if len(errors) == 1 else f"{len(errors)} errors in the recipe:{listed}")
 
 
-class Settings(NamedTuple):
-    """A recipe's settings, valid or not.
-
-    Attributes: tree: every value that is known: of a valid recipe all of them.  references: what is shown in
-                place of texts from the environment, see `loader.from_environment`.  errors: messages.
-    """
-
-    tree: Tree
-    references: Tree
-    errors: list[str]
-
-
-def settings_of(path: str | Path, overrides: Iterable[str] = ()) -> Settings:
-    """Read a recipe that may be invalid.
-
-    Raises: UserError: the file cannot be read, or an override or interpolation cannot be carried out.
-    """
-    written = read(path, overrides)
-    host.refuse_other_algorithms(written.tree)
-    tree = resolve(written.tree)
-    references = _references(tree, written.tree)
-    try:
-        return Settings(_validated(tree, written).to_dict(), references, [])
-    except RecipeErrors as error:
-        return Settings(_with_derived_defaults(tree), references, error.errors)
-
-
-def _references(tree: Tree, given: Tree) -> Tree:
-    """`from_environment`, with the keys that `DERIVED_DEFAULTS` copies.
-
-    Args: tree: ``given``, resolved.
-    """
-    references = from_environment(given)
-    for key, source in DERIVED_DEFAULTS.items():
-        if (reference := value_of(references, source)) is not None and is_missing(tree, key):
-            set_value(references, key, reference)
-    return references
-
-
-def _with_derived_defaults(tree: Tree) -> Tree:
-    """Fill in missing keys by `DERIVED_DEFAULTS`; the model reports wrong types."""
+def _with_derived_defaults(tree: Tree, references: Tree) -> Tree:
+    """Fill in missing keys by `DERIVED_DEFAULTS`, in ``references`` too; the model reports wrong types."""
     filled = merge({}, tree)
     for key, source in DERIVED_DEFAULTS.items():
         if key.startswith("loss_fn.") and value_of(filled, "loss_fn.variant") is None:  # NeMo-RL's own loss
             continue
         if (value := value_of(filled, source)) is not None and is_missing(filled, key):
             set_value(filled, key, value)
+            if (reference := value_of(references, source)) is not None:
+                set_value(references, key, reference)
     return filled
 
 
-_TYPE_NAMES = {
-    type(None): "null",
-    bool: "a boolean",
-    int: "an integer",
-    float: "a float",
-    str: "a text",
-    list: "a list",
-}
-
 _EXPECTED = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "a text",
-    "list_type": "a list",
-    "dict_type": "a section of keys",
-    "model_type": "a section of keys",
-    "model_attributes_type": "a section of keys",
+    "int_type": EXPECTED["int"],
+    "int_from_float": EXPECTED["int"],
+    "float_type": EXPECTED["float"],
+    "bool_type": EXPECTED["bool"],
+    "string_type": EXPECTED["str"],
+    "list_type": EXPECTED["list"],
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), EXPECTED["section"]),
     "literal_error": "one of {expected}",
     "greater_than": "greater than {gt}",
     "greater_than_equal": "at least {ge}",
@@ -212,7 +170,7 @@ def _explain(error: ErrorDetails) -> str:
         return f"{key.removesuffix('.[key]')}: the name must be {_EXPECTED[kind].format(**context)}"
     if kind in _EXPECTED:
         is_type = kind.endswith(("_type", "_from_float"))
-        got = f" is {_TYPE_NAMES.get(type(error['input']), 'a section')}; it" if is_type else ""
+        got = f" is {kind_named(error['input'])}; it" if is_type else ""
         return f"{key}={shown(error['input'])}{got} must be {_EXPECTED[kind].format(**context)}"
     message = error["msg"].removeprefix("Value error, ")
     if isinstance(error["input"], Mapping):  # a section's own rule: the message begins with the key in it

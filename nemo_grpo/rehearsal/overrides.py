@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from nemo_grpo.recipe import Recipe, load_recipe
-from nemo_grpo.recipe.loader import merge, read
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.loader import merge
 from nemo_grpo.recipe.registry import Scope
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
 from nemo_grpo.recipe.tables import Limit, rows
@@ -246,12 +246,12 @@ def _multiple(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def write_recipe(path: Path, source: Path, overrides: Iterable[str], changed: Iterable[Override]) -> None:
-    """Write the source with its overrides and the changes on top, interpolations unresolved."""
-    tree = merge({}, read(source, overrides).tree)
+def write_recipe(path: Path, recipe: Recipe, changed: Iterable[Override]) -> None:
+    """Write the recipe's source with the changes on top, interpolations unresolved."""
+    tree = merge({}, recipe.source.tree)
     if not is_missing(tree, "loss_fn.variant"):
         # the file has one writer: what NeMo-RL's files said is settled
-        tree["loss_fn"] = load_recipe(source, overrides).settings["loss_fn"]
+        tree["loss_fn"] = recipe.settings["loss_fn"]
     for change in changed:
         set_value(tree, change.key, change.value)
     path.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")

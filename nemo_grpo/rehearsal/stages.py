@@ -80,7 +80,6 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     Raises: UserError: the recipe is refused, or cannot be rehearsed.
     """
     start = time.monotonic()
-    overrides = list(overrides)
     recipe = load_recipe(path, overrides)
     stack = stack_for(recipe, path, stack)
     has_vllm = stack.vllm_python is not None
@@ -94,7 +93,7 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)
     changed = list(small.overrides_of(recipe, problems.task, model, layout, folder / "runs", has_vllm))
     file = folder / "recipe.yaml"
-    small.write_recipe(file, path, overrides, changed)
+    small.write_recipe(file, recipe, changed)
     made = Rehearsal(folder, stack, recipe, taught, load_recipe(file), changed, layout, model, problems)
     made.seconds["preparation"] = time.monotonic() - start
     return made

@@ -8,7 +8,6 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from nemo_grpo.recipe.keys import shown
 from nemo_grpo.report import paired as pairs
 from nemo_grpo.report import summary, token_plots
 from nemo_grpo.report.paired import FOREST, Paired, draw_forest
@@ -22,7 +21,7 @@ from nemo_grpo.report.plots import (
     draw_validation,
 )
 from nemo_grpo.report.runs import RunGroup, differing_settings, group_runs, read_run, run_folders
-from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.errors import UserError, shown
 
 PLOTS = "plots"
 REPORT = "report.html"

@@ -11,10 +11,9 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
-from nemo_grpo.recipe.keys import shown
 from nemo_grpo.recipe.recipe import RECIPE_FILE
 from nemo_grpo.support.dotted import leaves
-from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.errors import UserError, shown
 
 log = logging.getLogger(__name__)
 

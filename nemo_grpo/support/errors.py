@@ -1,6 +1,7 @@
 """The one exception type for mistakes that a user can correct, and what their messages are made of."""
 
 import difflib
+import json
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -68,6 +69,12 @@ def as_yaml(value: object) -> str:
 
 MOST_NAMES = 24
 """Valid names that a message lists."""
+
+
+def shown(value: object) -> str:
+    """A value as JSON, short enough for an error message."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:

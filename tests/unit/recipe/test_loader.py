@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo.recipe.loader import apply_overrides, load_tree, merge, parse_override, resolve
+from nemo_grpo.recipe.interpolation import resolve
+from nemo_grpo.recipe.loader import apply_overrides, load_tree, merge, parse_override
 from nemo_grpo.support.errors import UserError
 
 
@@ -119,7 +120,7 @@ def test_malformed_overrides_are_refused(override: str) -> None:
 def test_overrides_apply_in_order_before_interpolation() -> None:
     tree = {"grpo": {"seed": 1, "max_num_steps": "${mul:${grpo.seed}, 10}"}}
     changed = apply_overrides(tree, ["grpo.seed=2", "grpo.seed=3"])
-    assert resolve(changed) == {"grpo": {"seed": 3, "max_num_steps": 30}}
+    assert resolve(changed).tree == {"grpo": {"seed": 3, "max_num_steps": 30}}
     assert tree["grpo"]["seed"] == 1
 
 
@@ -149,8 +150,8 @@ def test_resolvers_compute_as_nemo_rl_does() -> None:
         "div": "${div:${a}, 4}",
         "max": "${max:2, ${a}}",
     }
-    assert resolve(tree) == {"a": 6, "add": 9, "mul": 12, "div": 1.5, "max": 6}
-    assert resolve(tree)["add"] == 9  # a second registration changes nothing
+    assert resolve(tree).tree == {"a": 6, "add": 9, "mul": 12, "div": 1.5, "max": 6}
+    assert resolve(tree).tree["add"] == 9  # a second registration changes nothing
 
 
 @pytest.mark.parametrize(

@@ -276,9 +276,9 @@ def test_secrets_of_the_environment_are_used_and_never_written(
     assert recipe.policy.tokenizer.name == "models/hunter2"  # copied from model_name
     shown = CliRunner().invoke(app, ["recipe", "resolve", str(path)]).output
     assert shown.strip() == recipe.to_yaml().strip()
-    assert "hunter2" not in shown + str(recipe.written())
-    assert recipe.written()["policy"]["tokenizer"]["name"] == "models/${oc.env:TOKEN}"
-    assert recipe.written()["grpo"]["seed"] == 11  # a number is what the run computed with
+    assert "hunter2" not in shown + str(recipe.to_dict())
+    assert recipe.to_dict()["policy"]["tokenizer"]["name"] == "models/${oc.env:TOKEN}"
+    assert recipe.to_dict()["grpo"]["seed"] == 11  # a number is what the run computed with
     path.write_text(recipe.to_yaml())
     again = load_recipe(path)
     assert again == recipe

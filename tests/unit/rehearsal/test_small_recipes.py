@@ -31,7 +31,7 @@ def made_small(path: Path, folder: Path, *overrides: str, max_ranks: int = 4):
     task = problems_of(recipe, folder / "problems").task
     layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)
     changed = list(small.overrides_of(recipe, task, MODEL, layout, folder / "runs", uses_vllm=True))
-    small.write_recipe(folder / "recipe.yaml", path, overrides, changed)
+    small.write_recipe(folder / "recipe.yaml", recipe, changed)
     return recipe, load_recipe(folder / "recipe.yaml"), layout, changed
 
 
@@ -64,7 +64,7 @@ def test_a_rehearsal_keeps_the_clip_of_whoever_wrote_it(clip, kept, tmp_path):
     }
     (tmp_path / "stock.yaml").write_text(yaml.safe_dump(merge(load_tree(CW_GRPO), stock)))
     path.write_text(yaml.safe_dump({"defaults": "stock.yaml", "loss_fn": {"variant": "dapo", **clip}}))
-    small.write_recipe(written, path, [], [])
+    small.write_recipe(written, load_recipe(path), [])
     assert load_recipe(written).loss_fn == load_recipe(path).loss_fn
     assert load_recipe(written).loss_fn.ratio_clip_max == kept
 

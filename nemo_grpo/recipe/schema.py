@@ -1,0 +1,132 @@
+"""Keys of NeMo-RL's sections, as its own configuration classes and recipes have them.
+
+Data: nemo_rl-VERSION.json, which scripts/record_nemo_rl_keys.py writes from NeMo-RL's source; see there.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from nemo_grpo.support.dotted import leaves, parents
+from nemo_grpo.support.errors import shown
+
+V0_7_0, HEAD = "0.7.0", "7ea279abf"
+"""Versions of NeMo-RL that are recorded."""
+Entry = Mapping[str, Any]
+
+FREE_FORM = (
+    "policy.dtensor_cfg.automodel_kwargs",
+    "data.train",
+    "data.validation",
+    "data.default",
+    "async_rl.sampler",
+    "logger.mlflow",
+    "logger.swanlab",
+    "logger.tensorboard",
+    "logger.wandb",
+)
+"""Any key may follow these, besides those that the data mark: NeMo-RL hands them on to others."""
+
+_KINDS = {bool: "bool", int: "int", float: "float", str: "str", type(None): "null", list: "list"}
+_NAMES = {"null": "null", "bool": "a boolean", "int": "an integer", "float": "a float", "str": "a text"}
+_NAMES |= {"list": "a list", "dict": "a section"}
+EXPECTED = _NAMES | {"bool": "true or false", "float": "a number"}
+EXPECTED |= dict.fromkeys(("dict", "section"), "a section of keys")
+"""Type -> its name in a message that asks for it."""
+
+
+@cache
+def recorded(version: str) -> Mapping[str, Entry]:
+    """Key -> what one version of NeMo-RL says of it."""
+    text = resources.files("nemo_grpo.recipe").joinpath(f"nemo_rl-{version}.json").read_text(encoding="utf-8")
+    return json.loads(text)
+
+
+@cache
+def entries() -> Mapping[str, tuple[Entry, ...]]:
+    """Key -> the same of each version that has it."""
+    versions = [recorded(version) for version in (HEAD, V0_7_0)]
+    return {
+        key: tuple(version[key] for version in versions if key in version)
+        for key in sorted({*versions[0], *versions[1]})
+    }
+
+
+@cache
+def nemo_rl_keys() -> frozenset[str]:
+    """Dotted leaf keys of NeMo-RL's sections."""
+    return frozenset(
+        key for key, found in entries().items() if not any("section" in e.get("types", ()) for e in found)
+    )
+
+
+@cache
+def unread_keys() -> frozenset[str]:
+    """Those that NeMo-RL's own recipes have and none of its code reads."""
+    return frozenset(key for key, found in entries().items() if all(e.get("unread") for e in found))
+
+
+@cache
+def free_form() -> frozenset[str]:
+    """Keys that any key may follow."""
+    marked = (key for key, found in entries().items() if any(e.get("free") for e in found))
+    return frozenset(marked).union(FREE_FORM)
+
+
+def kind_of(value: Any) -> str:
+    """Name a value's type as the data do."""
+    return _KINDS.get(type(value), "dict")
+
+
+def kind_named(value: Any) -> str:
+    """Name a value's type in a message."""
+    return _NAMES[kind_of(value)]
+
+
+def fits(kind: str, types: Collection[str]) -> bool:
+    """True if a key of some types takes values of a kind; a section may be null, which leaves it out."""
+    if "section" in types and kind in ("null", "dict"):
+        return True
+    return kind in types or (kind == "int" and "float" in types)
+
+
+def type_errors(tree: Mapping[str, Any], declared: Collection[str], section: str = "") -> Iterator[str]:
+    """Yield one message for each value of a type that no version of NeMo-RL has.
+
+    Args: declared: keys that are left out, with types of their own.
+    """
+    for name, value in tree.items():
+        key = f"{section}{name}"
+        found = () if key in declared else entries().get(key, ())
+        if found and not any(_allows(entry, value) for entry in found):
+            yield _message(key, value, found[0])
+        elif isinstance(value, Mapping) and key not in free_form():
+            yield from type_errors(value, declared, f"{key}.")
+
+
+def _allows(entry: Entry, value: Any) -> bool:
+    if "values" in entry and isinstance(value, str):
+        return value in entry["values"]
+    return "types" not in entry or fits(kind_of(value), entry["types"])
+
+
+def _message(key: str, value: Any, entry: Entry) -> str:
+    expected = " or ".join(dict.fromkeys(EXPECTED[kind] for kind in entry["types"]))
+    if "values" in entry and isinstance(value, str):
+        return f"{key}={shown(value)} must be one of {', '.join(map(str, entry['values']))}"
+    doc = f" ({entry['doc']})" if "doc" in entry else ""
+    return f"{key}={shown(value)} is {kind_named(value)}; it must be {expected}{doc}"
+
+
+def lacking(version: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the settings that ask for something that an older NeMo-RL lacks: its code would not read them."""
+    old, new = recorded(version), recorded(HEAD)
+    free = {key for key, entry in old.items() if entry.get("free")}.union(FREE_FORM)
+    for key, value in leaves(settings):
+        entry = new.get(key)
+        if entry is None or key in old or entry.get("unread") or not free.isdisjoint(parents(key)):
+            continue
+        if value not in (None, False, {}, []) and value != entry.get("default"):
+            yield key, value
