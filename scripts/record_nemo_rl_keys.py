@@ -29,9 +29,13 @@ ROOT, GENERATION = "MasterConfig", "GenerationConfig"
 TRAINED, SAMPLED = "policy.megatron_cfg.", "policy.generation.mcore_generation_config."
 """Megatron-core's inference may override what its training sets (models/generation/megatron/config.py)."""
 MAPPINGS = {"dict", "Dict", "Mapping", "Any", "SchedulerMilestones"}
-TYPES = {"bool", "int", "float", "str"}
-SIGNS = ("Positive", "NonNegative")
-LISTS = {"list", "List", "tuple", "Sequence"}
+KINDS = {
+    **{name: name for name in ("bool", "int", "float", "str")},
+    **{f"{sign}{name.title()}": name for sign in ("Positive", "NonNegative") for name in ("int", "float")},
+    **dict.fromkeys(("list", "List", "tuple", "Sequence"), "list"),
+    **dict.fromkeys(MAPPINGS - {"Any"}, "dict"),
+}
+"""Name in an annotation -> type of values."""
 NOT_LISTED = ("loss_fn", "env")
 """The variants define the first, users the names in the second."""
 HANDED_ON = (
@@ -123,7 +127,7 @@ class Source:
                 continue
             key, entry = f"{prefix}{field.target.id}", self._entry(field)
             names = _names(field.annotation)
-            below = [self.classes[name] for name in names if self._is_section(name)]
+            below = [self.classes[name] for name in sorted(names) if self._is_section(name)]
             is_mapping = {"dict", "section"}.intersection(entry.get("types", ())) == {"dict"}
             if names & MAPPINGS and (is_mapping or not below):
                 entry["free"] = True
@@ -135,7 +139,7 @@ class Source:
     def _entry(self, field: ast.AnnAssign) -> Entry:
         types, values = self._types(field.annotation)
         entry: Entry = {} if "any" in types else {"types": sorted(types)}
-        entry |= {"values": values} if values else {}
+        entry |= {"values": values} if values and "str" in types else {}
         default = field.value
         if isinstance(default, ast.Call) and ast.unparse(default.func) == "Field":
             given = {keyword.arg: keyword.value for keyword in default.keywords}
@@ -151,7 +155,9 @@ class Source:
             return self._types(ast.Tuple([annotation.left, annotation.right], ast.Load()))
         if isinstance(annotation, ast.Tuple):
             found = [self._types(part) for part in annotation.elts]
-            return {kind for kinds, _ in found for kind in kinds}, [v for _, values in found for v in values]
+            is_open = any("str" in kinds and not values for kinds, values in found)
+            values = [] if is_open else [value for _, values in found for value in values]
+            return {kind for kinds, _ in found for kind in kinds}, values
         if isinstance(annotation, ast.Subscript):
             name = ast.unparse(annotation.value).rpartition(".")[2]
             if name == "Literal":
@@ -171,13 +177,7 @@ class Source:
         name = ast.unparse(annotation).rpartition(".")[2]
         if name in self.literals:
             return self._types(self.literals[name])
-        kinds = (
-            {name: name for name in TYPES} | dict.fromkeys(LISTS, "list") | dict.fromkeys(MAPPINGS, "dict")
-        )
-        kinds |= {"Any": "any"} | {
-            f"{sign}{name.title()}": name for sign in SIGNS for name in ("int", "float")
-        }
-        return {"section" if self._is_section(name) else kinds.get(name, "any")}, []
+        return {"section" if self._is_section(name) else KINDS.get(name, "any")}, []
 
     def _doc(self, node: ast.ClassDef, field: ast.AnnAssign, after: ast.stmt | None) -> Entry:
         """The first sentence of a text below a field, or of the comment beside or above it."""

@@ -36,10 +36,8 @@ def known_keys() -> frozenset[str]:
 @cache
 def sections() -> frozenset[str]:
     """Every dotted key that has keys below it."""
-    return (
-        frozenset(parent for key in known_keys() for parent in parents(key))
-        | entries().keys() - nemo_rl_keys()
-    )
+    above = (parent for key in known_keys() for parent in parents(key))
+    return frozenset(above).union(entries().keys() - nemo_rl_keys())
 
 
 def is_known(key: str) -> bool:

@@ -102,7 +102,7 @@ def type_errors(tree: Mapping[str, Any], declared: Collection[str], section: str
         found = () if key in declared else entries().get(key, ())
         if found and not any(_allows(entry, value) for entry in found):
             yield _message(key, value, found[0])
-        elif isinstance(value, Mapping) and key not in free_form():
+        elif isinstance(value, Mapping):
             yield from type_errors(value, declared, f"{key}.")
 
 
