@@ -172,8 +172,11 @@ class Source:
                 return kinds | ({"null"} if name == "Optional" else set()), values
             return self._types(annotation.value)
         if isinstance(annotation, ast.Constant):
-            is_name = isinstance(annotation.value, str)
-            return self._types(ast.parse(annotation.value, mode="eval").body) if is_name else ({"null"}, [])
+            if not isinstance(annotation.value, str):
+                return {"null"}, []
+            quoted = ast.parse(annotation.value, mode="eval")
+            assert isinstance(quoted, ast.Expression)
+            return self._types(quoted.body)
         name = ast.unparse(annotation).rpartition(".")[2]
         if name in self.literals:
             return self._types(self.literals[name])
@@ -182,9 +185,9 @@ class Source:
     def _doc(self, node: ast.ClassDef, field: ast.AnnAssign, after: ast.stmt | None) -> Entry:
         """The first sentence of a text below a field, or of the comment beside or above it."""
         lines = self.lines[node]
-        is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        if is_text and isinstance(after.value.value, str):
-            text = after.value.value
+        below = after.value if isinstance(after, ast.Expr) else None
+        if isinstance(below, ast.Constant) and isinstance(below.value, str):
+            text = below.value
         elif "  # " in (beside := lines[(field.end_lineno or field.lineno) - 1]):
             text = beside.partition("  # ")[2]
         else:

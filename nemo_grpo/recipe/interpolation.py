@@ -78,7 +78,8 @@ def resolve(tree: Mapping[str, Any]) -> Resolved:
     """
     register_resolvers()
     try:
-        found = _resolved(tree, OmegaConf.create(dict(tree))) if _refers(tree) else (copy.deepcopy(tree), {})
+        plain = copy.deepcopy(dict(tree))
+        values, references = _resolved(tree, OmegaConf.create(plain)) if _refers(tree) else (plain, {})
     except MissingMandatoryValue as error:
         raise UserError(
             f"{error.full_key}=???: the recipe leaves this to you; add {error.full_key}=... "
@@ -88,7 +89,7 @@ def resolve(tree: Mapping[str, Any]) -> Resolved:
         raise UserError(f"{error.full_key}: {reason}; correct the ${{...}} of this key") from None
     except (OmegaConfBaseException, *UNREADABLE) as error:
         raise UserError(first_line(error)) from None
-    return Resolved(with_plain_values(found[0], "the recipe"), found[1])
+    return Resolved(with_plain_values(values, "the recipe"), references)
 
 
 def _refers(value: Any) -> bool:
