@@ -125,8 +125,9 @@ def lacking(version: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, An
     old, new = recorded(version), recorded(HEAD)
     free = {key for key, entry in old.items() if entry.get("free")}.union(FREE_FORM)
     for key, value in leaves(settings):
-        entry = new.get(key)
-        if entry is None or key in old or entry.get("unread") or not free.isdisjoint(parents(key)):
+        above = parents(key)
+        known = next((part for part in (key, *above[::-1]) if part in new), None)  # above what users choose
+        if known is None or known in old or new[known].get("unread") or not free.isdisjoint(above):
             continue
-        if value not in (None, False, {}, []) and value != entry.get("default"):
+        if value not in (None, False, {}, []) and value != new[known].get("default"):
             yield key, value

@@ -61,9 +61,11 @@ def test_type_of_either_version_is_accepted() -> None:
 
 def test_what_an_older_nemo_rl_lacks_is_what_asks_for_something_newer() -> None:
     assert "grpo.val_start_at" in recorded(HEAD).keys() - recorded(V0_7_0).keys()
-    settings = {
+    settings: dict[str, Any] = {
         "grpo": {"val_start_at": 7, "val_num_generations_per_prompt": 1, "num_prompts_per_step": 8},
         "policy": {"is_vlm": False, "megatron_cfg": {"model_overrides": {}, "offload_modules": None}},
     }
     assert list(lacking(V0_7_0, settings)) == [("grpo.val_start_at", 7)]
+    settings["policy"]["megatron_cfg"]["model_overrides"] = {"any_field": 1}
+    assert ("policy.megatron_cfg.model_overrides.any_field", 1) in lacking(V0_7_0, settings)
     assert list(lacking(HEAD, settings)) == []
