@@ -139,8 +139,6 @@ class GRPOSection(Section):
     """Asynchronous training; null: off."""
     adv_estimator: AdvantageEstimator | None = None
     """NeMo-RL's own advantages; null: the loss's."""
-    skip_reference_policy_logprobs_calculation: bool = False
-    """Compute no logprobs of the reference policy; NeMo-RL sets it where no penalty needs them."""
     seq_logprob_error_threshold: float | None = Field(default=None, ge=1)
     """Sequences whose factor between sampling and scoring probabilities is above are masked; null: none."""
     overlong_filtering: bool = False
