@@ -122,15 +122,12 @@ def _message(key: str, value: Any, entry: Entry) -> str:
 
 def lacking(version: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the settings that ask for something that an older NeMo-RL lacks: its code would not read them."""
-    old, new = (
-        {key: entry for key, entry in recorded(one).items() if not entry.get("unread")}
-        for one in (version, HEAD)
-    )
+    old, new = recorded(version), recorded(HEAD)
     free = {key for key, entry in old.items() if entry.get("free")}.union(FREE_FORM)
     for key, value in leaves(settings):
         above = parents(key)
         known = next((part for part in (key, *above[::-1]) if part in new), None)  # above what users choose
-        if known is None or known in old or not free.isdisjoint(above):
+        if known is None or known in old or new[known].get("unread") or not free.isdisjoint(above):
             continue
         if value not in (None, False, {}, []) and value != new[known].get("default"):
             yield key, value
