@@ -1,8 +1,11 @@
 """``nemo-grpo``: every command. Heavy imports happen inside the commands, so ``--help`` is quick."""
 
+import inspect
 import logging
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,19 +22,14 @@ from nemo_grpo.cli import (
     preflight,
     recipe,
     rehearse,
-    report,
     retriever,
-    slurm,
-    train,
     variants,
 )
 from nemo_grpo.support.errors import EXIT_USAGE, UserError
 
+log = logging.getLogger(__name__)
 app = typer.Typer(
-    name="nemo-grpo",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    name="nemo-grpo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 
 
@@ -51,22 +49,71 @@ def options(
     """Train reasoning policies with GRPO and its variants, from one recipe."""
 
 
-app.add_typer(recipe.app, name="recipe")
-app.add_typer(convert.app, name="convert")
-app.add_typer(data.app, name="data")
-app.add_typer(launch.app, name="launch")
-app.add_typer(retriever.app, name="retriever")
-app.add_typer(slurm.app, name="slurm")
-app.command("train")(train.train)
+@app.command()
+def train(
+    file: Annotated[Path, typer.Argument(metavar="RECIPE", help="As recipes/quickstart.yaml.")],
+    overrides: recipe.Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run from its newest checkpoint.")
+    ] = False,
+) -> None:
+    """Train a policy on this machine.
+
+    Everything of the run goes into runs/<nemo_grpo.run_name>/: metrics, samples, plots, checkpoints, and at
+    the end the model as a Hugging Face folder.
+
+    Examples:
+
+      nemo-grpo train recipes/quickstart.yaml
+
+      nemo-grpo train recipes/quickstart.yaml loss_fn.variant=gpg nemo_grpo.run_name=gpg grpo.max_num_steps=20
+
+    Exit codes: 0 finished; 2 the input was refused and nothing was created; 75 stopped by SIGINT, SIGTERM or
+    SIGUSR1 with a checkpoint saved, run again with --resume; 1 anything else.
+    """
+    from nemo_grpo.recipe import advice, load_recipe
+
+    loaded = load_recipe(file, overrides or [])  # before the imports below, which take seconds
+    for sentence in advice(loaded):
+        log.warning("%s", sentence)
+
+    from nemo_grpo.engine.run import run_recipe
+
+    sys.exit(run_recipe(loaded, sys.argv[1:], resume=resume))
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, comparisons or sweeps.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="HTML file; its pictures go to plots/ beside it.")
+    ] = Path("report.html"),
+) -> None:
+    """Compare runs in one HTML file: learning curves, diagnostics, a table over seeds.
+
+    Runs that differ only in their seed become one line with a band.
+
+    Example: nemo-grpo report runs/grpo-s0 runs/grpo-s1 runs/gpg-s0 -o compare/report.html
+    """
+    from nemo_grpo.report.report import write_report
+
+    written = write_report(runs, output)
+    typer.echo(f"wrote {written} and {written.parent / 'plots'}/*.png")
+
+
+for command in (plan.plan, rehearse.rehearse, compare.compare, compare.sweep, preflight.preflight):
+    app.command()(command)
 app.command("eval")(eval.eval_command)
-app.command("preflight")(preflight.preflight)
 app.command("doctor")(doctor.doctor)
-app.command("plan")(plan.plan)
-app.command("rehearse")(rehearse.rehearse)
-app.command("report")(report.report)
-app.command("compare")(compare.compare)
-app.command("sweep")(compare.sweep)
-app.add_typer(variants.app, name="variants")
+GROUPS = (recipe.app, convert.app, data.app, launch.app, launch.slurm, retriever.app, variants.app)
+for group in (app, *GROUPS):
+    for registered in group.registered_commands:  # a terminal breaks the lines, however wide it is
+        text = inspect.getdoc(registered.callback) or ""
+        registered.help = re.sub(r"(?<!\n)\n(?!\n)", " ", text)
+for group in GROUPS:
+    app.add_typer(group)
 
 
 def main(commands: typer.Typer = app) -> None:

@@ -2,15 +2,16 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.errors import UserError
 
 EXIT_DIFFERENT = 1
 
 app = typer.Typer(
+    name="convert",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -48,16 +49,9 @@ def hf_to_megatron_command(
     """
     from checkpoints_conv.hf_to_megatron import hf_to_megatron
 
-    hf_to_megatron(
-        hf_model,
-        output,
-        dtype=dtype,
-        num_workers=workers,
-        padded_vocab_size=padded_vocab_size,
-        resume=resume,
-        force=force,
-        sha256=sha256,
-    )
+    options: dict[str, Any] = {"dtype": dtype, "num_workers": workers, "sha256": sha256}
+    options |= {"resume": resume, "force": force}
+    hf_to_megatron(hf_model, output, padded_vocab_size=padded_vocab_size, **options)
     typer.echo(str(output))
 
 
@@ -72,7 +66,8 @@ def megatron_to_hf_command(
     dtype: Dtype = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest file, such as 5GB or 500MB.")] = "5GB",
     lora: Annotated[
-        str | None, typer.Option(help="merge: adapters into --base; adapter: as a PEFT folder.")
+        Literal["merge", "adapter"] | None,
+        typer.Option(help="merge: adapters into --base; adapter: as a PEFT folder."),
     ] = None,
     base: Annotated[Path | None, typer.Option(help="With --lora: the model that was adapted.")] = None,
     lora_alpha: Annotated[float | None, typer.Option(help="Default: from run_config.yaml.")] = None,
@@ -102,12 +97,9 @@ def megatron_to_hf_command(
 
         options |= {"hf_config_folder": hf_config, "alpha": lora_alpha}
         if lora == "merge":
-            options["max_shard_bytes"] = shard_bytes
-            merge_lora(megatron_checkpoint, base, output, **options)
-        elif lora == "adapter":
-            export_adapter(megatron_checkpoint, base, output, **options)
+            merge_lora(megatron_checkpoint, base, output, max_shard_bytes=shard_bytes, **options)
         else:
-            raise UserError(f"--lora {lora!r} is unknown{did_you_mean(lora, ('merge', 'adapter'))}")
+            export_adapter(megatron_checkpoint, base, output, **options)
     typer.echo(str(output))
 
 
@@ -160,15 +152,10 @@ def inspect(
 
 
 def num_bytes(text: str) -> int:
-    """Bytes of a size such as ``5GB``, ``500 MB`` or ``1GiB``.
-
-    Raises: UserError: not such a size, or zero.
-    """
+    """Read a size such as ``5GB``, ``500 MB`` or ``1GiB``."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
-    size = 0
-    if match:
-        power = " KMGT".index(match[2].upper() or " ")
-        size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    number, prefix, binary = match.groups() if match else (0, "", "")
+    size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
     if not size:
         raise UserError(f"--max-shard-size {text!r} is not a size; write it like 5GB or 500MB")
     return size

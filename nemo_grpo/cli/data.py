@@ -10,16 +10,15 @@ import typer
 from nemo_grpo.support.errors import EXIT_USAGE
 
 if TYPE_CHECKING:
-    from nemo_grpo.data import Prepared, Source
+    from nemo_grpo.data import Prepared
 
-app = typer.Typer(no_args_is_help=True, help="Prepare the papers' training and evaluation sets.")
+app = typer.Typer(name="data", no_args_is_help=True, help="Prepare the papers' training and evaluation sets.")
 
 
 @app.command()
 def prepare(
     names: Annotated[
-        list[str],
-        typer.Argument(metavar="NAME...", help="Data sets; see `nemo-grpo data list`.", show_default=False),
+        list[str], typer.Argument(metavar="NAME...", help="Data sets; see `nemo-grpo data list`.")
     ],
     out: Annotated[Path, typer.Option(help="Folder of NAME.jsonl and NAME.manifest.json.")] = Path("data"),
     revision: Annotated[
@@ -76,31 +75,19 @@ def list_() -> None:
 
     Example: nemo-grpo data list
     """
-    from rich.table import Table
-
-    from nemo_grpo.cli.console import wide_console
     from nemo_grpo.data import ALIASES, SOURCES
 
-    table = Table(box=None)
-    for column in ("name", "task", "used for", "problems", "source"):
-        table.add_column(column, overflow="fold")
     for source in SOURCES.values():
         also = ", ".join(alias for alias, name in ALIASES.items() if name == source.name)
         name = f"{source.name} ({also})" if also else source.name
-        used = f"{source.use}, {source.paper}"
-        table.add_row(name, source.task, used, _count(source), source.origin.label)
-    wide_console().print(table, highlight=False)
-
-
-def _count(source: Source) -> str:
-    return "" if source.expected is None else str(source.expected).replace("about ", "~")
+        typer.echo(f"{name}: {source.task}, {source.use}, {source.paper}")
+        count = "" if source.expected is None else f"{source.expected} problems of "
+        typer.echo(f"  {count}{source.origin.label}")
 
 
 @app.command()
 def verify(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of prepared files.", show_default=False)
-    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of prepared files.")],
 ) -> None:
     """Check prepared files against their manifests; exit code 2 if any differs.
 

@@ -20,9 +20,7 @@ COLOURS = {
 
 
 def doctor(
-    nemo_rl: Annotated[
-        Path | None, typer.Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.", show_default=False)
-    ] = None,
+    nemo_rl: Annotated[Path | None, typer.Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")] = None,
     changes: Annotated[bool, typer.Option("--changes", help="Only what is changed or gone.")] = False,
 ) -> None:
     """Compare a NeMo-RL tree with what this package calls, reads and replaces of it.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nemo_grpo.cli.recipe import Overrides
+from nemo_grpo.cli.recipe import Overrides, RecipeFile
 from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ COLOURS = {"ok": "green", "note": "yellow", "refused": "red"}
 
 
 def preflight(
-    recipe: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)],
+    recipe: RecipeFile,
     overrides: Overrides = None,
     facts: Annotated[
         Path | None, typer.Option(help="Folder with one NODE.json of each node. Default: this machine's.")
@@ -69,7 +69,5 @@ def _job(facts: Path | None, nodes: str, between: str) -> Job:
     try:
         began, ended = (float(moment) for moment in between.split(","))
     except ValueError:
-        raise UserError(
-            f"--between {between!r} must be two times in seconds; give both with --facts"
-        ) from None
+        raise UserError(f"--between {between!r} must be two times in seconds, given with --facts") from None
     return Job(nodes.split(",") if nodes else [socket.gethostname()], read_facts(facts), began, ended)

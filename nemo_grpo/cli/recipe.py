@@ -16,16 +16,14 @@ if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
 
 app = typer.Typer(
-    no_args_is_help=True, help="List, copy, check, resolve and compare recipes. Nothing is trained."
+    name="recipe",
+    no_args_is_help=True,
+    help="List, copy, check, resolve and compare recipes. Nothing is trained.",
 )
-
+RecipeFile = Annotated[Path, typer.Argument(help="Recipe.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="key=value, ++key=value or ~key (remove); values are YAML",
-        show_default=False,
-    ),
+    typer.Argument(metavar="[KEY=VALUE]...", help="key=value, ++key=value or ~key (remove); values are YAML"),
 ]
 
 
@@ -36,7 +34,6 @@ def check(
         typer.Argument(
             metavar="PATH... [KEY=VALUE]...",
             help="Recipes, sweeps, or folders (every *.yaml below, except base/), then overrides for all.",
-            show_default=False,
         ),
     ],
 ) -> None:
@@ -58,25 +55,24 @@ def check(
 
 
 def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
-    """Print a recipe's line; ``missing`` gets what other commands write before it can run."""
     from nemo_grpo.engine.recipe_checks import check_recipe
     from nemo_grpo.experiments.sweep import is_sweep
     from nemo_grpo.recipe import advice, load_recipe
 
     try:
         if is_sweep(path):
-            summary = _sweep_summary(path, overrides, missing)
-            typer.echo(f"{typer.style('ok', fg='green')}     {path}: {summary}")
-            return True
-        recipe = load_recipe(path, overrides)
-        found = check_recipe(recipe)
-        found.refuse(missing=False)
-        missing += found.missing
+            summary, notes = _sweep_summary(path, overrides, missing), []
+        else:
+            recipe = load_recipe(path, overrides)
+            found = check_recipe(recipe)
+            found.refuse(missing=False)
+            missing += found.missing
+            summary, notes = _summary(recipe), [*advice(recipe), *found.notes]
     except UserError as error:
         typer.echo(f"{typer.style('error', fg='red')}  {path}: {str(error).removeprefix(f'{path}: ')}")
         return False
-    typer.echo(f"{typer.style('ok', fg='green')}     {path}: {_summary(recipe)}")
-    for sentence in (*advice(recipe), *found.notes):
+    typer.echo(f"{typer.style('ok', fg='green')}     {path}: {summary}")
+    for sentence in notes:
         _note(sentence)
     return True
 
@@ -115,9 +111,7 @@ def _sweep_summary(path: Path, overrides: list[str], missing: list[str]) -> str:
 
 
 @app.command()
-def resolve(
-    path: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)], overrides: Overrides = None
-) -> None:
+def resolve(path: RecipeFile, overrides: Overrides = None) -> None:
     """Print a recipe as it will run: bases merged, overrides applied, every default written out.
 
     An invalid recipe is shown with what is wrong above each key; exit code 2.
@@ -134,7 +128,7 @@ def resolve(
 
 
 def annotated(lines: Iterable[str], errors: Iterable[str]) -> Iterator[str]:
-    """YAML lines with each message as a comment above its key; those about no line come first."""
+    """Put each message as a comment above its key's line; those about no line come first."""
     left, shown, place = list(errors), list[str](), list[str]()
     for line in lines:
         if key := re.match(r"( *)([^\s#-][^\s]*):(?= |$)", line):
@@ -153,8 +147,8 @@ def _is_about(error: str, key: str) -> bool:
 
 @app.command()
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="Recipe.", show_default=False)],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Recipe.", show_default=False)],
+    first: Annotated[Path, typer.Argument(metavar="A", help="Recipe.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Recipe.")],
 ) -> None:
     """Show which keys differ between two resolved recipes: - only in A, + only in B, ~ in both.
 
@@ -169,7 +163,7 @@ def diff(
     (*trees_a, wrong_a), (*trees_b, wrong_b) = settings_of(first), settings_of(second)
     a, b = dict(leaves(merge(*trees_a))), dict(leaves(merge(*trees_b)))
     lines = [line for key in sorted(a | b) for line in difference(key, a, b)]
-    typer.echo("\n".join(lines) if lines else f"{first} and {second} resolve to the same recipe")
+    typer.echo("\n".join(lines) or f"{first} and {second} resolve to the same recipe")
     for path, error in [(first, error) for error in wrong_a] + [(second, error) for error in wrong_b]:
         typer.echo(f"{typer.style('error', fg='red')}  {path}: {error}", err=True)
     if wrong_a or wrong_b:
@@ -178,7 +172,7 @@ def diff(
 
 @app.command("list")
 def list_recipes(
-    pattern: Annotated[str, typer.Argument(help="Part of a name.", show_default=False)] = "",
+    pattern: Annotated[str, typer.Argument(help="Part of a name.")] = "",
 ) -> None:
     """List the recipes that come with the package; every command takes their names for a file.
 
@@ -195,10 +189,8 @@ def list_recipes(
 
 @app.command()
 def copy(
-    name: Annotated[str, typer.Argument(help="A shipped recipe, see list.", show_default=False)],
-    target: Annotated[
-        Path | None, typer.Argument(help="File to write. Default: its name, here.", show_default=False)
-    ] = None,
+    name: Annotated[str, typer.Argument(help="A shipped recipe, see list.")],
+    target: Annotated[Path | None, typer.Argument(help="File to write. Default: its name, here.")] = None,
 ) -> None:
     """Copy a shipped recipe here, to be changed; its bases stay the shipped ones.
 
@@ -220,7 +212,7 @@ def copy(
 
 
 def difference(key: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """A coloured line showing how ``key`` differs, or nothing."""
+    """Show in a coloured line how ``key`` differs, or nothing."""
     from nemo_grpo.recipe.keys import shown
 
     if key not in b:
@@ -233,10 +225,7 @@ def difference(key: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def split_items(items: list[str], verb: str) -> tuple[list[Path], list[str]]:
-    """Arguments of a command that takes many recipes: (the recipes' files, the overrides for all of them).
-
-    Raises: UserError: there is no recipe to ``verb``.
-    """
+    """Split the arguments of a command on many recipes into (files, overrides for all of them)."""
     paths = [path for item in items if not is_override(item) for path in recipe_files(item)]
     if not paths:
         raise UserError(f"no recipe to {verb}; name a file, or a folder that holds *.yaml")
@@ -249,7 +238,7 @@ def is_override(item: str) -> bool:
 
 
 def recipe_files(item: str) -> list[Path]:
-    """The file itself, or every recipe below a folder, except in folders named base."""
+    """List the file itself, or every recipe below a folder, except in folders named base."""
     path = shipped.beside(Path(), item) if item.startswith(shipped.SCHEME) else Path(item)
     if not path.is_dir():
         return [path]

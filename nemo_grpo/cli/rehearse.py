@@ -12,9 +12,7 @@ from nemo_grpo.support.errors import UserError
 
 
 def rehearse(
-    recipe: Annotated[
-        Path, typer.Argument(help="Cluster recipe, as it would be submitted.", show_default=False)
-    ],
+    recipe: Annotated[Path, typer.Argument(help="Cluster recipe, as it would be submitted.")],
     overrides: Overrides = None,
     nemo_rl: Annotated[Path | None, typer.Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")] = None,
     python: Annotated[
@@ -42,24 +40,20 @@ def rehearse(
 
     Exit codes: 0 every stage passed; 1 one failed; 2 the recipe is refused.
     """
-    raise typer.Exit(
-        run_rehearsal(recipe, overrides or [], nemo_rl, python, vllm_python, sampler, max_ranks, folder)
-    )
+    given = (nemo_rl, python, vllm_python, sampler)
+    raise typer.Exit(run_rehearsal(recipe, overrides or [], given, max_ranks, folder))
 
 
 def run_rehearsal(
     recipe: Path,
     overrides: list[str],
-    nemo_rl: Path | None = None,
-    python: Path | None = None,
-    vllm_python: Path | None = None,
-    sampler: bool = False,
+    given: tuple[Path | None, Path | None, Path | None, bool] = (None, None, None, False),
     max_ranks: int = 4,
     folder: Path | None = None,
 ) -> int:
     """Check the recipe, then rehearse it in the environment of NeMo-RL; returns the exit code.
 
-    Raises: UserError: the recipe is refused, or a part of the stack is missing.
+    Args: given: of `find_stack`.
     """
     from nemo_grpo.engine.recipe_checks import try_own_loss
     from nemo_grpo.recipe import load_recipe
@@ -68,7 +62,7 @@ def run_rehearsal(
     if folder is not None and folder.exists():
         raise UserError(f"--folder {folder} exists; remove it, or name another one")
     loaded = load_recipe(recipe, overrides)
-    stack = find_stack(nemo_rl, python, vllm_python, sampler=sampler)
+    stack = find_stack(*given)
     try_own_loss(loaded)
     stack = stack_for(loaded, recipe, stack)
     name = f"{loaded.nemo_grpo.run_name}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -12,7 +12,7 @@ from nemo_grpo.support.errors import UserError
 if TYPE_CHECKING:
     from nemo_grpo.tasks.retriever import Retriever
 
-app = typer.Typer(no_args_is_help=True, help="Serve passages to tasks that search.")
+app = typer.Typer(name="retriever", no_args_is_help=True, help="Serve passages to tasks that search.")
 app.callback()(lambda: None)  # a group, so that its only command has a name
 
 
@@ -23,7 +23,7 @@ def serve(
         Literal["bm25", "dense"], typer.Option(help="bm25: words; dense: vectors of an encoder, by FAISS.")
     ] = "bm25",
     encoder: Annotated[
-        Path | None, typer.Option(help="Folder of the E5 encoder; with --index dense.", show_default=False)
+        Path | None, typer.Option(help="Folder of the E5 encoder; with --index dense.")
     ] = None,
     faiss: Annotated[str, typer.Option(help="FAISS index factory string; with --index dense.")] = "Flat",
     device: Annotated[str, typer.Option(help="Device of the encoder: cpu, cuda, cuda:1.")] = "cpu",
@@ -64,8 +64,6 @@ def _build(
     from nemo_grpo.tasks.retriever.dense import DenseRetriever, E5Encoder
 
     if encoder is None:
-        raise UserError(
-            "--index dense needs --encoder: a Hugging Face folder, such as a download of e5-base-v2"
-        )
+        raise UserError("--index dense needs --encoder: a Hugging Face folder, such as that of e5-base-v2")
     vectors = DenseRetriever.of_file(corpus, E5Encoder(encoder, device), cache, factory=faiss)
     return vectors, len(vectors.passages)

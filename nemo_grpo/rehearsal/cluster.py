@@ -18,10 +18,7 @@ from nemo_grpo.support.ports import reserved_port
 log = logging.getLogger(__name__)
 
 RAY_PORTS = (
-    "port",
-    "ray-client-server-port",
-    "dashboard-agent-listen-port",
-    "dashboard-agent-grpc-port",
+    *("port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port"),
     "metrics-export-port",
 )
 WITHOUT = ("--include-dashboard=false", "--no-monitor")
@@ -40,7 +37,6 @@ TRIES = 3
 """Ray gives up if one of its agents takes longer than 15 s, which cannot be configured."""
 CAUSES = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out", "dashboard_agent.log")
 LAST_BYTES = 2000
-
 
 EXIT_NOT_STARTED = 69
 """Exit code where Ray did not come up (EX_UNAVAILABLE): start it again."""
@@ -66,36 +62,29 @@ class Cluster:
 
     @property
     def end(self) -> str | None:
-        """Why Ray is gone; None while it runs."""
+        """Say why Ray is gone; None while it runs."""
         if self.process.poll() is None:
             return None
-        said = (self.folder / "ray.log").read_text(encoding="utf-8", errors="replace").strip()
-        where = self.folder / "ray.log"
-        return f"Ray ended ({how_ended(self.process.returncode)}); {where}:\n{said[-LAST_BYTES:]}"
+        path = self.folder / "ray.log"
+        said = path.read_text(encoding="utf-8", errors="replace").strip()
+        return f"Ray ended ({how_ended(self.process.returncode)}); {path}:\n{said[-LAST_BYTES:]}"
 
 
 @contextmanager
 def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[Cluster]:
-    """A private Ray with logical GPUs.
-
-    Raises: NotStarted: it did not come up in `TRIES` attempts.
-    """
+    """Run a private Ray with logical GPUs within the block; tries `TRIES` times."""
     reason = ""
     for attempt in range(1, TRIES + 1):
         with ExitStack() as running:
             try:
                 cluster = running.enter_context(_started(stack, folder, num_gpus))
-            except _Again as again:
-                reason = str(again)
+            except NotStarted as error:
+                reason = str(error)
                 log.warning("Ray did not start (attempt %d of %d): %s", attempt, TRIES, reason)
                 continue
             yield cluster
             return
     raise NotStarted(f"Ray did not start in {TRIES} attempts; the last one: {reason}")
-
-
-class _Again(Exception):
-    pass
 
 
 @contextmanager
@@ -128,23 +117,21 @@ def _await(process: Popen[bytes], folder: Path, scratch: Path) -> None:
         if process.poll() is not None or time.monotonic() > deadline:
             ended = process.returncode is not None
             what = how_ended(process.returncode) if ended else f"not up after {RAY_PATIENCE:.0f} s"
-            raise _Again(f"{what}; {cause(scratch, path)}")
+            raise NotStarted(f"{what}; {cause(scratch, path)}")
         time.sleep(0.2)
 
 
 def cause(session: Path, path: Path) -> str:
-    """The end of the logs in which Ray says why it ended, the most telling first."""
+    """Quote the logs' ends in which Ray says why it ended, the most telling first."""
     logs = [session / "session_latest" / "logs" / name for name in CAUSES]
-    found = []
-    for file in (*logs, path):
-        if file.is_file() and (text := file.read_text(encoding="utf-8", errors="replace").strip()):
-            found.append(f"{file.name}: {text[-LAST_BYTES // 4 :]}")
+    texts = {file.name: file.read_text(errors="replace").strip() for file in (*logs, path) if file.is_file()}
+    found = [f"{name}: {text[-LAST_BYTES // 4 :]}" for name, text in texts.items() if text]
     return "\n".join(found) or "it said nothing"
 
 
 @contextmanager
 def _keeping_logs(scratch: Path, folder: Path) -> Iterator[None]:
-    """Keep Ray's logs in ``ray-session`` of the rehearsal's folder if the block fails."""
+    """Keep Ray's logs in ``ray-session`` if the block fails."""
     try:
         yield
     except BaseException:

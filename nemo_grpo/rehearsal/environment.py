@@ -61,7 +61,7 @@ class Stack:
     token: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Environment of every process of the rehearsal in ``folder``."""
+        """Make the environment of every process of the rehearsal in ``folder``."""
         paths = [HERE / "site", *([] if self.vllm_python else [HERE / "sampler"]), REPOSITORY, self.nemo_rl]
         images = self._of_images()
         real_vllm = {
@@ -70,9 +70,8 @@ class Stack:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-        kept = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         return {
-            **kept,
+            **{name: value for name, value in os.environ.items() if name not in NOT_INHERITED},
             SWITCH: f"{os.getpid()}",
             "RAY_AUTH_MODE": "token",  # nobody else on this machine joins
             "RAY_AUTH_TOKEN": self.token,
@@ -94,7 +93,7 @@ class Stack:
         }
 
     def preparing(self) -> dict[str, str]:
-        """Environment of the process that prepares a rehearsal, starts it and judges it."""
+        """Make the environment of the process that prepares a rehearsal, starts it and judges it."""
         images = self._of_images()
         paths = [HERE / "site", REPOSITORY, *images.values()]
         kept = {name: value for name, value in os.environ.items() if name != TORCHVISION}
@@ -107,10 +106,9 @@ class Stack:
 def find_stack(
     nemo_rl: Path | None, python: Path | None, vllm_python: Path | None, sampler: bool = False
 ) -> Stack:
-    """The given stack, or the one set up by make.
+    """Find the given stack, or the one set up by make.
 
-    Args:   sampler: use the stand-in sampler even if vllm-cpu is installed.
-    Raises: UserError: a part is missing; names the command that installs it.
+    Args: sampler: use the stand-in sampler even if vllm-cpu is installed.
     """
     source = nemo_rl or (Path(os.environ["NEMO_RL_SRC"]) if os.environ.get("NEMO_RL_SRC") else None)
     if source is None or not (source / "nemo_rl" / "__init__.py").is_file():
@@ -123,10 +121,7 @@ def find_stack(
 
 
 def stack_for(recipe: Recipe, path: Path, stack: Stack) -> Stack:
-    """Refuse a recipe that cannot be rehearsed; returns the stack with what the recipe's prompts need.
-
-    Raises: UserError: an embedded recipe, images without torchvision, asynchronous rollouts without vLLM.
-    """
+    """Refuse a recipe that cannot be rehearsed; returns the stack with what the recipe's prompts need."""
     if recipe.nemo_grpo.target != "cluster":
         raise UserError(
             f"nemo_grpo.target={recipe.nemo_grpo.target}: {path} is for the embedded engine, which runs here "
@@ -154,7 +149,7 @@ def uses_async_engine(recipe: Recipe) -> bool:
 
 
 def _torchvision(*pythons: Path | None) -> Path | None:
-    """Find it where TORCHVISION_FOLDER says, or beside an environment's ``bin``, where make puts it."""
+    """Search TORCHVISION_FOLDER, and beside the environments' ``bin``, where make puts it."""
     named = [Path(os.environ[TORCHVISION])] if os.environ.get(TORCHVISION) else []
     folders = [*named, *(python.parents[1] / "torchvision" for python in pythons if python)]
     return next((folder.absolute() for folder in folders if folder.is_dir()), None)
@@ -180,23 +175,19 @@ def _vllm_python(given: Path | None) -> Path | None:
     return python.absolute() if python.is_file() else None
 
 
-def _die_with_the_parent() -> None:
-    """Let nothing outlive a rehearsal that is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 @contextmanager
 def background(
     command: Sequence[str], environment: Mapping[str, str], log: object
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ended, with all its children, when the block ends."""
+    """Run a process that is ended, with all its children, when the block ends."""
     process = subprocess.Popen(
         command,
         env=dict(environment),
         stdout=log,  # type: ignore[call-overload]
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=_die_with_the_parent,
+        # nothing outlives a rehearsal that is killed
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
     )
     try:
         yield process
