@@ -1,5 +1,6 @@
 """Recipe keys that a rehearsal overrides, so that a cluster recipe is small and runs without a GPU."""
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,8 +53,8 @@ class Ranks(NamedTuple):
 
     @property
     def number(self) -> int:
-        """All of them."""
-        return self.tp * self.pp * self.cp * self.dp
+        """Number of all ranks."""
+        return math.prod(self[:4])
 
     def __str__(self) -> str:
         sizes = zip(("TP", "PP", "CP", "DP", "EP"), self, strict=True)
@@ -68,10 +69,9 @@ def ranks_of(recipe: Recipe) -> Ranks:
 
 def reduced_ranks(layout: Ranks, max_ranks: int) -> Ranks:
     """Set 2 where the recipe has more than 1, in the order TP, PP, CP, DP, as long as the ranks suffice."""
-    ranks, sizes = 1, []
-    for size in (layout.tp, layout.pp, layout.cp, layout.dp):
-        sizes.append(2 if size > 1 and 2 * ranks <= max_ranks else 1)
-        ranks *= sizes[-1]
+    sizes: list[int] = []
+    for size in layout[:4]:
+        sizes.append(2 if size > 1 and 2 * math.prod(sizes) <= max_ranks else 1)
     tp, pp, cp, dp = sizes
     return Ranks(tp, pp, cp, dp, 2 if layout.ep > 1 and (tp * cp * dp) % 2 == 0 else 1)
 
@@ -222,15 +222,12 @@ def _ranks(recipe: Recipe, layout: Ranks) -> dict[str, Any]:
 
 
 def _on_a_cpu(model: RehearsalModel, uses_vllm: bool) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        f"{MEGATRON}.apply_rope_fusion": False,
-        f"{MEGATRON}.moe_permute_fusion": False,
-        f"{MEGATRON}.bias_activation_fusion": False,
-        f"{MEGATRON}.optimizer.use_precision_aware_optimizer": False,
-        f"{MEGATRON}.checkpoint.async_save": False,
-        f"{VLLM}.gpu_memory_utilization": 0.1,
-        f"{VLLM}.enforce_eager": True,
-    }
+    off = (
+        *("apply_rope_fusion", "moe_permute_fusion", "bias_activation_fusion", "checkpoint.async_save"),
+        "optimizer.use_precision_aware_optimizer",
+    )
+    settings: dict[str, Any] = {f"{MEGATRON}.{name}": False for name in off}
+    settings |= {f"{VLLM}.gpu_memory_utilization": 0.1, f"{VLLM}.enforce_eager": True}
     if uses_vllm:
         tokens = 8 * _multiple(model.longest_prompt + model.longest_response + 2 * ROOM, 64)
         settings[f"{GENERATION}.vllm_kwargs"] = {
