@@ -15,7 +15,6 @@ from nemo_grpo.cli import (
     compare,
     convert,
     data,
-    doctor,
     eval,
     launch,
     plan,
@@ -31,6 +30,9 @@ log = logging.getLogger(__name__)
 app = typer.Typer(
     name="nemo-grpo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+
+DOCTOR_CODES = {"supported": 0, "untested": 3, "broken": 1}
+COLORS = {"there": "green", "changed": "yellow", "gone": "yellow", "supported": "green", "untested": "yellow"}
 
 
 def print_version(asked: bool) -> None:
@@ -63,9 +65,7 @@ def train(
     the end the model as a Hugging Face folder.
 
     Examples:
-
       nemo-grpo train recipes/quickstart.yaml
-
       nemo-grpo train recipes/quickstart.yaml loss_fn.variant=gpg nemo_grpo.run_name=gpg grpo.max_num_steps=20
 
     Exit codes: 0 finished; 2 the input was refused and nothing was created; 75 stopped by SIGINT, SIGTERM or
@@ -103,15 +103,55 @@ def report(
     typer.echo(f"wrote {written} and {written.parent / 'plots'}/*.png")
 
 
+@app.command()
+def doctor(
+    nemo_rl: Annotated[Path | None, typer.Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")] = None,
+    changes: Annotated[bool, typer.Option("--changes", help="Only what is changed or gone.")] = False,
+) -> None:
+    """Compare a NeMo-RL tree with what this package calls, reads and replaces of it.
+
+    Reads the tree's syntax: no import, no GPU, a few seconds. One line for each name, against the tested
+    version with the fewest differences: there, changed (how) or gone; then the verdict.
+    Red: a run would fail there, or silently do something else.
+
+    Example: nemo-grpo doctor --nemo-rl ../RL --changes
+
+    Exit codes: 0 supported: exactly a tested version's interface; 3 untested: different, and no difference is
+    known to break anything; 1 broken; 2 no NeMo-RL in the folder.
+    """
+    from nemo_grpo.nemorl.doctor import diagnose_tree
+    from nemo_grpo.nemorl.host_api import TESTED
+
+    given = nemo_rl or (Path(os.environ["NEMO_RL_SRC"]) if os.environ.get("NEMO_RL_SRC") else None)
+    if given is None:
+        raise UserError("--nemo-rl is missing and NEMO_RL_SRC is not set; give the folder of NeMo-RL's clone")
+    found = diagnose_tree(given)
+    for finding in found.findings:
+        if changes and finding.state == "there":
+            continue
+        colour = "red" if finding.breaks else COLORS[finding.state]
+        needed = f" [{finding.part}]" if finding.breaks else ""
+        typer.echo(f"{typer.style(f'{finding.state:8}', fg=colour)} {finding.name}{needed}")
+        for line in (finding.how, finding.why if finding.state != "there" else ""):
+            if line:
+                typer.echo(f"         {line}")
+    broken = sum(finding.breaks for finding in found.findings)
+    verdict = typer.style(found.verdict, fg=COLORS.get(found.verdict, "red"))
+    typer.echo(
+        f"doctor: {verdict}; {len(found.differences)} of {len(found.findings)} names differ from "
+        f"{TESTED[found.like]}, {broken} of them break"
+    )
+    raise typer.Exit(DOCTOR_CODES[found.verdict])
+
+
 for command in (plan.plan, rehearse.rehearse, compare.compare, compare.sweep, preflight.preflight):
     app.command()(command)
 app.command("eval")(eval.eval_command)
-app.command("doctor")(doctor.doctor)
 GROUPS = (recipe.app, convert.app, data.app, launch.app, launch.slurm, retriever.app, variants.app)
 for group in (app, *GROUPS):
     for registered in group.registered_commands:  # a terminal breaks the lines, however wide it is
         text = inspect.getdoc(registered.callback) or ""
-        registered.help = re.sub(r"(?<!\n)\n(?!\n)", " ", text)
+        registered.help = re.sub(r"(?<!\n)\n(?!\n| )", " ", text)
 for group in GROUPS:
     app.add_typer(group)
 

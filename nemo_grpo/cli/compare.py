@@ -48,11 +48,8 @@ def compare(
     not stop the others.
 
     Examples:
-
       nemo-grpo compare recipes/quickstart.yaml --variants grpo,cw_grpo,tr_grpo,erpo,gpg --seeds 3 --jobs 2
-
       nemo-grpo compare recipes/quickstart.yaml --seeds 20 --baseline gpg
-
       nemo-grpo compare recipes/quickstart.yaml --variants grpo,dapo --seeds 0,7 grpo.max_num_steps=40
 
     Exit codes: 0 all runs finished; 1 some failed; 2 refused, nothing was run; 75 stopped, repeat it.
@@ -94,9 +91,7 @@ def sweep(
     and report of the runs that are done.
 
     Examples:
-
       nemo-grpo sweep tr_grpo-weighting --seeds 3 --jobs 2
-
       nemo-grpo sweep tr_grpo-weighting --target cluster --time 04:00:00 --partition batch --dry-run
 
     Exit codes and continuing: as compare.

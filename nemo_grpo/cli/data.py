@@ -71,10 +71,7 @@ def _show(done: Prepared) -> None:
 
 @app.command("list")
 def list_() -> None:
-    """List every data set with its use, source and paper.
-
-    Example: nemo-grpo data list
-    """
+    """List every data set with its use, source and paper."""
     from nemo_grpo.data import ALIASES, SOURCES
 
     for source in SOURCES.values():
@@ -89,10 +86,7 @@ def list_() -> None:
 def verify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of prepared files.")],
 ) -> None:
-    """Check prepared files against their manifests; exit code 2 if any differs.
-
-    Example: nemo-grpo data verify data
-    """
+    """Check prepared files against their manifests; exit code 2 if any differs."""
     from nemo_grpo.data import verify as verify_folder
 
     results = verify_folder(folder)

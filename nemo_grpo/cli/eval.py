@@ -96,13 +96,9 @@ def eval_command(
     again.
 
     Examples:
-
       nemo-grpo eval --model MODEL --benchmarks aime24,math500 --k 16 --temperature 1 --top-p 0.95
-
       nemo-grpo eval --model MODEL --benchmarks aime24,math500 --protocol cw_grpo --generator vllm
-
       nemo-grpo eval --model MODEL --benchmarks aime24,amc23 --k 5 --pass-at 3 --seeds 4
-
       nemo-grpo eval --model runs/quickstart/hf --recipe recipes/quickstart.yaml --k 16
     """
     options = {name: value for name, value in locals().items() if name not in NO_FIELDS}

@@ -154,10 +154,7 @@ def status(
     logs: Logs = Path("logs"),
     lines: Annotated[int, typer.Option(min=0, help="Last lines of the driver's log.")] = 5,
 ) -> None:
-    """Show a run's newest job: Slurm's state, its attempts, newest checkpoint, last lines.
-
-    Example: nemo-grpo launch status gpg-7b
-    """
+    """Show a run's newest job: Slurm's state, its attempts, newest checkpoint, last lines."""
     from nemo_grpo.launch.status import status_of
 
     for line in status_of(run, logs, lines):
@@ -186,8 +183,6 @@ def scripts(
     """Write the job scripts, and the package's sources, which the workers of a job import from there.
 
     Set NEMO_GRPO_ROOT to the folder for `nemo-grpo launch`, or use slurm/train.sbatch in it by hand.
-
-    Example: nemo-grpo slurm scripts jobs
     """
     import checkpoints_conv
     import nemo_grpo

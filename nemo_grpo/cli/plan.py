@@ -59,11 +59,8 @@ def plan(
     Needs neither a GPU nor NeMo-RL. Exit code 0: every recipe fits; 2: one does not, or is wrong.
 
     Examples:
-
       nemo-grpo plan recipes/cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g.yaml --gpu h200 --price 2.5
-
       nemo-grpo plan recipes/gpg policy.train_micro_batch_size=2
-
       nemo-grpo plan recipes/gpg/gpg-qwen2.5-32b-4n8g.yaml --lengths 4000 --best --scale 32,64,128
     """
     from nemo_grpo.cli.console import wide_console

@@ -215,13 +215,11 @@ def difference(key: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Show in a coloured line how ``key`` differs, or nothing."""
     from nemo_grpo.recipe.keys import shown
 
-    if key not in b:
-        return [typer.style(f"- {key}: {shown(a[key])}", fg="red")]
-    if key not in a:
-        return [typer.style(f"+ {key}: {shown(b[key])}", fg="green")]
-    if a[key] != b[key]:
-        return [typer.style(f"~ {key}: {shown(a[key])} -> {shown(b[key])}", fg="yellow")]
-    return []
+    if key in a and key in b:
+        changed = typer.style(f"~ {key}: {shown(a[key])} -> {shown(b[key])}", fg="yellow")
+        return [changed] if a[key] != b[key] else []
+    sign, tree, colour = ("-", a, "red") if key in a else ("+", b, "green")
+    return [typer.style(f"{sign} {key}: {shown(tree[key])}", fg=colour)]
 
 
 def split_items(items: list[str], verb: str) -> tuple[list[Path], list[str]]:

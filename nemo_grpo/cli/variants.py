@@ -39,11 +39,8 @@ def variants(ctx: typer.Context) -> None:
     """List the algorithms: paper, what each needs, parameters with defaults (the recipe's loss_fn keys).
 
     Examples:
-
       nemo-grpo variants
-
       nemo-grpo variants tr_grpo
-
       nemo-grpo variants check my_loss.py:Mine
     """
     if ctx.invoked_subcommand is not None:
