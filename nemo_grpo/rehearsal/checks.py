@@ -256,7 +256,7 @@ AFTER_TRAINING = ("export",)
 
 def reward_components(run: Recorded) -> dict[str, float]:
     """Compute the mean of each component that the recipe weights, over the run's responses."""
-    weights, found = run.rehearsal.taught.nemo_grpo.rewards, run.scored
+    weights, found = run.rehearsal.toy_recipe.nemo_grpo.rewards, run.scored
     return {name: fmean(one.scores[name] for one in found) for name in weights} if found else {}
 
 

@@ -147,8 +147,8 @@ def make_model(recipe: Recipe, task: ToyTask, num_validation: int, folder: Path)
     torch.set_num_threads(1)  # small products; leave the other cores alone
     torch.manual_seed(0)
     model = vision.model_class(config).from_config(config, dtype=torch.float32)
-    lessons = (_shown(encoder, task, problem, rng) for problem in cycle(task.known))
-    teach(model, lessons, encoder, *((120, 16) if vocab_size <= 4 * VOCABULARY else (40, 4)))
+    demonstrations = (_shown(encoder, task, problem, rng) for problem in cycle(task.known))
+    pretrain(model, demonstrations, encoder, *((120, 16) if vocab_size <= 4 * VOCABULARY else (40, 4)))
     model.to(torch.bfloat16).save_pretrained(folder)
     (encoder.processor or tokenizer).save_pretrained(folder)
     return RehearsalModel(folder, tokenizer_origin, architecture, max(prompts), max(responses))
@@ -207,7 +207,9 @@ def _shown(encoder: Encoder, task: Any, problem: Problem, rng: random.Random) ->
     return demonstrated(*given, prompt_tokens=encoder.tokens(problem), **limits)
 
 
-def teach(model: Any, lessons: Iterator[Group], encoder: Encoder, num_steps: int, batch_size: int) -> None:
+def pretrain(
+    model: Any, demonstrations: Iterator[Group], encoder: Encoder, num_steps: int, batch_size: int
+) -> None:
     """Train a transformers model in place on an endless stream of demonstrations.
 
     Not by the embedded engine: the rehearsed families are more than those that it computes.
@@ -218,7 +220,7 @@ def teach(model: Any, lessons: Iterator[Group], encoder: Encoder, num_steps: int
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS)
     model.train()
     for _ in range(num_steps):
-        groups = list(islice(lessons, batch_size))
+        groups = list(islice(demonstrations, batch_size))
         step = assemble(groups)
         ids = step.sequences.input_ids
         labels = ids[:, 1:].masked_fill(~step.token_mask, -100)

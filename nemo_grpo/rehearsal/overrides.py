@@ -93,7 +93,7 @@ def overrides_of(
         **_loop(recipe),
         **_sizes(recipe, model),
         **_ranks(recipe, layout),
-        **_on_a_cpu(model, uses_vllm),
+        **cpu_settings(model, uses_vllm),
         **data_settings(recipe, task),
         "nemo_grpo.run_name": recipe.nemo_grpo.run_name,
         "nemo_grpo.runs_dir": str(runs_dir),
@@ -102,31 +102,11 @@ def overrides_of(
         "logger.monitor_gpus": False,
     }
     yield from (Override(key, value) for key, value in always.items())
-    yield from (*_replaced(recipe, Scope.CPU), *_replaced(recipe, Scope.REHEARSAL))
+    yield from (*replaced(recipe, Scope.CPU), *replaced(recipe, Scope.REHEARSAL))
     yield from _replaced_parts(recipe)
 
 
-def full_size_overrides(recipe: Recipe, uses_vllm: bool) -> Iterator[Override]:
-    """Yield the overrides for a machine without a GPU; steps, sizes, model and problems stay the recipe's.
-
-    Args: uses_vllm: the real vLLM samples.
-    """
-    response = recipe.policy.generation.max_new_tokens
-    prompt = recipe.policy.max_total_sequence_length - response
-    model = RehearsalModel(Path(recipe.policy.model_name or "").absolute(), "", "", prompt, response)
-    always = _on_a_cpu(model, uses_vllm)
-    if uses_vllm:
-        always[f"{GENERATION}.vllm_kwargs.max_num_seqs"] = recipe.num_sequences_per_step
-    always |= {
-        "policy.model_name": str(model.folder),
-        "nemo_grpo.runs_dir": str(Path(recipe.nemo_grpo.runs_dir).absolute()),
-        "logger.monitor_gpus": False,
-    }
-    yield from (Override(key, value) for key, value in always.items())
-    yield from _replaced(recipe, Scope.CPU)
-
-
-def _replaced(recipe: Recipe, scope: Scope) -> Iterator[Override]:
+def replaced(recipe: Recipe, scope: Scope) -> Iterator[Override]:
     """Yield the last value of each limit that does not allow the recipe's."""
     for row in rows(scope):
         if isinstance(row, Limit) and not row.allows(value_of(recipe, row.key)):
@@ -147,9 +127,8 @@ def _replaced_parts(recipe: Recipe) -> Iterator[Override]:
         yield Override(f"{VLLM}.async_engine", True, "asynchronous rollouts by vLLM")
     if (optimizer := policy.megatron_cfg.optimizer.optimizer) not in ("adam", "sgd"):
         yield Override(f"{MEGATRON}.optimizer.optimizer", "adam", f"{optimizer} is not in this stack")
-    if recipe.checkpointing.metric_name and recipe.checkpointing.metric_name.startswith("val:"):
-        reason = "stopped and saved where nothing is validated"
-        yield Override("checkpointing.metric_name", None, reason)
+    if (recipe.checkpointing.metric_name or "").startswith("val:"):
+        yield Override("checkpointing.metric_name", None, "stopped and saved where nothing is validated")
 
 
 def _loop(recipe: Recipe) -> dict[str, Any]:
@@ -221,7 +200,8 @@ def _ranks(recipe: Recipe, layout: Ranks) -> dict[str, Any]:
     return settings
 
 
-def _on_a_cpu(model: RehearsalModel, uses_vllm: bool) -> dict[str, Any]:
+def cpu_settings(model: RehearsalModel, uses_vllm: bool) -> dict[str, Any]:
+    """Return the keys that a machine without a GPU needs."""
     off = (
         *("apply_rope_fusion", "moe_permute_fusion", "bias_activation_fusion", "checkpoint.async_save"),
         "optimizer.use_precision_aware_optimizer",

@@ -43,7 +43,7 @@ class Recorded:
     @cached_property
     def task(self) -> ToyTask:
         """Task that the small model has learnt."""
-        return ToyTask(self.rehearsal.taught, self.rehearsal.problems.task)
+        return ToyTask(self.rehearsal.toy_recipe, self.rehearsal.problems.task)
 
     @cached_property
     def steps(self) -> dict[int, dict[str, float]]:
@@ -90,7 +90,7 @@ class Recorded:
         return self._graded(self.responses(step, "val"), problems)
 
     def _graded(self, rows: list[Row], known: Sequence[Problem]) -> list[Scored]:
-        settings, has_turns = self.rehearsal.taught.nemo_grpo, hasattr(self.task.task, "observe")
+        settings, has_turns = self.rehearsal.toy_recipe.nemo_grpo, hasattr(self.task.task, "observe")
         found: list[tuple[Row, Problem, str]] = []
         with closing(Scorer(self.task, settings.rewards, settings.prompt)) as scorer:
             for row in rows:

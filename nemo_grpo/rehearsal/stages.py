@@ -47,8 +47,8 @@ class Failed(Exception):
 class Rehearsal:
     """State of one rehearsal.
 
-    Attributes: recipe: as it would be submitted.  taught: the same with what the small model learns as its
-                task and prompt.  small: as it is run.  seconds: of each part.
+    Attributes: recipe: as it would be submitted.  toy_recipe: the same with the task and prompt that the
+                small model has learnt.  small: as it is run.  seconds: of each part.
                 stopped_after: the step that SIGUSR1 came in.
                 driver: what Python is given to run, before ``--config``.
     """
@@ -56,7 +56,7 @@ class Rehearsal:
     folder: Path
     stack: Stack
     recipe: Recipe
-    taught: Recipe
+    toy_recipe: Recipe
     small: Recipe
     changes: list[Override]
     layout: Ranks
@@ -90,16 +90,16 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     has_vllm = stack.vllm_python is not None
     folder.mkdir(parents=True)
     problems = problems_of(recipe, folder / "problems", stack.nemo_rl)
-    lessons = {"task": problems.task, "prompt": problems.prompt}
-    taught = recipe.model_copy(update={"nemo_grpo": recipe.nemo_grpo.model_copy(update=lessons)})
-    task = ToyTask(taught, problems.task)
+    toy = {"task": problems.task, "prompt": problems.prompt}
+    toy_recipe = recipe.model_copy(update={"nemo_grpo": recipe.nemo_grpo.model_copy(update=toy)})
+    task = ToyTask(toy_recipe, problems.task)
     num_validation = small.NUM_VALIDATION if recipe.grpo.validates else 0
-    model = make_model(taught, task, num_validation, folder / "model")
+    model = make_model(toy_recipe, task, num_validation, folder / "model")
     layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)
     changed = list(small.overrides_of(recipe, problems.task, model, layout, folder / "runs", has_vllm))
     file = folder / "recipe.yaml"
     small.write_recipe(file, path, overrides, changed)
-    made = Rehearsal(folder, stack, recipe, taught, load_recipe(file), changed, layout, model, problems)
+    made = Rehearsal(folder, stack, recipe, toy_recipe, load_recipe(file), changed, layout, model, problems)
     made.seconds["preparation"] = time.monotonic() - start
     return made
 

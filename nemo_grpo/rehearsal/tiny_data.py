@@ -9,6 +9,7 @@ import json
 import random
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -29,7 +30,7 @@ from nemo_grpo.tasks.prompts import SLOT
 from nemo_grpo.tasks.response import render_response
 from nemo_grpo.tasks.vision import VisionClassificationConfig
 
-NUM_MADE_UP = 32
+NUM_SYNTHETIC = 32
 NUM_KNOWN = 16
 """Training problems whose correct and wrong answers the small policy has seen."""
 MANY_EPOCHS = 1000
@@ -66,7 +67,7 @@ class Problems:
 def problems_of(recipe: Recipe, folder: Path, nemo_rl: Path = Path()) -> Problems:
     """Find the recipe's task, with invented problems if its files are missing, or stand-ins of NeMo-RL's.
 
-    Args: folder: gets the files of made-up problems.  nemo_rl: NeMo-RL's repository.
+    Args: folder: gets the files of synthetic problems.  nemo_rl: NeMo-RL's repository.
     """
     task, prompt = recipe.nemo_grpo.task, recipe.nemo_grpo.prompt
     if task is None:
@@ -85,7 +86,7 @@ def problems_of(recipe: Recipe, folder: Path, nemo_rl: Path = Path()) -> Problem
         }
         return Problems(task.model_copy(update=absolute), prompt, "the recipe's files", True)
     origin = f"made up, because {missing[0]} is missing"
-    return Problems(task.made_up(folder, NUM_MADE_UP), prompt, origin, False)
+    return Problems(task.made_up(folder, NUM_SYNTHETIC), prompt, origin, False)
 
 
 def refuse_data(recipe: Recipe) -> None:
@@ -99,8 +100,8 @@ def refuse_data(recipe: Recipe) -> None:
             f"{', '.join(PICTURED)} alone; use recipe check and plan, or name it in both data.train and "
             "data.validation"
         )
-    for name, known in (("env_name", ENVIRONMENTS), ("processor", PROCESSORS)):
-        if data.get(name, "default" if name == "processor" else None) not in known:
+    for name, known, default in (("env_name", ENVIRONMENTS, None), ("processor", PROCESSORS, "default")):
+        if data.get(name, default) not in known:
             raise UserError(
                 f"{key}.{name}={as_yaml(data.get(name))}: a rehearsal has small problems for "
                 f"{', '.join(known)} alone; use recipe check and plan, or give data.train one of these"
@@ -141,10 +142,8 @@ def _sums(folder: Path, number: int, _data: Mapping[str, Any]) -> FileTaskConfig
 def _prompt(recipe: Recipe, nemo_rl: Path) -> Prompt:
     """Read the prompt of NeMo-RL's data, in whose repository paths begin, as this package writes it."""
     _, data = data_sets(recipe)[0]
-    template, system = (
-        data.get(name) and prompt_file(data[name], nemo_rl).read_text(encoding="utf-8")
-        for name in ("prompt_file", "system_prompt_file")
-    )
+    files = (data.get(name) for name in ("prompt_file", "system_prompt_file"))
+    template, system = (file and prompt_file(file, nemo_rl).read_text(encoding="utf-8") for file in files)
     shown = SLOT if template is None else template.format(SLOT)  # as NeMo-RL's processors fill it
     return Prompt(system=system, template=shown)
 
@@ -211,10 +210,9 @@ class ToyTask:
             render_response(thought, f"\\boxed{{{problem.answer}}}"),
             f"{thought}\nAnswer: \\boxed{{{problem.answer}}}",  # as NeMo-RL's environments read it
         ]
-        try:
+        shown = ""
+        with suppress(UserError):  # this task has none
             shown = self.task.demonstration(problem, rng)
-        except UserError:  # this task has none
-            shown = ""
         has_turns = hasattr(self.task, "observe")
         if has_turns or (shown and len(shown) <= LONGEST_DEMONSTRATION):
             candidates.insert(0, shown)

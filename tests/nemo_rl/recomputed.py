@@ -80,7 +80,7 @@ class Run(Recorded):
 
     def seen(self, problem: Problem) -> Mapping[str, Any]:
         """What the model sees of a problem's images."""
-        return vision.encoded(self._processor, self.rehearsal.taught.nemo_grpo.prompt, problem)[1]
+        return vision.encoded(self._processor, self.rehearsal.toy_recipe.nemo_grpo.prompt, problem)[1]
 
 
 @dataclass(frozen=True)
