@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from nemo_grpo import __version__
 from nemo_grpo.cli import (
@@ -45,7 +46,7 @@ def print_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
+        bool, Option("--version", callback=print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Train reasoning policies with GRPO and its variants, from one recipe."""
@@ -53,11 +54,9 @@ def options(
 
 @app.command()
 def train(
-    file: Annotated[Path, typer.Argument(metavar="RECIPE", help="As recipes/quickstart.yaml.")],
+    file: Annotated[Path, Argument(metavar="RECIPE", help="As recipes/quickstart.yaml.")],
     overrides: recipe.Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run from its newest checkpoint.")
-    ] = False,
+    resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint.")] = False,
 ) -> None:
     """Train a policy on this machine.
 
@@ -84,12 +83,8 @@ def train(
 
 @app.command()
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, comparisons or sweeps.")
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="HTML file; its pictures go to plots/ beside it.")
-    ] = Path("report.html"),
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs, comparisons, sweeps.")],
+    output: Annotated[Path, Option("--output", "-o", help="HTML; plots/ beside it.")] = Path("report.html"),
 ) -> None:
     """Compare runs in one HTML file: learning curves, diagnostics, a table over seeds.
 
@@ -105,8 +100,8 @@ def report(
 
 @app.command()
 def doctor(
-    nemo_rl: Annotated[Path | None, typer.Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")] = None,
-    changes: Annotated[bool, typer.Option("--changes", help="Only what is changed or gone.")] = False,
+    nemo_rl: Annotated[Path | None, Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")] = None,
+    changes: Annotated[bool, Option("--changes", help="Only what is changed or gone.")] = False,
 ) -> None:
     """Compare a NeMo-RL tree with what this package calls, reads and replaces of it.
 

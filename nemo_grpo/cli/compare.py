@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from nemo_grpo.cli import launch
 from nemo_grpo.cli.recipe import Overrides
@@ -22,19 +23,17 @@ if TYPE_CHECKING:
     from nemo_grpo.experiments.results import Results
     from nemo_grpo.experiments.sweep import Sweep
 
-Seeds = Annotated[str | None, typer.Option(help="How many (3 is 0,1,2), or which, comma-separated.")]
-Out = Annotated[Path | None, typer.Option(help="Folder of runs, table and report.")]
-Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time.")]
-Baseline = Annotated[
-    str | None, typer.Option(help="Setting to compare the others with; else grpo, else the first.")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check every recipe, list the runs, start nothing.")]
+Seeds = Annotated[str | None, Option(help="How many (3 is 0,1,2), or which, comma-separated.")]
+Out = Annotated[Path | None, Option(help="Folder of runs, table and report.")]
+Jobs = Annotated[int, Option(min=1, help="Runs at a time.")]
+Baseline = Annotated[str | None, Option(help="Setting to compare with; else grpo, or the first.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Check every recipe, list the runs, start nothing.")]
 
 
 def compare(
-    recipe: Annotated[Path, typer.Argument(help="As recipes/quickstart.yaml.")],
+    recipe: Annotated[Path, Argument(help="As recipes/quickstart.yaml.")],
     overrides: Overrides = None,
-    variants: Annotated[str, typer.Option(help="Comma-separated.")] = "grpo,cw_grpo,tr_grpo,erpo,gpg",
+    variants: Annotated[str, Option(help="Comma-separated.")] = "grpo,cw_grpo,tr_grpo,erpo,gpg",
     seeds: Seeds = "3",
     out: Out = None,
     jobs: Jobs = 1,
@@ -63,7 +62,7 @@ def compare(
 
 
 def sweep(
-    name: Annotated[str, typer.Argument(metavar="SWEEP", help="YAML file, or a preset in recipes/sweeps.")],
+    name: Annotated[str, Argument(metavar="SWEEP", help="YAML file, or a preset in recipes/sweeps.")],
     overrides: Overrides = None,
     seeds: Seeds = None,
     out: Out = None,
@@ -71,8 +70,7 @@ def sweep(
     baseline: Baseline = None,
     dry_run: DryRun = False,
     target: Annotated[
-        Literal["embedded", "cluster"],
-        typer.Option(help="embedded: train here; cluster: submit every run to Slurm, as `launch` does."),
+        Literal["embedded", "cluster"], Option(help="Train here, or submit every run as `launch` does.")
     ] = "embedded",
     time: launch.Time = None,
     account: launch.Account = None,

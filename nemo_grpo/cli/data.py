@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from nemo_grpo.support.errors import EXIT_USAGE
 
@@ -17,27 +18,16 @@ app = typer.Typer(name="data", no_args_is_help=True, help="Prepare the papers' t
 
 @app.command()
 def prepare(
-    names: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="Data sets; see `nemo-grpo data list`.")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder of NAME.jsonl and NAME.manifest.json.")] = Path("data"),
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit. Default: pinned, else the newest.")
-    ] = None,
+    names: Annotated[list[str], Argument(metavar="NAME...", help="See `nemo-grpo data list`.")],
+    out: Annotated[Path, Option(help="Folder of NAME.jsonl and NAME.manifest.json.")] = Path("data"),
+    revision: Annotated[str | None, Option(help="Branch, tag or commit; else pinned or newest.")] = None,
     source: Annotated[
         Path | None,
-        typer.Option(
-            envvar="NEMO_GRPO_DATA_SOURCE",
-            help="Local copy of the repository, or a folder of such copies by data set name: no network.",
-        ),
+        Option(envvar="NEMO_GRPO_DATA_SOURCE", help="Local copy, or a folder of copies by name: no network."),
     ] = None,
-    generate: Annotated[
-        bool, typer.Option("--generate", help="Generate the problems: kk-3to7, kk-3to7-test. No network.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Prepare again even if up to date.")] = False,
-    any_count: Annotated[
-        bool, typer.Option("--any-count", help="Accept another number of problems than the paper states.")
-    ] = False,
+    generate: Annotated[bool, Option("--generate", help="kk-3to7, kk-3to7-test: no network.")] = False,
+    force: Annotated[bool, Option("--force", help="Prepare again even if up to date.")] = False,
+    any_count: Annotated[bool, Option("--any-count", help="Accept other numbers than the papers'.")] = False,
 ) -> None:
     """Write data sets as JSONL, with manifests of sources, rules, counts and hashes.
 
@@ -84,7 +74,7 @@ def list_() -> None:
 
 @app.command()
 def verify(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of prepared files.")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="Folder of prepared files.")],
 ) -> None:
     """Check prepared files against their manifests; exit code 2 if any differs."""
     from nemo_grpo.data import verify as verify_folder

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Option
 
 from nemo_grpo.cli.compare import parse_seeds
 from nemo_grpo.cli.model_folder import check_place, finite_logits, model_limits, result_name, tokenizer_of
@@ -16,43 +16,25 @@ from nemo_grpo.support.errors import UserError
 if TYPE_CHECKING:
     from nemo_grpo.evaluate.config import EvalConfig
 
-Option = typer.Option
 NO_FIELDS = {"model", "recipe", "overrides", "pass_at", "seeds", "out", "overwrite"}
 """Parameters of the command that are no fields of `EvalConfig`, or are read for them."""
 
 
 def eval_command(
     model: Annotated[Path, Option(help="Hugging Face folder: config, weights, tokenizer.")],
-    recipe: Annotated[
-        Path | None, Option(help="Recipe whose task, prompt and evaluation settings are used.")
-    ] = None,
-    benchmarks: Annotated[
-        str | None,
-        Option(
-            help="Prepared data sets, JSONL files, recipe (its problems), comma-separated: aime24,my.jsonl."
-        ),
-    ] = None,
+    recipe: Annotated[Path | None, Option(help="Recipe with the task, prompt and settings.")] = None,
+    benchmarks: Annotated[str | None, Option(help="Data sets, JSONL files, recipe; with commas.")] = None,
     k: Annotated[int | None, Option(help="Samples per problem. Default: the recipe's, or 16.")] = None,
-    temperature: Annotated[
-        float | None, Option(help="Sampling temperature. Default: the recipe's, or 1.")
-    ] = None,
-    top_p: Annotated[
-        float | None, Option(help="Nucleus of the samples. Default: the recipe's, or 0.95.")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, Option(help="Longest response. Default: the recipe's, or 2048.")
-    ] = None,
-    num_problems: Annotated[
-        int | None, Option(help="Number of problems, from the first. Default: the recipe's, or all.", min=1)
-    ] = None,
+    temperature: Annotated[float | None, Option(help="0: greedy; else the recipe's, or 1.")] = None,
+    top_p: Annotated[float | None, Option(help="Nucleus; else the recipe's, or 0.95.")] = None,
+    max_tokens: Annotated[int | None, Option(help="Longest response; else the recipe's, or 2048.")] = None,
+    num_problems: Annotated[int | None, Option(min=1, help="First ones; else the recipe's, or all.")] = None,
     data_dir: Annotated[Path, Option(help="Folder of `nemo-grpo data prepare`.")] = Path("data"),
     generator: Annotated[
         Literal["auto", "decoder", "hf", "vllm"] | None,
-        Option(help="Sampler; auto: own decoder, else transformers (hf). Default: the recipe's, or auto."),
+        Option(help="auto: the own decoder, or transformers (hf). Else the recipe's, or auto."),
     ] = None,
-    prompt: Annotated[
-        str | None, Option(help="A paper's prompt, such as gpg_7b. Default: the recipe's, or the task's.")
-    ] = None,
+    prompt: Annotated[str | None, Option(help="A paper's, as gpg_7b; else the recipe's or task's.")] = None,
     protocol: Annotated[
         str | None,
         Option(
@@ -63,27 +45,15 @@ def eval_command(
     task: Annotated[str | None, Option(help="Task of JSONL files without manifest. Default: math.")] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"] | None,
-        Option(help="Dtype of the weights; auto: bfloat16 on a GPU. Default: the recipe's, or auto."),
+        Option(help="auto: bfloat16 on a GPU, else float32. Else the recipe's, or auto."),
     ] = None,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"] | None, Option(help="Device. Default: the recipe's, or auto.")
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        Option(help="Responses at a time; not for vllm. Default: the recipe's, or 1 GiB of cache.", min=1),
-    ] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"] | None, Option(help="Else the recipe's, auto.")] = None,
+    batch_size: Annotated[int | None, Option(min=1, help="Responses at a time; not for vllm.")] = None,
     tensor_parallel: Annotated[int, Option(help="GPUs that share the model, for vllm.", min=1)] = 1,
-    cache_gib: Annotated[
-        float | None,
-        Option(help="GiB of vllm's KV cache. Default: 90 % of a GPU less the weights; CPU: 1.", min=0.01),
-    ] = None,
-    pass_at: Annotated[
-        str | None, Option(help="More k for pass@k, comma-separated, each at most --k: 3,5.")
-    ] = None,
+    cache_gib: Annotated[float | None, Option(min=0.01, help="GiB of vllm's KV cache.")] = None,
+    pass_at: Annotated[str | None, Option(help="More k for pass@k, with commas, at most --k: 3,5.")] = None,
     seed: Annotated[int | None, Option(help="Seed of the samples. Default: 0.", min=0)] = None,
-    seeds: Annotated[
-        str | None, Option(help="Mean and deviation over how many seeds (4 is 0,1,2,3), or which.")
-    ] = None,
+    seeds: Annotated[str | None, Option(help="Mean over how many seeds (4 is 0,1,2,3), or which.")] = None,
     out: Annotated[Path | None, Option(help="Folder of the results. Default: runs/eval-NAME.")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace results in --out.")] = False,
     overrides: Overrides = None,

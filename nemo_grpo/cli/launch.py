@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from nemo_grpo.cli.recipe import Overrides, RecipeFile
@@ -36,25 +37,22 @@ app = typer.Typer(
     help="Recipes as Slurm jobs: `launch RECIPE --nodes N --time T` plans and submits, `launch status RUN`.",
 )
 
-Time = Annotated[str | None, typer.Option(help="Time limit of one attempt, such as 04:00:00.")]
-Account = Annotated[str | None, typer.Option(help="Slurm account.")]
-Partition = Annotated[str | None, typer.Option(help="Slurm partition.")]
-Gpu = Annotated[str, typer.Option(help="GPU that the plan is for, as `nemo-grpo plan --gpu`.")]
-Container = Annotated[str | None, typer.Option(help="Image for Pyxis. Default: CONTAINER.")]
-Mounts = Annotated[str | None, typer.Option(help="FROM:TO,... Default: MOUNTS.")]
-LogsFolder = Annotated[Path | None, typer.Option(help="Folder of logs. Default: LOGS, or logs.")]
-Sbatch = Annotated[
-    list[str] | None,
-    typer.Option(help="Another option of sbatch: --sbatch qos=high, --sbatch exclusive. May be repeated."),
-]
-Logs = Annotated[Path, typer.Option(help="Folder of the jobs' logs.", envvar="LOGS")]
+Time = Annotated[str | None, Option(help="Time limit of one attempt, such as 04:00:00.")]
+Account = Annotated[str | None, Option(help="Slurm account.")]
+Partition = Annotated[str | None, Option(help="Slurm partition.")]
+Gpu = Annotated[str, Option(help="GPU that the plan is for, as `nemo-grpo plan --gpu`.")]
+Container = Annotated[str | None, Option(help="Image for Pyxis. Default: CONTAINER.")]
+Mounts = Annotated[str | None, Option(help="FROM:TO,... Default: MOUNTS.")]
+LogsFolder = Annotated[Path | None, Option(help="Folder of logs. Default: LOGS, or logs.")]
+Sbatch = Annotated[list[str] | None, Option(help="Option of sbatch, as qos=high or exclusive. Repeatable.")]
+Logs = Annotated[Path, Option(help="Folder of the jobs' logs.", envvar="LOGS")]
 
 
 @app.command()
 def submit(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Default: the recipe's.")] = None,
+    nodes: Annotated[int | None, Option(min=1, help="Default: the recipe's.")] = None,
     time: Time = None,
     account: Account = None,
     partition: Partition = None,
@@ -63,10 +61,8 @@ def submit(
     mounts: Mounts = None,
     logs: LogsFolder = None,
     sbatch: Sbatch = None,
-    rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="Rehearse it here first; submit only if every stage passes.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command; submit nothing.")] = False,
+    rehearse: Annotated[bool, Option("--rehearse", help="Rehearse it here first.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the command; submit nothing.")] = False,
 ) -> None:
     """Plan a recipe, then submit it; nodes, GPUs and the job's name come from the recipe.
 
@@ -150,9 +146,9 @@ def job_environment(container: str | None, mounts: str | None, logs: Path | None
 
 @app.command()
 def status(
-    run: Annotated[str, typer.Argument(help="The run's name, or a job's number.")],
+    run: Annotated[str, Argument(help="The run's name, or a job's number.")],
     logs: Logs = Path("logs"),
-    lines: Annotated[int, typer.Option(min=0, help="Last lines of the driver's log.")] = 5,
+    lines: Annotated[int, Option(min=0, help="Last lines of the driver's log.")] = 5,
 ) -> None:
     """Show a run's newest job: Slurm's state, its attempts, newest checkpoint, last lines."""
     from nemo_grpo.launch.status import status_of
@@ -176,9 +172,7 @@ slurm.callback()(lambda: None)  # a group, so that its only command has a name
 
 @slurm.command()
 def scripts(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="New folder, on a filesystem that all nodes share.")
-    ],
+    folder: Annotated[Path, Argument(metavar="DIR", help="New folder that all nodes share.")],
 ) -> None:
     """Write the job scripts, and the package's sources, which the workers of a job import from there.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from nemo_grpo.cli.recipe import split_items
 from nemo_grpo.support.errors import EXIT_USAGE, UserError
@@ -27,32 +28,20 @@ POINT_FIELDS = ("num_gpus", "strong_overrides", "weak_overrides", "note")
 
 def plan(
     items: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PATH... [KEY=VALUE]...",
-            help="Recipes or folders of recipes, then overrides for all of them.",
-        ),
+        list[str], Argument(metavar="PATH... [KEY=VALUE]...", help="Recipes or folders; overrides for all.")
     ],
-    gpu: Annotated[
-        str, typer.Option(help="h100, h200, b200, gb200, a100, h800, h20, l40s, or one of --hardware.")
-    ] = "h100",
-    model_config: Annotated[
-        Path | None, typer.Option(help="config.json of a model that the planner does not know.")
-    ] = None,
-    hardware: Annotated[Path | None, typer.Option(help="YAML file of other GPUs.")] = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Mean tokens of a response, or a run's metrics.jsonl or samples.jsonl.")
-    ] = None,
-    prompt_length: Annotated[float, typer.Option(help="Mean tokens of a prompt.")] = 128,
-    signal: Annotated[float, typer.Option(help="Share of groups whose rewards differ.")] = 0.5,
-    acceptance: Annotated[
-        float, typer.Option(help="Share of drafted tokens that are accepted after accepted ones.")
-    ] = 0.87,
-    price: Annotated[float | None, typer.Option(min=0, help="Dollars per GPU-hour.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="Search the fastest layouts that fit.")] = False,
-    scale: Annotated[str | None, typer.Option(help="Numbers of GPUs: 8,64,512.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw --scale into this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    gpu: Annotated[str, Option(help="h100, h200, b200, gb200, a100, h800, h20, l40s.")] = "h100",
+    model_config: Annotated[Path | None, Option(help="config.json of an unknown model.")] = None,
+    hardware: Annotated[Path | None, Option(help="YAML file of other GPUs.")] = None,
+    lengths: Annotated[str | None, Option(help="Mean tokens of a response, or a run's *.jsonl.")] = None,
+    prompt_length: Annotated[float, Option(help="Mean tokens of a prompt.")] = 128,
+    signal: Annotated[float, Option(help="Share of groups whose rewards differ.")] = 0.5,
+    acceptance: Annotated[float, Option(help="Share of drafted tokens that are accepted.")] = 0.87,
+    price: Annotated[float | None, Option(min=0, help="Dollars per GPU-hour.")] = None,
+    best: Annotated[bool, Option("--best", help="Search the fastest layouts that fit.")] = False,
+    scale: Annotated[str | None, Option(help="Numbers of GPUs: 8,64,512.")] = None,
+    png: Annotated[Path | None, Option(help="Draw --scale into this file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Estimate memory per GPU, time and cost; check divisibility; name the nearest layout that fits.
 

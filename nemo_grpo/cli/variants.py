@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
+from typer import Argument
 
 from nemo_grpo.support.errors import as_yaml
 
@@ -56,7 +57,7 @@ def variants(ctx: typer.Context) -> None:
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(help="Variant, or FILE:CLASS.")]) -> None:
+def show(name: Annotated[str, Argument(help="Variant, or FILE:CLASS.")]) -> None:
     """Show a variant: its equations, where it departs from its paper and why, and all parameters.
 
     Example: nemo-grpo variants tr_grpo
@@ -76,8 +77,8 @@ def show(name: Annotated[str, typer.Argument(help="Variant, or FILE:CLASS.")]) -
 
 @app.command()
 def check(
-    name: Annotated[str, typer.Argument(help="Variant, or FILE:CLASS.")],
-    settings: Annotated[list[str] | None, typer.Argument(help="Its loss_fn keys, as punishment=0.3.")] = None,
+    name: Annotated[str, Argument(help="Variant, or FILE:CLASS.")],
+    settings: Annotated[list[str] | None, Argument(help="Its loss_fn keys, as punishment=0.3.")] = None,
 ) -> None:
     """Check a loss on small made-up steps: splits, order, padding, masks, gradient, finite values.
 

@@ -208,7 +208,7 @@ def _shown(encoder: Encoder, task: Any, problem: Problem, rng: random.Random) ->
 
 
 def pretrain(
-    model: Any, demonstrations: Iterator[Group], encoder: Encoder, num_steps: int, batch_size: int
+    model: Any, stream: Iterator[Group], encoder: Encoder, num_steps: int, batch_size: int
 ) -> None:
     """Train a transformers model in place on an endless stream of demonstrations.
 
@@ -220,7 +220,7 @@ def pretrain(
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS)
     model.train()
     for _ in range(num_steps):
-        groups = list(islice(demonstrations, batch_size))
+        groups = list(islice(stream, batch_size))
         step = assemble(groups)
         ids = step.sequences.input_ids
         labels = ids[:, 1:].masked_fill(~step.token_mask, -100)
