@@ -68,10 +68,9 @@ def plan(recipe: Recipe, job: Job) -> Iterator[Row]:
         return
     try:
         accepted, sentence = plan_verdict(recipe, kind or "h100")
+        yield Row("plan", "ok" if accepted else "refused", sentence)
     except UserError as error:
         yield Row("plan", "note", str(error))
-    else:
-        yield Row("plan", "ok" if accepted else "refused", sentence)
 
 
 def recipe_and_data(recipe: Recipe, _job: Job) -> Iterator[Row]:
@@ -97,9 +96,8 @@ def shared_folder(_recipe: Recipe, job: Job) -> Iterator[Row]:
 def num_nodes(recipe: Recipe, job: Job) -> Iterator[Row]:
     """The job has as many nodes as the recipe asks for."""
     wanted, got = recipe.cluster.num_nodes, len(job.nodes)
-    remedy = f"use sbatch --nodes={wanted} or that override"
-    wrong = "" if wanted == got else f"cluster.num_nodes={wanted}, the job has {got}; {remedy}"
-    yield judged("nodes", wrong, str(got))
+    wrong = f"cluster.num_nodes={wanted}, the job has {got}; use sbatch --nodes={wanted} or that override"
+    yield judged("nodes", wrong if wanted != got else "", str(got))
 
 
 def gpus(recipe: Recipe, job: Job) -> Iterator[Row]:
@@ -145,8 +143,7 @@ def free_space(recipe: Recipe, _job: Job) -> Iterator[Row]:
 def shared_memory(_recipe: Recipe, job: Job) -> Iterator[Row]:
     """/dev/shm is large enough for Ray and NCCL on nodes with GPUs."""
     low = {f["node"]: f["shm_free"] for f in job.facts if f["gpus"] and f["shm_free"] < MIN_SHM}
-    if low:
-        listed = ", ".join(f"{node} {gib(free)}" for node, free in sorted(low.items()))
+    if listed := ", ".join(f"{node} {gib(free)}" for node, free in sorted(low.items())):
         yield Row("/dev/shm", "note", f"{listed} free; below {gib(MIN_SHM)} Ray's object store may not fit")
 
 

@@ -79,7 +79,6 @@ def _end_of_log(folder: Path, num_lines: int) -> Iterator[str]:
 
 
 def _slurm(*command: str) -> str:
-    """Return a program's output; empty if it is not here or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -132,9 +132,8 @@ def prepare(
     if target == "cluster" or recipe.nemo_grpo.engine.device == "cuda":
         given["gpus-per-node"] = str(cluster.gpus_per_node)
     given |= {name: value for name, value in options.items() if value is not None}
-    script = scripts_folder() / SCRIPTS[target]
     shown = (f"--{name}={value}" if value else f"--{name}" for name, value in given.items())
-    command = ("sbatch", *shown, str(script), str(path), *overrides)
+    command = ("sbatch", *shown, str(scripts_folder() / SCRIPTS[target]), str(path), *overrides)
     added = {name: value for name, value in environment.items() if value is not None}
     if not {**os.environ, **added}.get("CONTAINER") and "PYTHON" not in os.environ:
         added["PYTHON"] = sys.executable
@@ -142,10 +141,7 @@ def prepare(
 
 
 def sbatch_option(given: str) -> tuple[str, str]:
-    """Split ``name=value`` of sbatch, or one of `FLAGS`, into (name, value or "").
-
-    Raises: UserError: it is neither, or contradicts what a submission sets; sbatch takes abbreviations, too.
-    """
+    """Split ``name=value`` of sbatch, or one of `FLAGS`, into (name, value or ""); refuses contradictions."""
     name, equals, value = given.lstrip("-").partition("=")
     if not (value if equals else name in FLAGS):
         raise UserError(
@@ -153,7 +149,7 @@ def sbatch_option(given: str) -> tuple[str, str]:
         )
     reasons = {known: reason for names, reason in SET_BY_LAUNCH.items() for known in names.split()}
     meant = [name] if name in reasons else [known for known in reasons if known.startswith(name)]
-    for known in meant[:1]:
+    for known in meant[:1]:  # sbatch takes abbreviations, too
         if known not in ALLOWED or not ALLOWED[known](value):
             raise UserError(f"--sbatch {given}: {reasons[known]}")
     return name, value
@@ -172,13 +168,10 @@ def signal_lead(target: str, signal: str | None) -> int:
 def submit(submission: Submission) -> str:
     """Run sbatch; returns the job's number."""
     if shutil.which("sbatch") is None:
-        raise UserError(
-            "sbatch is not on this machine; run this on a login node, or see the command by --dry-run"
-        )
+        raise UserError("sbatch is not on this machine; use a login node, or see the command by --dry-run")
     command = [submission.command[0], "--parsable", *submission.command[1:]]
-    done = subprocess.run(
-        command, env={**os.environ, **submission.environment}, capture_output=True, text=True, check=False
-    )
+    environment = {**os.environ, **submission.environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"sbatch refuses: {' '.join(done.stderr.split()) or done.returncode}")
     return done.stdout.strip().split(";")[0]
@@ -192,8 +185,6 @@ def parse_time_limit(text: str) -> timedelta | None:
 
     Forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
     days-hours:minutes:seconds, infinite, unlimited.
-
-    Raises: UserError: another form, or no time at all.
     """
     if text.lower() in UNLIMITED:
         return None

@@ -60,8 +60,7 @@ class Name(NamedTuple):
             ``replaced``, ``wrapped``: ours is bound in its place; a wrapper calls NeMo-RL's with every
             argument. ``implemented``: NeMo-RL takes our object. ``overridden``: a method of a subclass.
         ours: our code in its place, in the same form, whose signature must take NeMo-RL's calls; of a used
-            name our subclass, which must define every abstract method. The file leaves ``nemo_grpo.nemorl.``
-            out.
+            name our subclass, which must define every abstract method.
         why: purpose of the replacement.
         versions: the tested versions that have it.
         part: who needs it.
@@ -107,7 +106,7 @@ HOWS = ("replaced", "wrapped", "implemented", "overridden")
 def _name(key: str, ours: str = "", repeated: bool = False, **fields: Any) -> Name:
     """Make the name of a row of the file."""
     how = next((how for how in HOWS if how in fields), "repeated" if repeated else "used")
-    ours = fields.pop(how, ours)
+    ours = fields.pop(how, ours)  # without nemo_grpo.nemorl
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     key, name = f"{key} (code)" if repeated else key, fields.pop("name", key)
     return Name(key, name, ours and f"nemo_grpo.nemorl.{ours}", how, **fields)
