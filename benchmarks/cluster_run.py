@@ -98,7 +98,6 @@ def full_size_overrides(recipe: Recipe) -> Iterator[Override]:
         f"{GENERATION}.vllm_kwargs.max_num_seqs": recipe.num_sequences_per_step,
         "policy.model_name": str(model.folder),
         "nemo_grpo.runs_dir": str(Path(recipe.nemo_grpo.runs_dir).absolute()),
-        "logger.monitor_gpus": False,
     }
     yield from (Override(key, value) for key, value in always.items())
     yield from replaced(recipe, Scope.CPU)

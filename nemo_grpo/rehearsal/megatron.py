@@ -25,11 +25,6 @@ def add_newer_names(module: Any) -> None:
             setattr(module, name, type(name, (), {}))
 
 
-def skip_compiling(module: Any) -> None:
-    """Skip the data sets' helpers, which reinforcement does not use and whose sources the wheel lacks."""
-    module.compile_helpers = _nothing
-
-
 def compute_yarn_here(module: Any) -> None:
     """Avoid ``torch.device(current_device())``, which torch refuses without a GPU."""
     stock = module.YarnRotaryEmbedding.__init__

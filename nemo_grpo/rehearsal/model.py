@@ -207,9 +207,7 @@ def _shown(encoder: Encoder, task: Any, problem: Problem, rng: random.Random) ->
     return demonstrated(*given, prompt_tokens=encoder.tokens(problem), **limits)
 
 
-def pretrain(
-    model: Any, stream: Iterator[Group], encoder: Encoder, num_steps: int, batch_size: int
-) -> None:
+def pretrain(model: Any, stream: Iterator[Group], encoder: Encoder, num_steps: int, batch_size: int) -> None:
     """Train a transformers model in place on an endless stream of demonstrations.
 
     Not by the embedded engine: the rehearsed families are more than those that it computes.

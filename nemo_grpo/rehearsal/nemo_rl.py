@@ -60,11 +60,6 @@ def choose_interpreters(module: Any) -> None:
             registry[name] = shlex.join(warm_command(python, "policy", os.environ.get(WARM)))
 
 
-def share_the_drivers_packages(module: Any) -> None:
-    """Run the TransferQueue's actors in the driver's Python; NeMo-RL has Ray install it by pip."""
-    module._TQ_RUNTIME_ENV_PATCHED = True
-
-
 def read_pictures_here(module: Any) -> None:
     """Let the data set's class read its rows, as it downloads them, from the rehearsal's problems."""
     download = module.load_dataset

@@ -24,8 +24,8 @@ STOP_AFTER = 2
 NUM_SUPERVISED_STEPS = 50
 """Steps on demonstrations, which are so short that the stop comes some steps late."""
 NUM_PROMPTS, NUM_GENERATIONS, NUM_VALIDATION = 4, 4, 4
-LEARNING_RATE = 1e-3
-"""Large enough that rollouts from old weights are noticed."""
+CONSTANT: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+"""Keys that do not depend on the recipe: of every rehearsal, and of a machine without a GPU."""
 MICROBATCH = 2
 ROOM = 8
 """Extra tokens of a response beyond the longest demonstration."""
@@ -90,6 +90,7 @@ def overrides_of(
     """
     run_dir = runs_dir / recipe.nemo_grpo.run_name
     always = {
+        **CONSTANT["rehearsal"],
         **_loop(recipe),
         **_sizes(recipe, model),
         **_ranks(recipe, layout),
@@ -99,7 +100,6 @@ def overrides_of(
         "nemo_grpo.runs_dir": str(runs_dir),
         "checkpointing.checkpoint_dir": str(run_dir / "checkpoints"),
         "logger.log_dir": str(run_dir / "logs"),
-        "logger.monitor_gpus": False,
     }
     yield from (Override(key, value) for key, value in always.items())
     yield from (*replaced(recipe, Scope.CPU), *replaced(recipe, Scope.REHEARSAL))
@@ -139,14 +139,8 @@ def _loop(recipe: Recipe) -> dict[str, Any]:
         "grpo.num_generations_per_prompt": generations,
         "policy.train_global_batch_size": NUM_PROMPTS * generations // min(recipe.num_updates_per_step, 2),
         "grpo.max_num_steps": num_steps(recipe),
-        "grpo.val_period": 0,
-        "grpo.val_at_start": False,
         # NeMo-RL 7ea279abf removes checkpoints of other steps, and the stop's is compared
         "checkpointing.save_period": num_steps(recipe) if learns else 1,
-        f"{MEGATRON}.optimizer.lr": LEARNING_RATE,
-        f"{MEGATRON}.optimizer.min_lr": 0.0,
-        f"{MEGATRON}.scheduler.lr_warmup_iters": 0,
-        f"{MEGATRON}.scheduler.lr_decay_iters": None,
     }
     if recipe.async_rl is not None:
         in_chunks = recipe.async_rl.min_groups_for_streaming_train < g.num_prompts_per_step
@@ -191,7 +185,6 @@ def _ranks(recipe: Recipe, layout: Ranks) -> dict[str, Any]:
         f"{MEGATRON}.context_parallel_size": layout.cp,
         f"{MEGATRON}.expert_model_parallel_size": layout.ep,
         f"{MEGATRON}.sequence_parallel": recipe.policy.megatron_cfg.sequence_parallel and layout.tp > 1,
-        "cluster.num_nodes": 1,
         "cluster.gpus_per_node": layout.number,
     }
     if recipe.num_rollout_gpus:
@@ -202,12 +195,7 @@ def _ranks(recipe: Recipe, layout: Ranks) -> dict[str, Any]:
 
 def cpu_settings(model: RehearsalModel, uses_vllm: bool) -> dict[str, Any]:
     """Return the keys that a machine without a GPU needs."""
-    off = (
-        *("apply_rope_fusion", "moe_permute_fusion", "bias_activation_fusion", "checkpoint.async_save"),
-        "optimizer.use_precision_aware_optimizer",
-    )
-    settings: dict[str, Any] = {f"{MEGATRON}.{name}": False for name in off}
-    settings |= {f"{VLLM}.gpu_memory_utilization": 0.1, f"{VLLM}.enforce_eager": True}
+    settings = dict(CONSTANT["cpu"])
     if uses_vllm:
         tokens = 8 * _multiple(model.longest_prompt + model.longest_response + 2 * ROOM, 64)
         settings[f"{GENERATION}.vllm_kwargs"] = {
