@@ -110,11 +110,10 @@ def check(
 
 def overview(configs: dict[str, type[VariantConfig]]) -> Table:
     """List the variants with the parameters that differ from GRPO's."""
-    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     common = _defaults(configs["grpo"])
-    table = Table("variant", box=SIMPLE_HEAD, leading=1, collapse_padding=True, show_edge=False)
+    table = Table("variant", box=None, padding=(0, 2, 1, 0), pad_edge=False)
     table.add_column("paper", max_width=17, overflow="fold")
     table.add_column("needs")
     table.add_column("differs from grpo in", overflow="fold")
