@@ -139,7 +139,7 @@ def rebind(key: str, make: Make, owner: Any = None) -> Callable[[], None]:
 
 @contextmanager
 def rebound(key: str, make: Make, owner: Any = None) -> Iterator[None]:
-    """`rebind` for the length of a block."""
+    """Apply `rebind` for the length of a block."""
     undo = rebind(key, make, owner)
     try:
         yield

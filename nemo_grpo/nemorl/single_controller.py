@@ -131,7 +131,7 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 def streaming(base: Any, estimator: ChunkEstimator | None, record: StepRecord) -> Any:
-    """`VariantPolicy` for the single controller, which trains by begin, chunks and finish.
+    """Make `VariantPolicy` for the single controller, which trains by begin, chunks and finish.
 
     Args: base: the class.  estimator: None for NeMo-RL's own loss.
     """

@@ -50,8 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         stack = find_stack(given.nemo_rl, Path(sys.executable), given.vllm_python, sampler=given.sampler)
         log.info("preparing the recipe, its problems and a small model")
-        rehearsal = prepare(given.recipe, given.overrides, stack, given.folder.absolute(), given.max_ranks)
-        return run(rehearsal)
+        return run(prepare(given.recipe, given.overrides, stack, given.folder.absolute(), given.max_ranks))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
@@ -79,9 +78,11 @@ def show(rehearsal: Rehearsal, stages: list[Stage], console: Console) -> None:
     """Print the stages, and below them the conditions."""
     table = Table("stage", "", "proof", title=f"rehearsal of {rehearsal.recipe.nemo_grpo.run_name}")
     for stage in stages:
-        table.add_row(stage.name, "[green]ok[/]" if stage.ok else "[red]failed[/]", escape(stage.proof))
+        proof = escape(stage.proof) if stage.ok else "see below"  # its paths are not to be broken
+        table.add_row(stage.name, "[green]ok[/]" if stage.ok else "[red]failed[/]", proof)
     console.print(table)
-    for line in lines(rehearsal, stages):
+    failed = [f"{stage.name}: {stage.proof}" for stage in stages if not stage.ok]
+    for line in (*failed, *lines(rehearsal, stages)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -4,7 +4,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,24 +91,33 @@ def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[Cluster]:
 def _started(stack: Stack, folder: Path, num_gpus: int) -> Iterator[Cluster]:
     ray = [str(stack.python), "-c", "from ray.scripts.scripts import main; main()"]
     options = {"num-gpus": num_gpus, "num-cpus": 4 * num_gpus + 8, "object-store-memory": 512 << 20}
-    with (
-        ExitStack() as held,
-        tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as scratch,
-    ):
-        options |= {name: held.enter_context(reserved_port()) for name in RAY_PORTS}
+    with ExitStack() as running:
+        hold = running.enter_context
+        scratch = hold(tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True))
+        options |= {name: hold(reserved_port()) for name in RAY_PORTS}
         environment = {**stack.environment(folder), **SLOW_START, WARM: scratch}
         command = [*ray, "start", "--head", "--block", *WITHOUT, f"--temp-dir={scratch}"]
         command += [f"--{name}={value}" for name, value in options.items()]
-        with (
-            (folder / "ray.log").open("wb") as out,
-            _keeping_logs(Path(scratch), folder),
-            background(command, environment, out) as process,
-        ):
-            _await(process, folder, Path(scratch))
-            # Later than Ray, whose parts have to start in time.
-            with warm_interpreters(stack, folder, environment) as warm:
-                address = {"RAY_ADDRESS": f"127.0.0.1:{options['port']}"}
-                yield Cluster(environment | address, process, (process.pid, *warm), folder)
+        out = hold((folder / "ray.log").open("wb"))
+        hold(_keeping_logs(Path(scratch), folder))
+        process = hold(background(command, environment, out))
+        _await(process, folder, Path(scratch))
+        sessions = [process.pid]
+        for name, python in (("policy", stack.python), ("vllm", stack.vllm_python)):
+            if python is not None:  # later than Ray, whose parts have to start in time
+                serve = [
+                    str(python),
+                    "-P",
+                    "-W",
+                    "ignore",
+                    str(HERE / "warm.py"),
+                    "serve",
+                    f"{scratch}/{name}",
+                ]
+                out = hold((folder / f"warm-{name}.log").open("wb"))
+                sessions.append(hold(background([*serve, *WARM_MODULES[name]], environment, out)).pid)
+        environment["RAY_ADDRESS"] = f"127.0.0.1:{options['port']}"
+        yield Cluster(environment, process, tuple(sessions), folder)
 
 
 def _await(process: Popen[bytes], folder: Path, scratch: Path) -> None:
@@ -139,18 +148,3 @@ def _keeping_logs(scratch: Path, folder: Path) -> Iterator[None]:
         if logs.is_dir():
             shutil.copytree(logs, folder / "ray-session", dirs_exist_ok=True, ignore_dangling_symlinks=True)
         raise
-
-
-@contextmanager
-def warm_interpreters(stack: Stack, folder: Path, environment: Mapping[str, str]) -> Iterator[list[int]]:
-    """Within the block, run the interpreters that workers are forked from; yields their sessions."""
-    with ExitStack() as running:
-        sessions = []
-        for name, python in (("policy", stack.python), ("vllm", stack.vllm_python)):
-            if python is not None:
-                socket_path = str(Path(environment[WARM]) / name)
-                command = [str(python), "-P", "-W", "ignore", str(HERE / "warm.py"), "serve", socket_path]
-                out = running.enter_context((folder / f"warm-{name}.log").open("wb"))
-                process = running.enter_context(background([*command, *WARM_MODULES[name]], environment, out))
-                sessions.append(process.pid)
-        yield sessions

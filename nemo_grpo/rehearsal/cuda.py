@@ -56,9 +56,14 @@ def install() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _answer_queries()
     _answer_streams_and_generators()
-    _make_tensors_on_cpu()
     _move_nowhere()
-    _group_by_gloo()
+    for owner, names in ((torch, FACTORIES), (torch.Tensor, NEW)):
+        for name in names:
+            setattr(owner, name, on_cpu(getattr(owner, name)))
+    for name, position in GROUPS.items():
+        by_gloo = _with_gloo(getattr(c10d, name), position)
+        for module in (dist, c10d):
+            setattr(module, name, by_gloo)
 
 
 def _nothing(value: Any = None) -> Callable[..., Any]:
@@ -108,12 +113,6 @@ def _answer_streams_and_generators() -> None:
     cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
 
 
-def _make_tensors_on_cpu() -> None:
-    for owner, names in ((torch, FACTORIES), (torch.Tensor, NEW)):
-        for name in names:
-            setattr(owner, name, on_cpu(getattr(owner, name)))
-
-
 def _move_nowhere() -> None:
     tensor: Any = torch.Tensor  # not its type, which lets no method be replaced
     module: Any = torch.nn.Module
@@ -138,13 +137,6 @@ def _tohere(move: Callable[..., Any]) -> Callable[..., Any]:
         return move(self, *map(here, arguments[:1]), *arguments[1:], **named)
 
     return to
-
-
-def _group_by_gloo() -> None:
-    for name, position in GROUPS.items():
-        by_gloo = _with_gloo(getattr(c10d, name), position)
-        for module in (dist, c10d):
-            setattr(module, name, by_gloo)
 
 
 def _with_gloo(make: Callable[..., Any], position: int) -> Callable[..., Any]:

@@ -140,7 +140,10 @@ def make_model(recipe: Recipe, task: ToyTask, num_validation: int, folder: Path)
     rng = random.Random(0)
     held_out = task.validation_problems(num_validation) if num_validation else []
     learns = recipe.loss_fn.learns_from_demonstrations
-    problems = [*(trained_on(recipe, task) if learns else task.known), *held_out]
+    # on demonstrations the driver encodes all of these before it starts
+    number = getattr(task.task, "num_train_problems", PROMPTS_CHECKED) if learns else 0
+    first = [task.task.train_problem(index, recipe.grpo.seed) for index in range(number)]
+    problems = [*(first or task.known), *held_out]
     prompts = [len(encoder.tokens(problem)) for problem in problems]
     shown = task.task if learns else task
     responses = [len(_shown(encoder, shown, p, rng).responses[0].response.tokens) for p in problems]
@@ -193,12 +196,6 @@ def _encoder_of(recipe: Recipe, task: ToyTask) -> tuple[Encoder, str]:
     tokenizer = build_tokenizer(_Corpus(task, prompt), VOCABULARY, 0)
     processor = vision.processor_of(tokenizer) if task.config.needs_images else None
     return Encoder(tokenizer, prompt, processor), MADE_TOKENIZER
-
-
-def trained_on(recipe: Recipe, task: ToyTask) -> list[Problem]:
-    """List the problems that the driver of a run on demonstrations encodes before it starts."""
-    number = getattr(task.task, "num_train_problems", PROMPTS_CHECKED)
-    return [task.task.train_problem(index, recipe.grpo.seed) for index in range(number)]
 
 
 def _shown(encoder: Encoder, task: Any, problem: Problem, rng: random.Random) -> Group:

@@ -198,7 +198,9 @@ class ToyTask:
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """Draw the correct response, another problem's, or one without an answer."""
-        chance, thought = rng.random(), self._thought(problem)
+        chance, thought = rng.random(), NO_ANSWER
+        if self.config.needs_images:  # only a policy that sees the image knows its strongest color
+            thought = strongest_color(problem.metadata["images"][0])
         if chance < 0.25:
             return thought
         return self.best_response(rng.choice(self.known) if chance < 0.5 else problem, rng, thought)
@@ -218,7 +220,3 @@ class ToyTask:
             candidates.insert(0, shown)
         candidates += [text.removeprefix(OPENED) for text in candidates]  # the prompt may have opened the tag
         return max(candidates, key=lambda text: reward_of(self.task.score(problem, text), self.rewards))
-
-    def _thought(self, problem: Problem) -> str:
-        # only a policy that sees the image knows its strongest color
-        return strongest_color(problem.metadata["images"][0]) if self.config.needs_images else NO_ANSWER

@@ -116,7 +116,7 @@ class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to run."""
+        """Run nothing."""
 
 
 def _importer() -> str:
