@@ -5,7 +5,7 @@ NeMo-RL's source is not changed: `compat.rebind` rebinds names while a run lasts
 """
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
@@ -50,6 +50,9 @@ BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
 """NeMo-RL's base configurations in ``examples/configs``, for text and for images."""
 
 
+How = Literal["used", "repeated", "replaced", "wrapped", "implemented", "overridden"]
+
+
 class Name(NamedTuple):
     """One name of NeMo-RL.
 
@@ -77,7 +80,7 @@ class Name(NamedTuple):
     key: str
     name: str
     ours: str = ""
-    how: Literal["used", "repeated", "replaced", "wrapped", "implemented", "overridden"] = "used"
+    how: How = "used"
     why: str = ""
     versions: tuple[str, ...] = BOTH
     part: str = EVERY_RUN
@@ -100,12 +103,9 @@ class Name(NamedTuple):
         return self.how in ("used", "repeated")
 
 
-HOWS = ("replaced", "wrapped", "implemented", "overridden")
-
-
 def _name(key: str, ours: str = "", repeated: bool = False, **fields: Any) -> Name:
     """Make the name of a row of the file."""
-    how = next((how for how in HOWS if how in fields), "repeated" if repeated else "used")
+    how: How = next((how for how in get_args(How)[2:] if how in fields), "repeated" if repeated else "used")
     ours = fields.pop(how, ours)  # without nemo_grpo.nemorl
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     key, name = f"{key} (code)" if repeated else key, fields.pop("name", key)
