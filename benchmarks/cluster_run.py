@@ -11,18 +11,21 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
 from nemo_grpo.engine.checkpoint import CheckpointStore
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED, stop_on_signals
 from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.recipe.registry import Scope
+from nemo_grpo.recipe.sections import GENERATION
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.cluster import EXIT_NOT_STARTED, Cluster, NotStarted, ray_cluster
 from nemo_grpo.rehearsal.environment import Stack, background, find_stack, stack_for
 from nemo_grpo.rehearsal.export import conversion_of
-from nemo_grpo.rehearsal.overrides import full_size_overrides, write_recipe
+from nemo_grpo.rehearsal.model import RehearsalModel
+from nemo_grpo.rehearsal.overrides import Override, cpu_settings, replaced, write_recipe
 from nemo_grpo.report.runs import METRICS_FILE
 from nemo_grpo.support.errors import EXIT_USAGE, UserError, how_ended
 from nemo_grpo.support.progress import progress
@@ -82,8 +85,22 @@ def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, 
             "--resume, remove it, or choose another name"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    write_recipe(folder / RECIPE, recipe, full_size_overrides(recipe, uses_vllm=True))
+    write_recipe(folder / RECIPE, recipe, full_size_overrides(recipe))
     return folder
+
+
+def full_size_overrides(recipe: Recipe) -> Iterator[Override]:
+    """Yield the overrides for a machine without a GPU; steps, sizes, model and problems stay the recipe's."""
+    response = recipe.policy.generation.max_new_tokens
+    prompt = recipe.policy.max_total_sequence_length - response
+    model = RehearsalModel(Path(recipe.policy.model_name or "").absolute(), "", "", prompt, response)
+    always = cpu_settings(model, uses_vllm=True) | {
+        f"{GENERATION}.vllm_kwargs.max_num_seqs": recipe.num_sequences_per_step,
+        "policy.model_name": str(model.folder),
+        "nemo_grpo.runs_dir": str(Path(recipe.nemo_grpo.runs_dir).absolute()),
+    }
+    yield from (Override(key, value) for key, value in always.items())
+    yield from replaced(recipe, Scope.CPU)
 
 
 def write_policy(embedded: Recipe, folder: Path) -> None:

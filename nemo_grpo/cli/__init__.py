@@ -1,38 +1,39 @@
 """``nemo-grpo``: every command. Heavy imports happen inside the commands, so ``--help`` is quick."""
 
+import inspect
 import logging
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from nemo_grpo import __version__
 from nemo_grpo.cli import (
     compare,
     convert,
     data,
-    doctor,
     eval,
     launch,
     plan,
     preflight,
     recipe,
     rehearse,
-    report,
     retriever,
-    slurm,
-    train,
     variants,
 )
 from nemo_grpo.support.errors import EXIT_USAGE, UserError
 
+log = logging.getLogger(__name__)
 app = typer.Typer(
-    name="nemo-grpo",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    name="nemo-grpo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+
+DOCTOR_CODES = {"supported": 0, "untested": 3, "broken": 1}
+COLORS = {"there": "green", "changed": "yellow", "gone": "yellow", "supported": "green", "untested": "yellow"}
 
 
 def print_version(asked: bool) -> None:
@@ -45,28 +46,109 @@ def print_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
+        bool, Option("--version", callback=print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Train reasoning policies with GRPO and its variants, from one recipe."""
 
 
-app.add_typer(recipe.app, name="recipe")
-app.add_typer(convert.app, name="convert")
-app.add_typer(data.app, name="data")
-app.add_typer(launch.app, name="launch")
-app.add_typer(retriever.app, name="retriever")
-app.add_typer(slurm.app, name="slurm")
-app.command("train")(train.train)
+@app.command()
+def train(
+    file: Annotated[Path, Argument(metavar="RECIPE", help="As recipes/quickstart.yaml.")],
+    overrides: recipe.Overrides = None,
+    resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint.")] = False,
+) -> None:
+    """Train a policy on this machine.
+
+    Everything of the run goes into runs/<nemo_grpo.run_name>/: metrics, samples, plots, checkpoints, and at
+    the end the model as a Hugging Face folder.
+
+    Examples:
+      nemo-grpo train recipes/quickstart.yaml
+      nemo-grpo train recipes/quickstart.yaml loss_fn.variant=gpg nemo_grpo.run_name=gpg grpo.max_num_steps=20
+
+    Exit codes: 0 finished; 2 the input was refused and nothing was created; 75 stopped by SIGINT, SIGTERM or
+    SIGUSR1 with a checkpoint saved, run again with --resume; 1 anything else.
+    """
+    from nemo_grpo.recipe import advice, load_recipe
+
+    loaded = load_recipe(file, overrides or [])  # before the imports below, which take seconds
+    for sentence in advice(loaded):
+        log.warning("%s", sentence)
+
+    from nemo_grpo.engine.run import run_recipe
+
+    sys.exit(run_recipe(loaded, sys.argv[1:], resume=resume))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs, comparisons, sweeps.")],
+    output: Annotated[Path, Option("--output", "-o", help="HTML; plots/ beside it.")] = Path("report.html"),
+) -> None:
+    """Compare runs in one HTML file: learning curves, diagnostics, a table over seeds.
+
+    Runs that differ only in their seed become one line with a band.
+
+    Example: nemo-grpo report runs/grpo-s0 runs/grpo-s1 runs/gpg-s0 -o compare/report.html
+    """
+    from nemo_grpo.report.report import write_report
+
+    written = write_report(runs, output)
+    typer.echo(f"wrote {written} and {written.parent / 'plots'}/*.png")
+
+
+@app.command()
+def doctor(
+    nemo_rl: Annotated[Path | None, Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")] = None,
+    changes: Annotated[bool, Option("--changes", help="Only what is changed or gone.")] = False,
+) -> None:
+    """Compare a NeMo-RL tree with what this package calls, reads and replaces of it.
+
+    Reads the tree's syntax: no import, no GPU, a few seconds. One line for each name, against the tested
+    version with the fewest differences: there, changed (how) or gone; then the verdict.
+    Red: a run would fail there, or silently do something else.
+
+    Example: nemo-grpo doctor --nemo-rl ../RL --changes
+
+    Exit codes: 0 supported: exactly a tested version's interface; 3 untested: different, and no difference is
+    known to break anything; 1 broken; 2 no NeMo-RL in the folder.
+    """
+    from nemo_grpo.nemorl.doctor import diagnose_tree
+    from nemo_grpo.nemorl.host_api import TESTED
+
+    given = nemo_rl or (Path(os.environ["NEMO_RL_SRC"]) if os.environ.get("NEMO_RL_SRC") else None)
+    if given is None:
+        raise UserError("--nemo-rl is missing and NEMO_RL_SRC is not set; give the folder of NeMo-RL's clone")
+    found = diagnose_tree(given)
+    for finding in found.findings:
+        if changes and finding.state == "there":
+            continue
+        colour = "red" if finding.breaks else COLORS[finding.state]
+        needed = f" [{finding.part}]" if finding.breaks else ""
+        typer.echo(f"{typer.style(f'{finding.state:8}', fg=colour)} {finding.name}{needed}")
+        for line in (finding.how, finding.why if finding.state != "there" else ""):
+            if line:
+                typer.echo(f"         {line}")
+    broken = sum(finding.breaks for finding in found.findings)
+    verdict = typer.style(found.verdict, fg=COLORS.get(found.verdict, "red"))
+    typer.echo(
+        f"doctor: {verdict}; {len(found.differences)} of {len(found.findings)} names differ from "
+        f"{TESTED[found.like]}, {broken} of them break"
+    )
+    raise typer.Exit(DOCTOR_CODES[found.verdict])
+
+
+for command in (plan.plan, rehearse.rehearse, compare.compare, compare.sweep, preflight.preflight):
+    app.command()(command)
 app.command("eval")(eval.eval_command)
-app.command("preflight")(preflight.preflight)
-app.command("doctor")(doctor.doctor)
-app.command("plan")(plan.plan)
-app.command("rehearse")(rehearse.rehearse)
-app.command("report")(report.report)
-app.command("compare")(compare.compare)
-app.command("sweep")(compare.sweep)
-app.add_typer(variants.app, name="variants")
+GROUPS = (recipe.app, convert.app, data.app, launch.app, launch.slurm, retriever.app, variants.app)
+for group in (app, *GROUPS):
+    for registered in group.registered_commands:  # a terminal breaks the lines, however wide it is
+        text = inspect.getdoc(registered.callback) or ""
+        registered.help = re.sub(r"(?<!\n)\n(?!\n| )", " ", text)
+for group in GROUPS:
+    app.add_typer(group)
 
 
 def main(commands: typer.Typer = app) -> None:

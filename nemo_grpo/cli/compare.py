@@ -9,45 +9,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
-from nemo_grpo.cli.launch import (
-    Account,
-    Container,
-    Gpu,
-    LogsFolder,
-    Mounts,
-    Partition,
-    Sbatch,
-    Time,
-    job_environment,
-    sbatch_options,
-)
+from nemo_grpo.cli import launch
 from nemo_grpo.cli.recipe import Overrides
 from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from nemo_grpo.experiments.cluster import Slurm
     from nemo_grpo.experiments.jobs import Job
     from nemo_grpo.experiments.results import Results
     from nemo_grpo.experiments.sweep import Sweep
 
-Seeds = Annotated[
-    str | None, typer.Option(help="How many (3 is 0,1,2), or which, comma-separated.", show_default=False)
-]
-Out = Annotated[Path | None, typer.Option(help="Folder of runs, table and report.", show_default=False)]
-Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time.")]
-Baseline = Annotated[
-    str | None,
-    typer.Option(help="Setting to compare the others with; else grpo, else the first.", show_default=False),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check every recipe, list the runs, start nothing.")]
+Seeds = Annotated[str | None, Option(help="How many (3 is 0,1,2), or which, comma-separated.")]
+Out = Annotated[Path | None, Option(help="Folder of runs, table and report.")]
+Jobs = Annotated[int, Option(min=1, help="Runs at a time.")]
+Baseline = Annotated[str | None, Option(help="Setting to compare with; else grpo, or the first.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Check every recipe, list the runs, start nothing.")]
 
 
 def compare(
-    recipe: Annotated[Path, typer.Argument(help="As recipes/quickstart.yaml.", show_default=False)],
+    recipe: Annotated[Path, Argument(help="As recipes/quickstart.yaml.")],
     overrides: Overrides = None,
-    variants: Annotated[str, typer.Option(help="Comma-separated.")] = "grpo,cw_grpo,tr_grpo,erpo,gpg",
+    variants: Annotated[str, Option(help="Comma-separated.")] = "grpo,cw_grpo,tr_grpo,erpo,gpg",
     seeds: Seeds = "3",
     out: Out = None,
     jobs: Jobs = 1,
@@ -61,11 +47,8 @@ def compare(
     not stop the others.
 
     Examples:
-
       nemo-grpo compare recipes/quickstart.yaml --variants grpo,cw_grpo,tr_grpo,erpo,gpg --seeds 3 --jobs 2
-
       nemo-grpo compare recipes/quickstart.yaml --seeds 20 --baseline gpg
-
       nemo-grpo compare recipes/quickstart.yaml --variants grpo,dapo --seeds 0,7 grpo.max_num_steps=40
 
     Exit codes: 0 all runs finished; 1 some failed; 2 refused, nothing was run; 75 stopped, repeat it.
@@ -79,10 +62,7 @@ def compare(
 
 
 def sweep(
-    name: Annotated[
-        str,
-        typer.Argument(metavar="SWEEP", help="YAML file, or a preset in recipes/sweeps.", show_default=False),
-    ],
+    name: Annotated[str, Argument(metavar="SWEEP", help="YAML file, or a preset in recipes/sweeps.")],
     overrides: Overrides = None,
     seeds: Seeds = None,
     out: Out = None,
@@ -90,17 +70,16 @@ def sweep(
     baseline: Baseline = None,
     dry_run: DryRun = False,
     target: Annotated[
-        Literal["embedded", "cluster"],
-        typer.Option(help="embedded: train here; cluster: submit every run to Slurm, as `launch` does."),
+        Literal["embedded", "cluster"], Option(help="Train here, or submit every run as `launch` does.")
     ] = "embedded",
-    time: Time = None,
-    account: Account = None,
-    partition: Partition = None,
-    gpu: Gpu = "h100",
-    container: Container = None,
-    mounts: Mounts = None,
-    logs: LogsFolder = None,
-    sbatch: Sbatch = None,
+    time: launch.Time = None,
+    account: launch.Account = None,
+    partition: launch.Partition = None,
+    gpu: launch.Gpu = "h100",
+    container: launch.Container = None,
+    mounts: launch.Mounts = None,
+    logs: launch.LogsFolder = None,
+    sbatch: launch.Sbatch = None,
 ) -> None:
     """Train one recipe under several settings over seeds: ablations and sensitivity sweeps.
 
@@ -110,9 +89,7 @@ def sweep(
     and report of the runs that are done.
 
     Examples:
-
       nemo-grpo sweep tr_grpo-weighting --seeds 3 --jobs 2
-
       nemo-grpo sweep tr_grpo-weighting --target cluster --time 04:00:00 --partition batch --dry-run
 
     Exit codes and continuing: as compare.
@@ -123,10 +100,12 @@ def sweep(
     loaded = load_sweep(find_sweep(name), target)
     out = out or Path("runs") / f"sweep-{loaded.name}{'-cluster' if on_cluster else ''}"
     runs = make_runs(loaded, overrides, seeds, out, prefix=f"{loaded.name}-" if on_cluster else "")
-    options = sbatch_options(time, account, partition, sbatch)
-    environment = job_environment(container, mounts, logs)
+    options = launch.sbatch_options(time, account, partition, sbatch)
+    environment = launch.job_environment(container, mounts, logs)
     if on_cluster:
-        _submit(runs, out, gpu, options, environment, baseline, dry_run)
+        from nemo_grpo.experiments.cluster import Slurm
+
+        _submit(runs, out, Slurm(gpu, options, environment), baseline, dry_run)
     elif given := [name for name, value in {**options, **environment}.items() if value is not None]:
         raise UserError(f"--{given[0].lower()} is for jobs on Slurm; add --target cluster, or leave it out")
     else:
@@ -136,7 +115,7 @@ def sweep(
 def make_runs(
     made: Sweep, overrides: Sequence[str] | None, seeds: str | None, out: Path, prefix: str = ""
 ) -> list[Job]:
-    """The runs of a sweep with the command line's overrides and seeds."""
+    """Make the runs of a sweep with the command line's overrides and seeds."""
     from nemo_grpo.experiments.jobs import make_jobs
     from nemo_grpo.experiments.sweep import with_overrides
 
@@ -144,33 +123,24 @@ def make_runs(
     return make_jobs(with_overrides(made.settings, overrides or []), chosen, out, prefix=prefix)
 
 
-def _submit(
-    runs: Sequence[Job],
-    out: Path,
-    gpu: str,
-    options: dict[str, str | None],
-    environment: dict[str, str | None],
-    baseline: str | None,
-    dry_run: bool,
-) -> None:
-    from nemo_grpo.experiments.cluster import Slurm, prepare_submissions, submit_experiment
+def _submit(runs: Sequence[Job], out: Path, slurm: Slurm, baseline: str | None, dry_run: bool) -> None:
+    from nemo_grpo.experiments.cluster import prepare_submissions, submit_experiment
 
-    slurm = Slurm(gpu, options, environment)
     if dry_run:
         for submission in prepare_submissions(runs, out, slurm, dry_run=True).values():
             typer.echo(str(submission))
         return
-    command = shlex.join(["nemo-grpo", *sys.argv[1:]])
-    found = submit_experiment(runs, out, slurm, command, baseline)
+    found = submit_experiment(runs, out, slurm, _command(), baseline)
     show_results(found)
     typer.echo(", ".join(map(str, (out / "recipes", out / "submitted.json", *found.files))))
 
 
-def parse_seeds(text: str) -> list[int]:
-    """``3`` is the seeds 0, 1, 2; ``0,7`` is these two; ``7,`` is seed 7 alone.
+def _command() -> str:
+    return shlex.join(["nemo-grpo", *sys.argv[1:]])
 
-    Raises: UserError: it is neither.
-    """
+
+def parse_seeds(text: str) -> list[int]:
+    """Read ``3`` as the seeds 0, 1, 2; ``0,7`` as these two; ``7,`` as seed 7 alone."""
     try:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
@@ -192,8 +162,7 @@ def _run(runs: Sequence[Job], out: Path, num_parallel: int, baseline: str | None
         for job in runs:
             typer.echo(f"{job.folder}  {job.setting.recipe} {shlex.join(job.setting.overrides)}".rstrip())
         return
-    command = shlex.join(["nemo-grpo", *sys.argv[1:]])
-    found, code = run_experiment(runs, out, num_parallel=num_parallel, command=command, baseline=baseline)
+    found, code = run_experiment(runs, out, num_parallel=num_parallel, command=_command(), baseline=baseline)
     show_results(found)
     typer.echo(", ".join(map(str, found.files)))
     raise typer.Exit(code)
@@ -215,7 +184,7 @@ def show_results(found: Results) -> None:
 
 
 def comparison(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
-    """One row a figure, one column a setting; as many settings side by side as fit, the others below."""
+    """Lay out a row per figure and a column per setting; those that do not fit follow below."""
     from rich.table import Table
 
     widths = [max(map(len, cells)) + 2 for cells in (head, *rows)]

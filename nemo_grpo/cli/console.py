@@ -9,6 +9,6 @@ WIDTH = 200
 
 
 def wide_console() -> Console:
-    """As wide as the terminal or COLUMNS; in a pipe or file wide enough for whole names."""
+    """Make one as wide as the terminal or COLUMNS; in a pipe or file wide enough for whole names."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)

@@ -2,31 +2,31 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
-from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.errors import UserError
 
 EXIT_DIFFERENT = 1
 
 app = typer.Typer(
+    name="convert",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Convert checkpoints between Hugging Face and Megatron: no GPU, no model, constant memory.",
 )
 
-Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; without it nothing is rounded.")]
-Workers = Annotated[int, typer.Option(min=1, help="Threads; each needs a few megabytes.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Finish an interrupted conversion.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing output, or start over.")]
-Sha256 = Annotated[bool, typer.Option("--sha256", help="Also write SHA256SUMS (reads the result once).")]
-Output = Annotated[Path, typer.Option(help="Folder to create; it appears once complete.")]
-HFModel = Annotated[Path, typer.Option(help="Folder with config.json and *.safetensors.")]
-Megatron = Annotated[
-    Path, typer.Option(help="torch_dist folder, its parent, or NeMo-RL's checkpoints/step_N.")
-]
+Dtype = Annotated[str | None, Option(help="bf16, fp16 or fp32; without it nothing is rounded.")]
+Workers = Annotated[int, Option(min=1, help="Threads; each needs a few megabytes.")]
+Resume = Annotated[bool, Option("--resume", help="Finish an interrupted conversion.")]
+Force = Annotated[bool, Option("--force", help="Replace an existing output, or start over.")]
+Sha256 = Annotated[bool, Option("--sha256", help="Also write SHA256SUMS (reads the result once).")]
+Output = Annotated[Path, Option(help="Folder to create; it appears once complete.")]
+HFModel = Annotated[Path, Option(help="Folder with config.json and *.safetensors.")]
+Megatron = Annotated[Path, Option(help="torch_dist folder, its parent, or NeMo-RL's step_N.")]
 
 
 @app.command("hf-to-megatron")
@@ -35,9 +35,7 @@ def hf_to_megatron_command(
     output: Output,
     dtype: Dtype = None,
     workers: Workers = 2,
-    padded_vocab_size: Annotated[
-        int | None, typer.Option(help="Rows of the embeddings; megatron-core pads by itself when it loads.")
-    ] = None,
+    padded_vocab_size: Annotated[int | None, Option(help="Rows of the embeddings.")] = None,
     resume: Resume = False,
     force: Force = False,
     sha256: Sha256 = False,
@@ -48,16 +46,9 @@ def hf_to_megatron_command(
     """
     from checkpoints_conv.hf_to_megatron import hf_to_megatron
 
-    hf_to_megatron(
-        hf_model,
-        output,
-        dtype=dtype,
-        num_workers=workers,
-        padded_vocab_size=padded_vocab_size,
-        resume=resume,
-        force=force,
-        sha256=sha256,
-    )
+    options: dict[str, Any] = {"dtype": dtype, "num_workers": workers, "sha256": sha256}
+    options |= {"resume": resume, "force": force}
+    hf_to_megatron(hf_model, output, padded_vocab_size=padded_vocab_size, **options)
     typer.echo(str(output))
 
 
@@ -65,17 +56,14 @@ def hf_to_megatron_command(
 def megatron_to_hf_command(
     megatron_checkpoint: Megatron,
     output: Output,
-    hf_config: Annotated[
-        Path | None,
-        typer.Option(help="Folder with config.json, tokenizer, chat template; with --lora, default: --base."),
-    ] = None,
+    hf_config: Annotated[Path | None, Option(help="With config.json and tokenizer; else --base.")] = None,
     dtype: Dtype = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest file, such as 5GB or 500MB.")] = "5GB",
+    max_shard_size: Annotated[str, Option(help="Largest file, such as 5GB or 500MB.")] = "5GB",
     lora: Annotated[
-        str | None, typer.Option(help="merge: adapters into --base; adapter: as a PEFT folder.")
+        Literal["merge", "adapter"] | None, Option(help="Merge into --base, or write a PEFT folder.")
     ] = None,
-    base: Annotated[Path | None, typer.Option(help="With --lora: the model that was adapted.")] = None,
-    lora_alpha: Annotated[float | None, typer.Option(help="Default: from run_config.yaml.")] = None,
+    base: Annotated[Path | None, Option(help="With --lora: the model that was adapted.")] = None,
+    lora_alpha: Annotated[float | None, Option(help="Default: from run_config.yaml.")] = None,
     workers: Workers = 2,
     resume: Resume = False,
     force: Force = False,
@@ -102,12 +90,9 @@ def megatron_to_hf_command(
 
         options |= {"hf_config_folder": hf_config, "alpha": lora_alpha}
         if lora == "merge":
-            options["max_shard_bytes"] = shard_bytes
-            merge_lora(megatron_checkpoint, base, output, **options)
-        elif lora == "adapter":
-            export_adapter(megatron_checkpoint, base, output, **options)
+            merge_lora(megatron_checkpoint, base, output, max_shard_bytes=shard_bytes, **options)
         else:
-            raise UserError(f"--lora {lora!r} is unknown{did_you_mean(lora, ('merge', 'adapter'))}")
+            export_adapter(megatron_checkpoint, base, output, **options)
     typer.echo(str(output))
 
 
@@ -115,9 +100,7 @@ def megatron_to_hf_command(
 def verify(
     hf_model: HFModel,
     megatron_checkpoint: Megatron,
-    logits: Annotated[
-        bool, typer.Option("--logits", help="Also run both models, in memory, and compare logits.")
-    ] = False,
+    logits: Annotated[bool, Option("--logits", help="Also run both models in memory.")] = False,
     workers: Workers = 2,
 ) -> None:
     """Compare every tensor bit by bit; exit code 1 if any differs."""
@@ -146,8 +129,8 @@ def verify(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder or Megatron checkpoint.")],
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    path: Annotated[Path, Argument(metavar="DIR", help="Hugging Face folder or Megatron checkpoint.")],
+    tensors: Annotated[bool, Option("--tensors", help="List every tensor.")] = False,
 ) -> None:
     """Show what a checkpoint holds, from headers alone; truncated files are found."""
     from checkpoints_conv.summary import summarize
@@ -160,15 +143,10 @@ def inspect(
 
 
 def num_bytes(text: str) -> int:
-    """Bytes of a size such as ``5GB``, ``500 MB`` or ``1GiB``.
-
-    Raises: UserError: not such a size, or zero.
-    """
+    """Read a size such as ``5GB``, ``500 MB`` or ``1GiB``."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
-    size = 0
-    if match:
-        power = " KMGT".index(match[2].upper() or " ")
-        size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    number, prefix, binary = match.groups() if match else (0, "", "")
+    size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
     if not size:
         raise UserError(f"--max-shard-size {text!r} is not a size; write it like 5GB or 500MB")
     return size

@@ -6,39 +6,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from nemo_grpo.support.errors import EXIT_USAGE
 
 if TYPE_CHECKING:
-    from nemo_grpo.data import Prepared, Source
+    from nemo_grpo.data import Prepared
 
-app = typer.Typer(no_args_is_help=True, help="Prepare the papers' training and evaluation sets.")
+app = typer.Typer(name="data", no_args_is_help=True, help="Prepare the papers' training and evaluation sets.")
 
 
 @app.command()
 def prepare(
-    names: Annotated[
-        list[str],
-        typer.Argument(metavar="NAME...", help="Data sets; see `nemo-grpo data list`.", show_default=False),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder of NAME.jsonl and NAME.manifest.json.")] = Path("data"),
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit. Default: pinned, else the newest.")
-    ] = None,
+    names: Annotated[list[str], Argument(metavar="NAME...", help="See `nemo-grpo data list`.")],
+    out: Annotated[Path, Option(help="Folder of NAME.jsonl and NAME.manifest.json.")] = Path("data"),
+    revision: Annotated[str | None, Option(help="Branch, tag or commit; else pinned or newest.")] = None,
     source: Annotated[
         Path | None,
-        typer.Option(
-            envvar="NEMO_GRPO_DATA_SOURCE",
-            help="Local copy of the repository, or a folder of such copies by data set name: no network.",
-        ),
+        Option(envvar="NEMO_GRPO_DATA_SOURCE", help="Local copy, or a folder of copies by name: no network."),
     ] = None,
-    generate: Annotated[
-        bool, typer.Option("--generate", help="Generate the problems: kk-3to7, kk-3to7-test. No network.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Prepare again even if up to date.")] = False,
-    any_count: Annotated[
-        bool, typer.Option("--any-count", help="Accept another number of problems than the paper states.")
-    ] = False,
+    generate: Annotated[bool, Option("--generate", help="kk-3to7, kk-3to7-test: no network.")] = False,
+    force: Annotated[bool, Option("--force", help="Prepare again even if up to date.")] = False,
+    any_count: Annotated[bool, Option("--any-count", help="Accept other numbers than the papers'.")] = False,
 ) -> None:
     """Write data sets as JSONL, with manifests of sources, rules, counts and hashes.
 
@@ -72,40 +61,22 @@ def _show(done: Prepared) -> None:
 
 @app.command("list")
 def list_() -> None:
-    """List every data set with its use, source and paper.
-
-    Example: nemo-grpo data list
-    """
-    from rich.table import Table
-
-    from nemo_grpo.cli.console import wide_console
+    """List every data set with its use, source and paper."""
     from nemo_grpo.data import ALIASES, SOURCES
 
-    table = Table(box=None)
-    for column in ("name", "task", "used for", "problems", "source"):
-        table.add_column(column, overflow="fold")
     for source in SOURCES.values():
         also = ", ".join(alias for alias, name in ALIASES.items() if name == source.name)
         name = f"{source.name} ({also})" if also else source.name
-        used = f"{source.use}, {source.paper}"
-        table.add_row(name, source.task, used, _count(source), source.origin.label)
-    wide_console().print(table, highlight=False)
-
-
-def _count(source: Source) -> str:
-    return "" if source.expected is None else str(source.expected).replace("about ", "~")
+        typer.echo(f"{name}: {source.task}, {source.use}, {source.paper}")
+        count = "" if source.expected is None else f"{source.expected} problems of "
+        typer.echo(f"  {count}{source.origin.label}")
 
 
 @app.command()
 def verify(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of prepared files.", show_default=False)
-    ],
+    folder: Annotated[Path, Argument(metavar="DIR", help="Folder of prepared files.")],
 ) -> None:
-    """Check prepared files against their manifests; exit code 2 if any differs.
-
-    Example: nemo-grpo data verify data
-    """
+    """Check prepared files against their manifests; exit code 2 if any differs."""
     from nemo_grpo.data import verify as verify_folder
 
     results = verify_folder(folder)

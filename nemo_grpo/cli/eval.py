@@ -6,128 +6,57 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Option
 
+from nemo_grpo.cli.compare import parse_seeds
 from nemo_grpo.cli.model_folder import check_place, finite_logits, model_limits, result_name, tokenizer_of
+from nemo_grpo.cli.recipe import Overrides
 from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_grpo.evaluate.config import EvalConfig
-
-Model = Annotated[Path, typer.Option(help="Hugging Face folder: config, weights, tokenizer.")]
-RecipeOption = Annotated[
-    Path | None,
-    typer.Option(help="Recipe whose task, prompt and evaluation settings are used.", show_default=False),
-]
-Benchmarks = Annotated[
-    str | None,
-    typer.Option(
-        help="Prepared data sets, JSONL files, recipe (its own problems), comma-separated: aime24,my.jsonl.",
-        show_default=False,
-    ),
-]
-K = Annotated[int | None, typer.Option(help="Samples per problem. Default: the recipe's, or 16.")]
-Temperature = Annotated[float | None, typer.Option(help="Sampling temperature. Default: the recipe's, or 1.")]
-TopP = Annotated[float | None, typer.Option(help="Nucleus of the samples. Default: the recipe's, or 0.95.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Longest response. Default: the recipe's, or 2048.")]
-NumProblems = Annotated[
-    int | None, typer.Option(help="Number of problems, from the first. Default: the recipe's, or all.", min=1)
-]
-PassAt = Annotated[
-    str | None,
-    typer.Option(help="More k for pass@k, comma-separated, each at most --k: 3,5.", show_default=False),
-]
-Seed = Annotated[int | None, typer.Option(help="Seed of the samples. Default: 0.", min=0)]
-Seeds = Annotated[
-    str | None,
-    typer.Option(
-        help="Repeat with how many seeds (4 is 0,1,2,3), or which, comma-separated; mean and standard "
-        "deviation over them.",
-        show_default=False,
-    ),
-]
-Out = Annotated[Path | None, typer.Option(help="Folder of the results. Default: runs/eval-NAME.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace results in --out.")]
-DataDir = Annotated[Path, typer.Option(help="Folder of `nemo-grpo data prepare`.")]
-GeneratorName = Annotated[
-    Literal["auto", "decoder", "hf", "vllm"] | None,
-    typer.Option(
-        help="Sampler: own decoder, transformers (hf) or vLLM; auto: decoder if it supports the model. "
-        "Default: the recipe's, or auto."
-    ),
-]
-PromptName = Annotated[
-    str | None, typer.Option(help="A paper's prompt, such as gpg_7b. Default: the recipe's, or the task's.")
-]
-ProtocolName = Annotated[
-    str | None,
-    typer.Option(
-        help="A paper's evaluation: cw_grpo, erpo, tr_grpo, gpg, r1, qwen-math or greedy set k, sampling, "
-        "length and, without --recipe, the prompt; options override it.",
-        show_default=False,
-    ),
-]
-TaskName = Annotated[str | None, typer.Option(help="Task of JSONL files without manifest. Default: math.")]
-DType = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"] | None,
-    typer.Option(
-        help="Dtype of the weights. Default: the recipe's, or auto: bfloat16 on a GPU, else float32."
-    ),
-]
-Device = Annotated[
-    Literal["auto", "cpu", "cuda"] | None, typer.Option(help="Device. Default: the recipe's, or auto.")
-]
-BatchSize = Annotated[
-    int | None,
-    typer.Option(
-        help="Responses sampled together; not for vllm. Default: the recipe's, or what "
-        "fits 1 GiB of cache, at most 256.",
-        min=1,
-    ),
-]
-TensorParallel = Annotated[int, typer.Option(help="GPUs that share the model, for vllm.", min=1)]
-CacheGib = Annotated[
-    float | None,
-    typer.Option(
-        help="Memory of vllm's KV cache, GiB. Default: 90 % of each GPU less the weights; 1 on a CPU.",
-        min=0.01,
-        show_default=False,
-    ),
-]
-
 
 NO_FIELDS = {"model", "recipe", "overrides", "pass_at", "seeds", "out", "overwrite"}
 """Parameters of the command that are no fields of `EvalConfig`, or are read for them."""
 
 
 def eval_command(
-    model: Model,
-    recipe: RecipeOption = None,
-    benchmarks: Benchmarks = None,
-    k: K = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    max_tokens: MaxTokens = None,
-    num_problems: NumProblems = None,
-    data_dir: DataDir = Path("data"),
-    generator: GeneratorName = None,
-    prompt: PromptName = None,
-    protocol: ProtocolName = None,
-    task: TaskName = None,
-    dtype: DType = None,
-    device: Device = None,
-    batch_size: BatchSize = None,
-    tensor_parallel: TensorParallel = 1,
-    cache_gib: CacheGib = None,
-    pass_at: PassAt = None,
-    seed: Seed = None,
-    seeds: Seeds = None,
-    out: Out = None,
-    overwrite: Overwrite = False,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Recipe overrides.", show_default=False),
+    model: Annotated[Path, Option(help="Hugging Face folder: config, weights, tokenizer.")],
+    recipe: Annotated[Path | None, Option(help="Recipe with the task, prompt and settings.")] = None,
+    benchmarks: Annotated[str | None, Option(help="Data sets, JSONL files, recipe; with commas.")] = None,
+    k: Annotated[int | None, Option(help="Samples per problem. Default: the recipe's, or 16.")] = None,
+    temperature: Annotated[float | None, Option(help="0: greedy; else the recipe's, or 1.")] = None,
+    top_p: Annotated[float | None, Option(help="Nucleus; else the recipe's, or 0.95.")] = None,
+    max_tokens: Annotated[int | None, Option(help="Longest response; else the recipe's, or 2048.")] = None,
+    num_problems: Annotated[int | None, Option(min=1, help="First ones; else the recipe's, or all.")] = None,
+    data_dir: Annotated[Path, Option(help="Folder of `nemo-grpo data prepare`.")] = Path("data"),
+    generator: Annotated[
+        Literal["auto", "decoder", "hf", "vllm"] | None,
+        Option(help="auto: the own decoder, or transformers (hf). Else the recipe's, or auto."),
     ] = None,
+    prompt: Annotated[str | None, Option(help="A paper's, as gpg_7b; else the recipe's or task's.")] = None,
+    protocol: Annotated[
+        str | None,
+        Option(
+            help="A paper's evaluation: cw_grpo, erpo, tr_grpo, gpg, r1, qwen-math or greedy set k, "
+            "sampling, length and, without --recipe, the prompt; options override it."
+        ),
+    ] = None,
+    task: Annotated[str | None, Option(help="Task of JSONL files without manifest. Default: math.")] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"] | None,
+        Option(help="auto: bfloat16 on a GPU, else float32. Else the recipe's, or auto."),
+    ] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"] | None, Option(help="Else the recipe's, auto.")] = None,
+    batch_size: Annotated[int | None, Option(min=1, help="Responses at a time; not for vllm.")] = None,
+    tensor_parallel: Annotated[int, Option(help="GPUs that share the model, for vllm.", min=1)] = 1,
+    cache_gib: Annotated[float | None, Option(min=0.01, help="GiB of vllm's KV cache.")] = None,
+    pass_at: Annotated[str | None, Option(help="More k for pass@k, with commas, at most --k: 3,5.")] = None,
+    seed: Annotated[int | None, Option(help="Seed of the samples. Default: 0.", min=0)] = None,
+    seeds: Annotated[str | None, Option(help="Mean over how many seeds (4 is 0,1,2,3), or which.")] = None,
+    out: Annotated[Path | None, Option(help="Folder of the results. Default: runs/eval-NAME.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace results in --out.")] = False,
+    overrides: Overrides = None,
 ) -> None:
     """Evaluate a model folder: greedy, avg@k, pass@k, maj@k, with standard errors.
 
@@ -137,13 +66,9 @@ def eval_command(
     again.
 
     Examples:
-
       nemo-grpo eval --model MODEL --benchmarks aime24,math500 --k 16 --temperature 1 --top-p 0.95
-
       nemo-grpo eval --model MODEL --benchmarks aime24,math500 --protocol cw_grpo --generator vllm
-
       nemo-grpo eval --model MODEL --benchmarks aime24,amc23 --k 5 --pass-at 3 --seeds 4
-
       nemo-grpo eval --model runs/quickstart/hf --recipe recipes/quickstart.yaml --k 16
     """
     options = {name: value for name, value in locals().items() if name not in NO_FIELDS}
@@ -180,9 +105,6 @@ def eval_command(
 
 
 def _seed_folders(seeds: str, seed: int | None, config: EvalConfig, out: Path) -> dict[int, Path]:
-    """Raises: UserError: --seed too, one seed only, or greedy sampling, which has no seed."""
-    from nemo_grpo.cli.compare import parse_seeds
-
     if seed is not None:
         raise UserError("--seed and --seeds exclude each other; name all seeds in --seeds")
     numbers = list(dict.fromkeys(parse_seeds(seeds)))

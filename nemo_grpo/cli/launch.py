@@ -1,16 +1,19 @@
-"""``nemo-grpo launch``: recipes as Slurm jobs."""
+"""``nemo-grpo launch``: recipes as Slurm jobs; ``nemo-grpo slurm``: their scripts without a clone."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
-from nemo_grpo.cli.recipe import Overrides
+from nemo_grpo.cli.recipe import Overrides, RecipeFile
+from nemo_grpo.cli.rehearse import run_rehearsal
 from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,39 +23,36 @@ if TYPE_CHECKING:
 
 
 class LaunchGroup(TyperGroup):
-    """``launch RECIPE`` means ``launch submit RECIPE``."""
+    """``launch RECIPE`` means ``launch submit RECIPE``; ``launch`` alone shows its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["submit", *args]
+        if not args or args[0] not in self.commands:
+            args = ["submit", *(args or ["--help"])]
         return super().parse_args(ctx, args)
 
 
 app = typer.Typer(
+    name="launch",
     cls=LaunchGroup,
-    no_args_is_help=True,
     help="Recipes as Slurm jobs: `launch RECIPE --nodes N --time T` plans and submits, `launch status RUN`.",
 )
 
-Time = Annotated[str | None, typer.Option(help="Time limit of one attempt, such as 04:00:00.")]
-Account = Annotated[str | None, typer.Option(help="Slurm account.")]
-Partition = Annotated[str | None, typer.Option(help="Slurm partition.")]
-Gpu = Annotated[str, typer.Option(help="GPU that the plan is for, as `nemo-grpo plan --gpu`.")]
-Container = Annotated[str | None, typer.Option(help="Image for Pyxis. Default: CONTAINER.")]
-Mounts = Annotated[str | None, typer.Option(help="FROM:TO,... Default: MOUNTS.")]
-LogsFolder = Annotated[Path | None, typer.Option(help="Folder of logs. Default: LOGS, or logs.")]
-Sbatch = Annotated[
-    list[str] | None,
-    typer.Option(help="Another option of sbatch: --sbatch qos=high, --sbatch exclusive. May be repeated."),
-]
-Logs = Annotated[Path, typer.Option(help="Folder of the jobs' logs.", envvar="LOGS")]
+Time = Annotated[str | None, Option(help="Time limit of one attempt, such as 04:00:00.")]
+Account = Annotated[str | None, Option(help="Slurm account.")]
+Partition = Annotated[str | None, Option(help="Slurm partition.")]
+Gpu = Annotated[str, Option(help="GPU that the plan is for, as `nemo-grpo plan --gpu`.")]
+Container = Annotated[str | None, Option(help="Image for Pyxis. Default: CONTAINER.")]
+Mounts = Annotated[str | None, Option(help="FROM:TO,... Default: MOUNTS.")]
+LogsFolder = Annotated[Path | None, Option(help="Folder of logs. Default: LOGS, or logs.")]
+Sbatch = Annotated[list[str] | None, Option(help="Option of sbatch, as qos=high or exclusive. Repeatable.")]
+Logs = Annotated[Path, Option(help="Folder of the jobs' logs.", envvar="LOGS")]
 
 
 @app.command()
 def submit(
-    recipe: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)],
+    recipe: RecipeFile,
     overrides: Overrides = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Default: the recipe's.")] = None,
+    nodes: Annotated[int | None, Option(min=1, help="Default: the recipe's.")] = None,
     time: Time = None,
     account: Account = None,
     partition: Partition = None,
@@ -61,12 +61,12 @@ def submit(
     mounts: Mounts = None,
     logs: LogsFolder = None,
     sbatch: Sbatch = None,
-    rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="Rehearse it here first; submit only if every stage passes.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command; submit nothing.")] = False,
+    rehearse: Annotated[bool, Option("--rehearse", help="Rehearse it here first.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the command; submit nothing.")] = False,
 ) -> None:
     """Plan a recipe, then submit it; nodes, GPUs and the job's name come from the recipe.
+
+    `nemo-grpo launch status RUN` shows the job.
 
     Example: nemo-grpo launch recipes/gpg/gpg-qwen2.5-math-7b-zero-1n8g.yaml --time 04:00:00 --partition batch
 
@@ -85,20 +85,20 @@ def submit(
     options = sbatch_options(time, account, partition, sbatch)
     _check(loaded, dry_run=dry_run)
     _plan(loaded, gpu, limit, options.get("signal"))
-    if rehearse:
-        _rehearse(recipe, overrides)
+    if rehearse and run_rehearsal(recipe, overrides):
+        raise UserError("the rehearsal failed; nothing was submitted")
     submission = prepare(loaded, recipe, overrides, options, job_environment(container, mounts, logs))
     if dry_run:
         typer.echo(str(submission))
         return
     job, run = run_sbatch(submission), loaded.nemo_grpo.run_name
-    logs = logs or (Path(os.environ["LOGS"]) if os.environ.get("LOGS") else None)
-    driver = (logs or Path("logs")) / run / "latest/driver.log"
-    typer.echo(f"job {job} ({run})")
-    where = f" --logs {shlex.quote(str(logs))}" if logs else ""
-    typer.echo(f"  status  nemo-grpo launch status {run}{where}")
-    typer.echo(f"  follow  tail -F {shlex.quote(str(driver))}")
-    typer.echo(f"  cancel  scancel {job}")
+    folder = str(logs or os.environ.get("LOGS") or "")
+    where = f" --logs {shlex.quote(folder)}" if folder else ""
+    driver = Path(folder or "logs") / run / "latest/driver.log"
+    typer.echo(
+        f"job {job} ({run})\n  status  nemo-grpo launch status {run}{where}\n"
+        f"  follow  tail -F {shlex.quote(str(driver))}\n  cancel  scancel {job}"
+    )
 
 
 def _plan(recipe: Recipe, gpu: str, limit: timedelta | None, signal: str | None) -> None:
@@ -116,7 +116,7 @@ def _plan(recipe: Recipe, gpu: str, limit: timedelta | None, signal: str | None)
 
 
 def _check(recipe: Recipe, *, dry_run: bool) -> None:
-    """Check a recipe; files that are still to be written may come after a dry run."""
+    """Files that are still to be written may come after a dry run."""
     from nemo_grpo.engine.recipe_checks import check_recipe, remedies
 
     checked = check_recipe(recipe, continues=True)
@@ -127,20 +127,10 @@ def _check(recipe: Recipe, *, dry_run: bool) -> None:
         raise UserError("the data are not ready, as said above; nothing was submitted")
 
 
-def _rehearse(recipe: Path, overrides: list[str]) -> None:
-    from nemo_grpo.cli.rehearse import run_rehearsal
-
-    if run_rehearsal(recipe, overrides):
-        raise UserError("the rehearsal failed; nothing was submitted")
-
-
 def sbatch_options(
     time: str | None, account: str | None, partition: str | None, others: list[str] | None
 ) -> dict[str, str | None]:
-    """sbatch's long options.
-
-    Raises: UserError: see `nemo_grpo.launch.submit.sbatch_option`.
-    """
+    """Name sbatch's long options."""
     from nemo_grpo.launch.submit import sbatch_option
 
     named = {"time": time, "account": account, "partition": partition}
@@ -148,10 +138,7 @@ def sbatch_options(
 
 
 def job_environment(container: str | None, mounts: str | None, logs: Path | None) -> dict[str, str | None]:
-    """Variables that the job scripts read.
-
-    Raises: UserError: mounts without a container.
-    """
+    """Name the variables that the job scripts read."""
     if mounts and not (container or os.environ.get("CONTAINER")):
         raise UserError(f"--mounts {mounts}: nothing is mounted without a container; add --container")
     return {"CONTAINER": container, "MOUNTS": mounts, "LOGS": str(logs.absolute()) if logs else None}
@@ -159,14 +146,11 @@ def job_environment(container: str | None, mounts: str | None, logs: Path | None
 
 @app.command()
 def status(
-    run: Annotated[str, typer.Argument(help="The run's name, or a job's number.", show_default=False)],
+    run: Annotated[str, Argument(help="The run's name, or a job's number.")],
     logs: Logs = Path("logs"),
-    lines: Annotated[int, typer.Option(min=0, help="Last lines of the driver's log.")] = 5,
+    lines: Annotated[int, Option(min=0, help="Last lines of the driver's log.")] = 5,
 ) -> None:
-    """Show a run's newest job: Slurm's state, its attempts, newest checkpoint, last lines.
-
-    Example: nemo-grpo launch status gpg-7b
-    """
+    """Show a run's newest job: Slurm's state, its attempts, newest checkpoint, last lines."""
     from nemo_grpo.launch.status import status_of
 
     for line in status_of(run, logs, lines):
@@ -174,11 +158,46 @@ def status(
 
 
 @app.command(hidden=True)
-def settings(
-    recipe: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)], overrides: Overrides = None
-) -> None:
+def settings(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Print where the run's folders are, for the shell of a job."""
     from nemo_grpo.launch.preflight import shell_settings
     from nemo_grpo.recipe import load_recipe
 
     typer.echo(shell_settings(load_recipe(recipe, overrides or [])), nl=False)
+
+
+slurm = typer.Typer(name="slurm", no_args_is_help=True, help="Job scripts where there is no clone.")
+slurm.callback()(lambda: None)  # a group, so that its only command has a name
+
+
+@slurm.command()
+def scripts(
+    folder: Annotated[Path, Argument(metavar="DIR", help="New folder that all nodes share.")],
+) -> None:
+    """Write the job scripts, and the package's sources, which the workers of a job import from there.
+
+    Set NEMO_GRPO_ROOT to the folder for `nemo-grpo launch`, or use slurm/train.sbatch in it by hand.
+    """
+    import checkpoints_conv
+    import nemo_grpo
+    from nemo_grpo.support import shipped
+
+    sources = {
+        "slurm": shipped.folder("slurm"),
+        "recipes": shipped.folder("recipes"),
+        "nemo_grpo": Path(nemo_grpo.__file__).parent,
+        "checkpoints_conv": Path(checkpoints_conv.__file__).parent,
+    }
+    ignored = shutil.ignore_patterns("__pycache__")
+    try:
+        folder.mkdir(parents=True)
+        for name, source in sources.items():
+            shutil.copytree(source, folder / name, ignore=ignored)
+    except FileExistsError:
+        raise UserError(f"{folder} exists; name a new folder") from None
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error}); name another folder") from None
+    typer.echo(
+        f"{folder / 'slurm'}: job scripts; export NEMO_GRPO_ROOT={shlex.quote(str(folder.absolute()))} for "
+        "nemo-grpo launch"
+    )

@@ -22,7 +22,7 @@ def finite_logits(model: Path) -> Iterator[None]:
 
 
 def result_name(model: Path) -> str:
-    """The folder's name, or the run's for a run's folder hf, a name that every run has."""
+    """Return the folder's name, or the run's for a run's folder hf, a name that every run has."""
     folder = model.resolve()
     return folder.parent.name if folder.name == "hf" and folder.parent.name else folder.name
 
@@ -35,10 +35,7 @@ def check_place(out: Path) -> None:
 
 
 def tokenizer_of(model: Path) -> Any:
-    """The model's tokenizer.
-
-    Raises: UserError: it is missing or has no end-of-sequence token, or an adapter lies beside the model.
-    """
+    """Load the model's tokenizer; refuses one without an end of sequence, and adapters beside the model."""
     from nemo_grpo.engine.recipe_checks import reason_against_model
     from nemo_grpo.support.hf_folder import load_tokenizer
 
@@ -58,17 +55,15 @@ def tokenizer_of(model: Path) -> Any:
 
 
 def _remedy(model: Path) -> str:
-    """The remedy for a model folder without tokenizer."""
     name, known = base_model(Training(), model)
     if "base_model" in known:
-        return (
-            f"AutoTokenizer.from_pretrained({name!r}).save_pretrained({str(model)!r}) puts its base's there"
-        )
+        load = f"AutoTokenizer.from_pretrained({name!r})"
+        return f"{load}.save_pretrained({str(model)!r}) puts its base's there"
     return "put the tokenizer of its base model there, the one of --hf-config if it was converted"
 
 
 def model_limits(model: Path) -> tuple[int | None, int | None]:
-    """Longest sequence and vocabulary of the model in this folder; None if its config does not say."""
+    """Read the model's longest sequence and vocabulary; None if its config does not say."""
     config = hf_config(model) if (model / "config.json").is_file() else {}
     text = {**config, **config.get("text_config", {})}  # a vision-language model's language model
     return text.get("max_position_embeddings"), text.get("vocab_size")

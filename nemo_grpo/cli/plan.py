@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from nemo_grpo.cli.recipe import split_items
 from nemo_grpo.support.errors import EXIT_USAGE, UserError
@@ -20,48 +21,35 @@ if TYPE_CHECKING:
     from nemo_grpo.plan import Plan
     from nemo_grpo.recipe import Recipe
 
+PLAN_FIELDS = ("name", "gpu", "problems", "nearest", "usable_bytes", "cache_tokens", "approximated")
+POINT_FIELDS = ("num_gpus", "strong_overrides", "weak_overrides", "note")
+"""Fields of a plan and of its scaling's points that --json prints as they are."""
+
 
 def plan(
     items: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PATH... [KEY=VALUE]...",
-            help="Recipes or folders of recipes, then overrides for all of them.",
-            show_default=False,
-        ),
+        list[str], Argument(metavar="PATH... [KEY=VALUE]...", help="Recipes or folders; overrides for all.")
     ],
-    gpu: Annotated[
-        str,
-        typer.Option(help="h100, h200, b200, gb200, a100, h800, h20, l40s, or one of --hardware."),
-    ] = "h100",
-    model_config: Annotated[
-        Path | None, typer.Option(help="config.json of a model that the planner does not know.")
-    ] = None,
-    hardware: Annotated[Path | None, typer.Option(help="YAML file of other GPUs.")] = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="Mean tokens of a response, or a run's metrics.jsonl or samples.jsonl.")
-    ] = None,
-    prompt_length: Annotated[float, typer.Option(help="Mean tokens of a prompt.")] = 128,
-    signal: Annotated[float, typer.Option(help="Share of groups whose rewards differ.")] = 0.5,
-    acceptance: Annotated[
-        float, typer.Option(help="Share of drafted tokens that are accepted after accepted ones.")
-    ] = 0.87,
-    price: Annotated[float | None, typer.Option(min=0, help="Dollars per GPU-hour.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="Search the fastest layouts that fit.")] = False,
-    scale: Annotated[str | None, typer.Option(help="Numbers of GPUs: 8,64,512.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw --scale into this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    gpu: Annotated[str, Option(help="h100, h200, b200, gb200, a100, h800, h20, l40s.")] = "h100",
+    model_config: Annotated[Path | None, Option(help="config.json of an unknown model.")] = None,
+    hardware: Annotated[Path | None, Option(help="YAML file of other GPUs.")] = None,
+    lengths: Annotated[str | None, Option(help="Mean tokens of a response, or a run's *.jsonl.")] = None,
+    prompt_length: Annotated[float, Option(help="Mean tokens of a prompt.")] = 128,
+    signal: Annotated[float, Option(help="Share of groups whose rewards differ.")] = 0.5,
+    acceptance: Annotated[float, Option(help="Share of drafted tokens that are accepted.")] = 0.87,
+    price: Annotated[float | None, Option(min=0, help="Dollars per GPU-hour.")] = None,
+    best: Annotated[bool, Option("--best", help="Search the fastest layouts that fit.")] = False,
+    scale: Annotated[str | None, Option(help="Numbers of GPUs: 8,64,512.")] = None,
+    png: Annotated[Path | None, Option(help="Draw --scale into this file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Estimate memory per GPU, time and cost; check divisibility; name the nearest layout that fits.
 
     Needs neither a GPU nor NeMo-RL. Exit code 0: every recipe fits; 2: one does not, or is wrong.
 
     Examples:
-
       nemo-grpo plan recipes/cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g.yaml --gpu h200 --price 2.5
-
       nemo-grpo plan recipes/gpg policy.train_micro_batch_size=2
-
       nemo-grpo plan recipes/gpg/gpg-qwen2.5-32b-4n8g.yaml --lengths 4000 --best --scale 32,64,128
     """
     from nemo_grpo.cli.console import wide_console
@@ -105,7 +93,7 @@ def plan(
 
 
 def _beside(path: Path, overrides: list[str]) -> Iterator[Recipe]:
-    """The recipes in a recipe's folder that load, with its overrides."""
+    """Load the recipes in a recipe's folder, with its overrides."""
     from nemo_grpo.recipe import load_recipe
     from nemo_grpo.support import shipped
 
@@ -125,27 +113,19 @@ def _about_data(recipes: list[Recipe]) -> list[str]:
 
 
 def _lengths(given: str | None) -> float | Path | None:
-    if given is None:
-        return None
     try:
-        return float(given)
+        return None if given is None else float(given)
     except ValueError:
-        return Path(given)
+        return Path(given or "")
 
 
 def _further(recipe: Recipe, one: Plan, best: bool, scale: str | None) -> dict[str, Any]:
-    """Results that were asked for beside the plan, by name."""
     from nemo_grpo.plan.layouts import best_layouts
     from nemo_grpo.plan.scaling import scaling
 
-    found: dict[str, Any] = {}
-    if one.forecast is None:
-        return found
-    if best:
-        found["best"] = best_layouts(recipe, one.forecast)
-    if scale:
-        found["scale"] = scaling(recipe, one.forecast, scale)
-    return found
+    assert one.forecast is not None
+    found: dict[str, Any] = {"best": best_layouts(recipe, one.forecast)} if best else {}
+    return found | ({"scale": scaling(recipe, one.forecast, scale)} if scale else {})
 
 
 def _show(
@@ -158,7 +138,10 @@ def _show(
         console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
 
     first = plans[0]
-    console.print(tables.memory_table(first) if len(plans) == 1 else tables.overview(plans, price))
+    if len(plans) == 1:
+        console.print(tables.memory_table(first))
+    for text, style in tables.overview(plans, price) if len(plans) > 1 else ():
+        line(text, style)
     if len(plans) == 1 and first.forecast:
         console.print(tables.time_table(first.forecast))
         for sentence in tables.sentences(first.forecast, price):
@@ -182,24 +165,21 @@ def _show(
 
 
 def _machine(plans: list[Plan], further: dict[str, Any], price: float | None) -> dict[str, Any]:
-    from nemo_grpo.plan.forecast import as_dict
+    from nemo_grpo.plan.forecast import Forecast, as_dict
+
+    def time(forecast: Forecast | None) -> Any:
+        return forecast and as_dict(forecast, price)
 
     found: dict[str, Any] = {
         "recipes": [
             {
-                "name": one.name,
-                "gpu": one.gpu,
                 "num_gpus": one.setup.num_nodes * one.setup.gpus_per_node,
                 "fits": one.accepted,
-                "problems": one.problems,
-                "nearest": one.nearest,
-                "usable_bytes": one.usable_bytes,
                 "training_bytes": {row.part: row.num_bytes for row in one.rows},
                 "peak_bytes": one.peaks,
-                "cache_tokens": one.cache_tokens,
-                "approximated": one.approximated,
-                "time": one.forecast and as_dict(one.forecast, price),
+                "time": time(one.forecast),
             }
+            | {name: getattr(one, name) for name in PLAN_FIELDS}
             for one in plans
         ]
     }
@@ -214,15 +194,8 @@ def _machine(plans: list[Plan], further: dict[str, Any], price: float | None) ->
         ]
     if "scale" in further:
         found["scale"] = [
-            {
-                "num_gpus": point.num_gpus,
-                "own": point.own and as_dict(point.own, price),
-                "strong": point.strong and as_dict(point.strong, price),
-                "strong_overrides": point.strong_overrides,
-                "weak": point.weak and as_dict(point.weak, price),
-                "weak_overrides": point.weak_overrides,
-                "note": point.note,
-            }
+            {name: getattr(point, name) for name in POINT_FIELDS}
+            | {name: time(getattr(point, name)) for name in ("own", "strong", "weak")}
             for point in further["scale"]
         ]
     return found

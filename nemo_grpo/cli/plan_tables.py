@@ -1,7 +1,8 @@
 """The planner's tables on a terminal: memory, time, layouts, scaling."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from nemo_grpo.plan import Plan
@@ -14,28 +15,28 @@ from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.step_time import ROLLOUT
 
 _PHASES = ("training", "scoring", "refit")
+OVERVIEW = "{:<22}{:>9}{:>9}{:>7}{:>12}{:>8}  {:>9}"
 
 
 def _table(title: str, columns: Sequence[str], texts: Sequence[str]) -> Table:
-    """A table of numbers, to the right, and of ``texts``, to the left and never cut short."""
-    table = Table(title=title)
+    """Align numbers to the right and ``texts`` to the left; at 80 columns no word is broken."""
+    table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, show_edge=False)
     for name in columns:
         if name in texts:
             table.add_column(name, overflow="fold")
         else:
-            table.add_column(name, justify="right")
+            table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     return table
 
 
 def memory_table(one: Plan) -> Table:
-    """Memory of one recipe."""
-    layout, setup = one.setup.layout, one.setup
+    """List the memory of one recipe by part and phase."""
+    setup = one.setup
     title = f"{one.name}: {one.shape.name} on {setup.num_nodes} x {setup.gpus_per_node} {one.gpu}"
     table = _table(title, ("per GPU", "GiB", "how"), ("per GPU", "how"))
     table.caption = (
-        f"TP {layout.tensor} PP {layout.pipeline} CP {layout.context} EP {layout.expert} DP "
-        f"{one.data_parallel_size}; {one.num_stage_parameters / 1e9:.2f} of {one.num_parameters / 1e9:.2f} B "
-        f"parameters per GPU; usable {one.usable_bytes / GIB:.1f} GiB; "
+        f"{_sizes(setup)} DP{one.data_parallel_size}; {one.num_stage_parameters / 1e9:.2f} of "
+        f"{one.num_parameters / 1e9:.2f} B parameters per GPU; usable {one.usable_bytes / GIB:.1f} GiB; "
         + ("fits" if one.accepted else "does not fit")
     )
     for row in one.rows:
@@ -50,21 +51,18 @@ def memory_table(one: Plan) -> Table:
     return table
 
 
-def overview(plans: list[Plan], price: float | None) -> Table:
-    """One line per recipe."""
-    title = f"GiB per GPU, of {plans[0].usable_bytes / GIB:.1f} usable on {plans[0].gpu}"
-    columns = ("recipe", "layout", *_PHASES, "KV cache", "s/step", "GPU-hours", "verdict")
-    table = _table(title, columns, ("recipe", "layout", "verdict"))
+def overview(plans: list[Plan], price: float | None) -> Iterator[tuple[str, str | None]]:
+    """Yield the lines of several recipes with their styles; no name is broken at 80 columns."""
+    yield f"GiB per GPU, of {plans[0].usable_bytes / GIB:.1f} usable on {plans[0].gpu}", "bold"
+    yield OVERVIEW.format("  layout", *_PHASES, "KV cache", "s/step", "GPU-hours"), "bold"
     for one in plans:
-        layout = one.setup.layout
+        yield f"{one.name}: {'fits' if one.accepted else 'refused'}", None if one.accepted else "red"
         sizes = [f"{one.peaks[key] / GIB:.1f}" if key in one.peaks else "-" for key in _PHASES]
-        text = f"TP{layout.tensor} PP{layout.pipeline} CP{layout.context} EP{layout.expert} "
-        verdict = "[green]fits[/green]" if one.accepted else "[red]refused[/red]"
         times = ("-", "-")
         if one.forecast:
             times = (seconds_of(one.forecast.step.seconds), cost(one.forecast, price))
-        table.add_row(one.name, f"{text}DP{one.data_parallel_size}", *sizes, _cache(one), *times, verdict)
-    return table
+        layout = f"  {_sizes(one.setup)} DP{one.data_parallel_size}"
+        yield OVERVIEW.format(layout, *sizes, _cache(one), *times), None
 
 
 def _cache(one: Plan) -> str:
@@ -74,7 +72,7 @@ def _cache(one: Plan) -> str:
 
 
 def time_table(found: Forecast) -> Table:
-    """Seconds of one step, phase by phase."""
+    """List the seconds of one step, phase by phase."""
     step, work = found.step, found.work
     sequence = sum(step.phases.values())
     table = _table("one step", ("phase", "s", "share"), ("phase",))
@@ -91,12 +89,12 @@ def time_table(found: Forecast) -> Table:
 
 
 def seconds_of(part: float, step: float | None = None) -> str:
-    """Seconds of a step, or of a part of one, in digits that tell whether it takes hours or milliseconds."""
+    """Write the seconds of a step, or of a part of one, with digits for milliseconds where it is short."""
     return f"{part:.{1 if step else 0}f}" if (step or part) >= 10 else f"{part:.3f}"
 
 
 def sentences(found: Forecast, price: float | None) -> list[str]:
-    """Lengths, throughput, the run, the bottleneck, and how far the numbers may be off."""
+    """Describe lengths, throughput, the run, the bottleneck, and the numbers' uncertainty."""
     step, work = found.step, found.work
     drafts = found.setup.draft_tokens
     kept, seen = kept_tokens(drafts, work.acceptance), found.seen
@@ -122,13 +120,13 @@ def _run(found: Forecast, price: float | None) -> str:
 
 
 def cost(found: Forecast, price: float | None) -> str:
-    """``"1,234"``, or with a price ``"1,234 ($3,085)"``."""
+    """Write GPU-hours as ``"1,234"``, or with a price as ``"1,234 ($3,085)"``."""
     dollars = f" (${found.gpu_hours * price:,.0f})" if price is not None else ""
     return f"{found.gpu_hours:,.0f}{dollars}"
 
 
 def best_table(base: Forecast, found: Sequence[Found]) -> Table:
-    """The fastest layouts."""
+    """List the fastest layouts."""
     title = f"fastest layouts that fit; the recipe's takes {base.step.seconds:.0f} s per step"
     table = _table(title, ("s/step", "gain", "tokens/s/GPU", "overrides"), ("overrides",))
     for one in found:
@@ -140,7 +138,7 @@ def best_table(base: Forecast, found: Sequence[Found]) -> Table:
 
 
 def scale_table(points: Sequence[Point], price: float | None) -> Table:
-    """Steps against GPUs, each with its best layout: the batch stays (strong), or grows (weak)."""
+    """List steps by GPUs, each with its best layout: the batch stays (strong), or grows (weak)."""
     numbers = ("GPUs", "own layout", "strong s/step", "efficiency", "GPU-hours", "weak s/step", "efficiency")
     texts = ("best layout, strong", "")
     table = _table("other numbers of GPUs, each with its best layout", (*numbers, *texts), texts)
@@ -162,12 +160,15 @@ def scale_table(points: Sequence[Point], price: float | None) -> Table:
     return table
 
 
-def layout_text(setup: Setup) -> str:
-    """``"TP4 PP2 CP2, vLLM TP8, recomputed, 16 GPUs only sample"``."""
+def _sizes(setup: Setup) -> str:
     layout = setup.layout
     sizes = {"TP": layout.tensor, "PP": layout.pipeline, "CP": layout.context, "EP": layout.expert}
-    parts = [" ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "TP")]
-    parts.append(f"vLLM TP{setup.vllm_tensor}")
+    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "TP")
+
+
+def layout_text(setup: Setup) -> str:
+    """Write a layout as ``"TP4 PP2 CP2, vLLM TP8, recomputed, 16 GPUs only sample"``."""
+    parts = [_sizes(setup), f"vLLM TP{setup.vllm_tensor}"]
     parts += ["recomputed"] if setup.recompute else []
     parts += [f"{setup.num_rollout_gpus} GPUs only sample"] if setup.num_rollout_gpus else []
     return ", ".join(parts)

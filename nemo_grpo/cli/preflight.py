@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
-from nemo_grpo.cli.recipe import Overrides
+from nemo_grpo.cli.recipe import Overrides, RecipeFile
 from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,18 +22,12 @@ COLOURS = {"ok": "green", "note": "yellow", "refused": "red"}
 
 
 def preflight(
-    recipe: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)],
+    recipe: RecipeFile,
     overrides: Overrides = None,
-    facts: Annotated[
-        Path | None, typer.Option(help="Folder with one NODE.json of each node. Default: this machine's.")
-    ] = None,
-    nodes: Annotated[str, typer.Option(help="Names of the job's nodes, with commas.")] = "",
-    between: Annotated[
-        str, typer.Option(help="BEGAN,ENDED: this machine's clock before and after the nodes wrote theirs.")
-    ] = "",
-    settings: Annotated[
-        Path | None, typer.Option(help="File to write: where the run's folders are, for a shell.")
-    ] = None,
+    facts: Annotated[Path | None, Option(help="Folder of the nodes' NODE.json; else this machine.")] = None,
+    nodes: Annotated[str, Option(help="Names of the job's nodes, with commas.")] = "",
+    between: Annotated[str, Option(help="BEGAN,ENDED: the clock around the nodes' reports.")] = "",
+    settings: Annotated[Path | None, Option(help="File that gets the run's folders, for a shell.")] = None,
 ) -> None:
     """Check nodes, folders, clocks, space, versions and NCCL before a job uses its GPUs.
 
@@ -69,7 +64,5 @@ def _job(facts: Path | None, nodes: str, between: str) -> Job:
     try:
         began, ended = (float(moment) for moment in between.split(","))
     except ValueError:
-        raise UserError(
-            f"--between {between!r} must be two times in seconds; give both with --facts"
-        ) from None
+        raise UserError(f"--between {between!r} must be two times in seconds, given with --facts") from None
     return Job(nodes.split(",") if nodes else [socket.gethostname()], read_facts(facts), began, ended)

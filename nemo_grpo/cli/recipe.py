@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument
 
 from nemo_grpo.support import shipped
 from nemo_grpo.support.errors import EXIT_USAGE, UserError, did_you_mean, shown
@@ -20,14 +21,10 @@ app = typer.Typer(
     no_args_is_help=True,
     help="List, copy, check, resolve and compare recipes, and print their rules. Nothing is trained.",
 )
-
+RecipeFile = Annotated[Path, Argument(help="Recipe.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="key=value, ++key=value or ~key (remove); values are YAML",
-        show_default=False,
-    ),
+    Argument(metavar="[KEY=VALUE]...", help="key=value, ++key=value or ~key (remove); values are YAML"),
 ]
 
 
@@ -35,10 +32,8 @@ Overrides = Annotated[
 def check(
     items: Annotated[
         list[str],
-        typer.Argument(
-            metavar="PATH... [KEY=VALUE]...",
-            help="Recipes, sweeps, or folders (every *.yaml below, except base/), then overrides for all.",
-            show_default=False,
+        Argument(
+            metavar="PATH... [KEY=VALUE]...", help="Recipes, sweeps or folders, then overrides for all."
         ),
     ],
 ) -> None:
@@ -60,25 +55,24 @@ def check(
 
 
 def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
-    """Print a recipe's line; ``missing`` gets what other commands write before it can run."""
     from nemo_grpo.engine.recipe_checks import check_recipe
     from nemo_grpo.experiments.sweep import is_sweep
     from nemo_grpo.recipe import advice, load_recipe
 
     try:
         if is_sweep(path):
-            summary = _sweep_summary(path, overrides, missing)
-            typer.echo(f"{typer.style('ok', fg='green')}     {path}: {summary}")
-            return True
-        recipe = load_recipe(path, overrides)
-        found = check_recipe(recipe)
-        found.refuse(missing=False)
-        missing += found.missing
+            summary, notes = _sweep_summary(path, overrides, missing), []
+        else:
+            recipe = load_recipe(path, overrides)
+            found = check_recipe(recipe)
+            found.refuse(missing=False)
+            missing += found.missing
+            summary, notes = _summary(recipe), [*advice(recipe), *found.notes]
     except UserError as error:
         typer.echo(f"{typer.style('error', fg='red')}  {path}: {str(error).removeprefix(f'{path}: ')}")
         return False
-    typer.echo(f"{typer.style('ok', fg='green')}     {path}: {_summary(recipe)}")
-    for sentence in (*advice(recipe), *found.notes):
+    typer.echo(f"{typer.style('ok', fg='green')}     {path}: {summary}")
+    for sentence in notes:
         _note(sentence)
     return True
 
@@ -117,9 +111,7 @@ def _sweep_summary(path: Path, overrides: list[str], missing: list[str]) -> str:
 
 
 @app.command()
-def resolve(
-    path: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)], overrides: Overrides = None
-) -> None:
+def resolve(path: RecipeFile, overrides: Overrides = None) -> None:
     """Print a recipe as it will run: bases merged, overrides applied, every default written out.
 
     An invalid recipe is shown with what is wrong above each key; exit code 2.
@@ -146,7 +138,7 @@ def _settings(path: Path, overrides: Iterable[str] = ()) -> tuple[Resolved, list
 
 
 def annotated(lines: Iterable[str], errors: Iterable[str]) -> Iterator[str]:
-    """YAML lines with each message as a comment above its key; those about no line come first."""
+    """Put each message as a comment above its key's line; those about no line come first."""
     left, shown, place = list(errors), list[str](), list[str]()
     for line in lines:
         if key := re.match(r"( *)([^\s#-][^\s]*):(?= |$)", line):
@@ -165,8 +157,8 @@ def _is_about(error: str, key: str) -> bool:
 
 @app.command()
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="Recipe.", show_default=False)],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Recipe.", show_default=False)],
+    first: Annotated[Path, Argument(metavar="A", help="Recipe.")],
+    second: Annotated[Path, Argument(metavar="B", help="Recipe.")],
 ) -> None:
     """Show which keys differ between two resolved recipes: - only in A, + only in B, ~ in both.
 
@@ -180,7 +172,7 @@ def diff(
     (settings_a, wrong_a), (settings_b, wrong_b) = _settings(first), _settings(second)
     a, b = dict(leaves(merge(*settings_a))), dict(leaves(merge(*settings_b)))
     lines = [line for key in sorted(a | b) for line in difference(key, a, b)]
-    typer.echo("\n".join(lines) if lines else f"{first} and {second} resolve to the same recipe")
+    typer.echo("\n".join(lines) or f"{first} and {second} resolve to the same recipe")
     for path, error in [(first, error) for error in wrong_a] + [(second, error) for error in wrong_b]:
         typer.echo(f"{typer.style('error', fg='red')}  {path}: {error}", err=True)
     if wrong_a or wrong_b:
@@ -189,7 +181,7 @@ def diff(
 
 @app.command("list")
 def list_recipes(
-    pattern: Annotated[str, typer.Argument(help="Part of a name.", show_default=False)] = "",
+    pattern: Annotated[str, Argument(help="Part of a name.")] = "",
 ) -> None:
     """List the recipes that come with the package; every command takes their names for a file.
 
@@ -206,10 +198,8 @@ def list_recipes(
 
 @app.command()
 def copy(
-    name: Annotated[str, typer.Argument(help="A shipped recipe, see list.", show_default=False)],
-    target: Annotated[
-        Path | None, typer.Argument(help="File to write. Default: its name, here.", show_default=False)
-    ] = None,
+    name: Annotated[str, Argument(help="A shipped recipe, see list.")],
+    target: Annotated[Path | None, Argument(help="File to write. Default: its name, here.")] = None,
 ) -> None:
     """Copy a shipped recipe here, to be changed; its bases stay the shipped ones.
 
@@ -245,22 +235,16 @@ def rules() -> None:
 
 
 def difference(key: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """A coloured line showing how ``key`` differs, or nothing."""
-
-    if key not in b:
-        return [typer.style(f"- {key}: {shown(a[key])}", fg="red")]
-    if key not in a:
-        return [typer.style(f"+ {key}: {shown(b[key])}", fg="green")]
-    if a[key] != b[key]:
-        return [typer.style(f"~ {key}: {shown(a[key])} -> {shown(b[key])}", fg="yellow")]
-    return []
+    """Show in a coloured line how ``key`` differs, or nothing."""
+    if key in a and key in b:
+        changed = typer.style(f"~ {key}: {shown(a[key])} -> {shown(b[key])}", fg="yellow")
+        return [changed] if a[key] != b[key] else []
+    sign, tree, colour = ("-", a, "red") if key in a else ("+", b, "green")
+    return [typer.style(f"{sign} {key}: {shown(tree[key])}", fg=colour)]
 
 
 def split_items(items: list[str], verb: str) -> tuple[list[Path], list[str]]:
-    """Arguments of a command that takes many recipes: (the recipes' files, the overrides for all of them).
-
-    Raises: UserError: there is no recipe to ``verb``.
-    """
+    """Split the arguments of a command on many recipes into (files, overrides for all of them)."""
     paths = [path for item in items if not is_override(item) for path in recipe_files(item)]
     if not paths:
         raise UserError(f"no recipe to {verb}; name a file, or a folder that holds *.yaml")
@@ -273,7 +257,7 @@ def is_override(item: str) -> bool:
 
 
 def recipe_files(item: str) -> list[Path]:
-    """The file itself, or every recipe below a folder, except in folders named base."""
+    """List the file itself, or every recipe below a folder, except in folders named base."""
     path = shipped.beside(Path(), item) if item.startswith(shipped.SCHEME) else Path(item)
     if not path.is_dir():
         return [path]

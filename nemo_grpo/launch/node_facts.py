@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ def collect() -> dict[str, Any]:
              interfaces, hcas: names of network interfaces and InfiniBand adapters.  memlock: bytes of
              memory that may be pinned, -1: any.  shm_free: bytes free in /dev/shm.
     """
+    adapters = "/sys/class/infiniband"
     return {
         "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "clock": time.time(),
         "gpus": find_gpus(),
         "interfaces": [name for _, name in socket.if_nameindex()],
-        "hcas": _names_in("/sys/class/infiniband"),
+        "hcas": sorted(os.listdir(adapters)) if os.path.isdir(adapters) else [],
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "shm_free": shutil.disk_usage("/dev/shm").free,
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(PREFIXES)},
@@ -44,18 +46,13 @@ def collect() -> dict[str, Any]:
 
 
 def find_gpus() -> list[str]:
-    """Names of the GPUs that this job may use; without nvidia-smi, "gpu" for each that Slurm allocated.
+    """Name the GPUs that this job may use; without nvidia-smi, "gpu" for each that Slurm allocated.
 
     Empty if nvidia-smi fails or hangs, as it does when a GPU is lost: the node is unusable.
     """
     try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         return listed.stdout.split("\n")[:-1]
     except OSError:
         return ["gpu"] * int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
@@ -64,17 +61,11 @@ def find_gpus() -> list[str]:
         return []
 
 
-def _names_in(folder: str) -> list[str]:
-    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-
-
 def _versions() -> dict[str, str]:
     found = {}
     for package in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -11,6 +11,8 @@ from nemo_grpo.support.errors import UserError
 START = 85.0
 """Seconds until NeMo-RL's first step: Ray, workers and vLLM with a tiny model on two CPU cores, measured.
 Larger models take longer."""
+BYTES_PER_PARAMETER = {True: 14, False: 2}
+"""Bytes per parameter of a checkpoint: bf16 weights, and with the optimizer fp32 weights and two moments."""
 
 
 def plan_verdict(recipe: Recipe, gpu: str) -> tuple[bool, str]:
@@ -18,8 +20,7 @@ def plan_verdict(recipe: Recipe, gpu: str) -> tuple[bool, str]:
 
     Only cluster recipes are planned: embedded runs are small and check their own node.
 
-    Args:   gpu: a name of `nemo_grpo.plan.HARDWARE`.
-    Raises: UserError: unknown GPU or model.
+    Args: gpu: a name of `nemo_grpo.plan.HARDWARE`.
     """
     if recipe.nemo_grpo.target != "cluster":
         return True, "embedded engine, not planned"
@@ -38,8 +39,7 @@ def time_verdict(recipe: Recipe, gpu: str, limit: timedelta, signal: str | None 
     Refused is only what does not fit even if the step is faster than predicted by the worst error that was
     seen. Steps of recipes that are not planned are not compared.
 
-    Args:   signal: sbatch's option; None: the job script's.
-    Raises: UserError: unknown GPU or model.
+    Args: signal: sbatch's option; None: the job script's.
     """
     target, seconds = recipe.nemo_grpo.target, limit.total_seconds()
     lead = signal_lead(target, signal)
@@ -57,27 +57,30 @@ def time_verdict(recipe: Recipe, gpu: str, limit: timedelta, signal: str | None 
             f"not one of each fits: NeMo-RL starts in {START:.0f} s or more, and {told}; give more time or "
             "GPUs, or see nemo-grpo plan"
         )
-    begun = 1 + int((seconds - START - lead) / step)  # the step of the signal is finished
-    steps, total = max(min(found.steps_within(seconds - START), begun), 1), found.work.num_steps
+    num_begun = 1 + int((seconds - START - lead) / step)  # the step of the signal is finished
+    steps, total = max(min(found.steps_within(seconds - START), num_begun), 1), found.work.num_steps
     return True, (
         f"--time {limit}: about {min(steps, total)} of {total} steps of {step:.0f} s fit; NeMo-RL starts in "
         f"{START:.0f} s or more, and {told}"
     )
 
 
-def num_parameters(recipe: Recipe) -> int | None:
-    """Parameters of the model that a recipe starts from; None: not known on this machine."""
-    files = list(Path(recipe.policy.model_name or "/nonexistent").glob("*.safetensors"))
-    if files:
-        return sum(file.stat().st_size for file in files) // 2
+def checkpoint_bytes(recipe: Recipe) -> int | None:
+    """Bound a checkpoint's bytes from above (LoRA saves its adapters alone); None: the model is not known.
+
+    By the planner's table, or the files of policy.model_name, taken as 2 bytes per parameter.
+    """
+    per_parameter = BYTES_PER_PARAMETER[recipe.checkpointing.save_optimizer]
+    if files := list(Path(recipe.policy.model_name or "/nonexistent").glob("*.safetensors")):
+        return sum(file.stat().st_size for file in files) // 2 * per_parameter
     try:
-        return plan_recipe(recipe).num_parameters
+        return plan_recipe(recipe).num_parameters * per_parameter
     except UserError:
         return None
 
 
 def kind_of(name: str) -> str | None:
-    """The planner's name of a GPU that calls itself ``name``; None: the planner does not know it.
+    """Find the planner's name of a GPU that calls itself ``name``; None: the planner does not know it.
 
     An A100 of 40 GB is not the planner's, which has 80.
     """

@@ -10,15 +10,13 @@ from typing import Any, Literal
 
 from nemo_grpo.engine.recipe_checks import check_recipe, remedies
 from nemo_grpo.launch.nccl import nccl_problems
-from nemo_grpo.launch.plan_summary import kind_of, num_parameters, plan_verdict
+from nemo_grpo.launch.plan_summary import checkpoint_bytes, kind_of, plan_verdict
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.files import existing_parent
 
 CLOCK_TOLERANCE = 2.0
 """Seconds that a node's clock may be off: checkpoints and logs are ordered by time."""
-BYTES_PER_PARAMETER = {True: 14, False: 2}
-"""Bytes per parameter of a checkpoint: bf16 weights, and with the optimizer fp32 weights and two moments."""
 MIN_SHM = 8 << 30
 """Bytes of /dev/shm below which Ray's object store and NCCL run into trouble on a node with GPUs."""
 
@@ -49,14 +47,15 @@ class Job:
 
 
 def read_facts(folder: Path) -> list[dict[str, Any]]:
-    """The facts that have arrived, sorted by node."""
+    """Read the facts that have arrived, sorted by node."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def check_job(recipe: Recipe, job: Job) -> list[Row]:
     """Return one row for each check of the job's nodes and folders."""
-    of_the_job = (shared_folder, num_nodes, gpus, clocks, free_space, shared_memory, versions, nccl)
-    return [row for check in (plan, recipe_and_data, *of_the_job) for row in check(recipe, job)]
+    checks = (plan, recipe_and_data, shared_folder, num_nodes, gpus, clocks, free_space, shared_memory,
+              versions, nccl)  # fmt: skip
+    return [row for check in checks for row in check(recipe, job)]
 
 
 def plan(recipe: Recipe, job: Job) -> Iterator[Row]:
@@ -69,21 +68,17 @@ def plan(recipe: Recipe, job: Job) -> Iterator[Row]:
         return
     try:
         accepted, sentence = plan_verdict(recipe, kind or "h100")
+        yield Row("plan", "ok" if accepted else "refused", sentence)
     except UserError as error:
         yield Row("plan", "note", str(error))
-    else:
-        yield Row("plan", "ok" if accepted else "refused", sentence)
 
 
 def recipe_and_data(recipe: Recipe, _job: Job) -> Iterator[Row]:
-    """Everything that `nemo-grpo recipe check` and `launch` check, too."""
+    """Recipe and data pass what `nemo-grpo recipe check` and `launch` check, too."""
     checked = check_recipe(recipe, continues=True)
-    for sentence in checked.errors:
-        yield Row("recipe", "refused", sentence)
-    for sentence in remedies(checked.missing):
-        yield Row("data", "refused", sentence)
-    for sentence in checked.notes:
-        yield Row("data", "note", sentence)
+    yield from (Row("recipe", "refused", sentence) for sentence in checked.errors)
+    yield from (Row("data", "refused", sentence) for sentence in remedies(checked.missing))
+    yield from (Row("data", "note", sentence) for sentence in checked.notes)
     if checked.found:
         yield Row("data", "ok", checked.found)
 
@@ -101,9 +96,8 @@ def shared_folder(_recipe: Recipe, job: Job) -> Iterator[Row]:
 def num_nodes(recipe: Recipe, job: Job) -> Iterator[Row]:
     """The job has as many nodes as the recipe asks for."""
     wanted, got = recipe.cluster.num_nodes, len(job.nodes)
-    remedy = f"use sbatch --nodes={wanted} or that override"
-    wrong = "" if wanted == got else f"cluster.num_nodes={wanted}, the job has {got}; {remedy}"
-    yield judged("nodes", wrong, str(got))
+    wrong = f"cluster.num_nodes={wanted}, the job has {got}; use sbatch --nodes={wanted} or that override"
+    yield judged("nodes", wrong if wanted != got else "", str(got))
 
 
 def gpus(recipe: Recipe, job: Job) -> Iterator[Row]:
@@ -117,18 +111,14 @@ def gpus(recipe: Recipe, job: Job) -> Iterator[Row]:
     remedy = f"ask Slurm for --gpus-per-node={wanted}"
     wrong = f"cluster.gpus_per_node={wanted}, but {', '.join(short)}; {remedy}" if short else ""
     kinds = sorted({name for facts in job.facts for name in facts["gpus"]})
-    if len(kinds) > 1 and not wrong:
-        yield Row("GPUs", "note", f"{wanted} per node, of several kinds: {', '.join(kinds)}")
-    else:
-        yield judged("GPUs", wrong, f"{wanted} per node, {', '.join(kinds)}")
+    found = f"{wanted} per node, {'of several kinds: ' * (len(kinds) > 1)}{', '.join(kinds)}"
+    yield Row("GPUs", "note", found) if len(kinds) > 1 and not wrong else judged("GPUs", wrong, found)
 
 
 def clocks(_recipe: Recipe, job: Job) -> Iterator[Row]:
     """Each node read its clock between ``began`` and ``ended``."""
     skews = {f["node"]: max(job.began - f["clock"], f["clock"] - job.ended) for f in job.facts}
-    off = [
-        f"{node} by at least {skew:.0f} s" for node, skew in sorted(skews.items()) if skew > CLOCK_TOLERANCE
-    ]
+    off = [f"{node} by at least {s:.0f} s" for node, s in sorted(skews.items()) if s > CLOCK_TOLERANCE]
     wrong = f"off: {', '.join(off)}; synchronise them (chrony), or --exclude the node" if off else ""
     within = job.ended - job.began + CLOCK_TOLERANCE
     yield judged("clocks", wrong, f"within {within:.0f} s of each other")
@@ -146,15 +136,14 @@ def free_space(recipe: Recipe, _job: Job) -> Iterator[Row]:
         yield Row("free space", "note", found)
     else:
         found = f"{room}, a checkpoint needs {gib(needed)}"
-        remedy = "make room, or choose another checkpointing.checkpoint_dir"
-        yield judged("free space", f"{found}; {remedy}" if free < needed else "", found)
+        wrong = f"{found}; make room, or choose another checkpointing.checkpoint_dir"
+        yield judged("free space", wrong if free < needed else "", found)
 
 
 def shared_memory(_recipe: Recipe, job: Job) -> Iterator[Row]:
     """/dev/shm is large enough for Ray and NCCL on nodes with GPUs."""
     low = {f["node"]: f["shm_free"] for f in job.facts if f["gpus"] and f["shm_free"] < MIN_SHM}
-    if low:
-        listed = ", ".join(f"{node} {gib(free)}" for node, free in sorted(low.items()))
+    if listed := ", ".join(f"{node} {gib(free)}" for node, free in sorted(low.items())):
         yield Row("/dev/shm", "note", f"{listed} free; below {gib(MIN_SHM)} Ray's object store may not fit")
 
 
@@ -185,7 +174,7 @@ def judged(check: str, wrong: str, right: str) -> Row:
 
 
 def differing(tables: dict[str, dict[str, str]]) -> str:
-    """``"KEY: n1 a, n2 b"`` for every key whose value is not the same in all tables; empty: none."""
+    """List as ``"KEY: n1 a, n2 b"`` the keys whose value is not the same in all tables."""
     found = []
     for key in sorted({key for table in tables.values() for key in table}):
         values = {node: table.get(key, "unset") for node, table in sorted(tables.items())}
@@ -194,17 +183,8 @@ def differing(tables: dict[str, dict[str, str]]) -> str:
     return "; ".join(found)
 
 
-def checkpoint_bytes(recipe: Recipe) -> int | None:
-    """Upper bound of a checkpoint's bytes: LoRA saves its adapters alone. None: the model's size is unknown.
-
-    From the planner's table, or from the files of policy.model_name, taken as 2 bytes per parameter.
-    """
-    count = num_parameters(recipe)
-    return None if count is None else count * BYTES_PER_PARAMETER[recipe.checkpointing.save_optimizer]
-
-
 def gib(num_bytes: float) -> str:
-    """``"1.5 GiB"``."""
+    """Write a size as ``"1.5 GiB"``."""
     return f"{num_bytes / 2**30:.1f} GiB"
 
 

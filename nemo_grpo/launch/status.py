@@ -17,8 +17,7 @@ ATTEMPT = "  attempt {}, ended {}: {}, exit code {}, checkpoints {} -> {}, {}"
 def status_of(run: str, logs: Path, num_lines: int = 5) -> list[str]:
     """Describe the newest job of a run, a line for each thing that is known.
 
-    Args:   run: the job's name, or its number.  logs: the folder above.  num_lines: last ones of the driver.
-    Raises: UserError: neither the logs nor Slurm know such a run.
+    Args: run: the job's name, or its number.  logs: the folder above.  num_lines: last ones of the driver.
     """
     if not re.fullmatch(FOLDER_NAME, run, re.ASCII):
         raise UserError(f"{run!r} is no name of a run, and no number of a job")
@@ -80,7 +79,6 @@ def _end_of_log(folder: Path, num_lines: int) -> Iterator[str]:
 
 
 def _slurm(*command: str) -> str:
-    """Output of one of Slurm's programs; empty if it is not here or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):

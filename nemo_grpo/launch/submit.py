@@ -20,38 +20,24 @@ from nemo_grpo.support.errors import UserError
 SCRIPTS = {"cluster": "train.sbatch", "embedded": "embedded.sbatch"}
 """nemo_grpo.target -> the script that runs it."""
 
-
 _UNKNOWN = "the plan would not know of it; use "
 SET_BY_LAUNCH = {
-    **dict.fromkeys(("nodes", "nodefile"), f"{_UNKNOWN}cluster.num_nodes="),
-    **dict.fromkeys(
-        (
-            "gpus",
-            "gpus-per-node",
-            "gpus-per-socket",
-            "gpus-per-task",
-            "gres",
-            "ntasks-per-gpu",
-            "tres-per-task",
-        ),
-        f"{_UNKNOWN}cluster.gpus_per_node=",
+    "nodes nodefile": f"{_UNKNOWN}cluster.num_nodes=",
+    "gpus gpus-per-node gpus-per-socket gpus-per-task gres ntasks-per-gpu tres-per-task": (
+        f"{_UNKNOWN}cluster.gpus_per_node="
     ),
-    **dict.fromkeys(("time", "time-min"), f"{_UNKNOWN}--time"),
-    **dict.fromkeys(
-        ("ntasks", "ntasks-per-core", "ntasks-per-node", "ntasks-per-socket"),
-        "a job has one task on each node, which starts the others; leave it out",
+    "time time-min": f"{_UNKNOWN}--time",
+    "ntasks ntasks-per-core ntasks-per-node ntasks-per-socket": (
+        "a job has one task on each node, which starts the others; leave it out"
     ),
     "array": "its jobs would train one run side by side; submit each with a nemo_grpo.run_name of its own",
     "job-name": "logs and status go by the run's name; use nemo_grpo.run_name=",
     "chdir": "the recipe's paths are relative to the folder of this command; change into another one first",
     "wrap": "the job has its own script; leave it out",
-    **dict.fromkeys(
-        ("export", "export-file"),
-        "the job's variables would be lost; use export=ALL,NAME=VALUE or leave it out",
-    ),
+    "export export-file": "the job's variables would be lost; use export=ALL,NAME=VALUE or leave it out",
     "account": "use --account",
     "partition": "use --partition",
-    **dict.fromkeys(("container", "container-image"), "use --container"),
+    "container container-image": "use --container",
     "container-mounts": "use --mounts",
 }
 """Options of sbatch that contradict what a submission sets or plans -> why, and what to use instead."""
@@ -76,22 +62,18 @@ class Submission:
     """An sbatch command and what is added to its environment."""
 
     command: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: dict[str, str]
 
     def __str__(self) -> str:
-        """The line to type instead, in any shell and folder: with the variables that the job inherits."""
-        inherited = {name: os.environ[name] for name in INHERITED if os.environ.get(name)}
-        added = (
-            f"{name}={shlex.quote(value)}" for name, value in (inherited | dict(self.environment)).items()
+        """Write the line to type instead, in any shell and folder, with the variables that a job inherits."""
+        added = {name: os.environ[name] for name in INHERITED if os.environ.get(name)} | self.environment
+        return " ".join(
+            [*(f"{name}={shlex.quote(value)}" for name, value in added.items()), shlex.join(self.command)]
         )
-        return " ".join([*added, shlex.join(self.command)])
 
 
 def scripts_folder() -> Path:
-    """The job scripts: of NEMO_GRPO_ROOT, else of the repository. The package's sources lie beside them.
-
-    Raises: UserError: there are none.
-    """
+    """Find the job scripts of NEMO_GRPO_ROOT, else of the repository; the sources lie beside them."""
     root = Path(os.environ.get("NEMO_GRPO_ROOT") or Path(nemo_grpo.__file__).parents[1]).absolute()
     if not (root / "slurm").is_dir():
         raise UserError(
@@ -102,11 +84,9 @@ def scripts_folder() -> Path:
 
 
 def recipe_for_job(given: Path) -> Path:
-    """A recipe's file as the job will read it; of a shipped recipe the copy beside the job scripts.
+    """Find a recipe's file as the job will read it; of a shipped recipe the copy beside the job scripts.
 
     The place in which pip installed the package is in no container.
-
-    Raises: UserError: there is no such recipe, or no copy of it, or an older one.
     """
     file, own = shipped.recipe_file(given), shipped.folder("recipes").resolve()
     if not file.resolve().is_relative_to(own):
@@ -132,13 +112,11 @@ def prepare(
     options: Mapping[str, str | None],
     environment: Mapping[str, str | None],
 ) -> Submission:
-    """Put together the command that submits a recipe.
+    """Put together the command that submits a recipe; nodes and GPUs are the recipe's, the name is the run's.
 
-    Args:    path, overrides: where the recipe came from.
-             options: long options of sbatch; None: not given, "": without a value.
-             environment: CONTAINER, MOUNTS, LOGS...; None: as it is.
-    Returns: the command; nodes and GPUs are the recipe's, the job's name is the run's.
-    Raises:  UserError: the embedded engine on several nodes.
+    Args: path, overrides: where the recipe came from.
+          options: long options of sbatch; None: not given, "": without a value.
+          environment: CONTAINER, MOUNTS, LOGS...; None: as it is.
     """
     target, cluster = recipe.nemo_grpo.target, recipe.cluster
     if target == "embedded" and cluster.num_nodes > 1:
@@ -154,9 +132,8 @@ def prepare(
     if target == "cluster" or recipe.nemo_grpo.engine.device == "cuda":
         given["gpus-per-node"] = str(cluster.gpus_per_node)
     given |= {name: value for name, value in options.items() if value is not None}
-    script = scripts_folder() / SCRIPTS[target]
     shown = (f"--{name}={value}" if value else f"--{name}" for name, value in given.items())
-    command = ("sbatch", *shown, str(script), str(path), *overrides)
+    command = ("sbatch", *shown, str(scripts_folder() / SCRIPTS[target]), str(path), *overrides)
     added = {name: value for name, value in environment.items() if value is not None}
     if not {**os.environ, **added}.get("CONTAINER") and "PYTHON" not in os.environ:
         added["PYTHON"] = sys.executable
@@ -164,24 +141,22 @@ def prepare(
 
 
 def sbatch_option(given: str) -> tuple[str, str]:
-    """``name=value`` of sbatch, or one of `FLAGS`, as (name, value or "").
-
-    Raises: UserError: it is neither, or contradicts what a submission sets; sbatch takes abbreviations, too.
-    """
+    """Split ``name=value`` of sbatch, or one of `FLAGS`, into (name, value or ""); refuses contradictions."""
     name, equals, value = given.lstrip("-").partition("=")
     if not (value if equals else name in FLAGS):
         raise UserError(
             f"--sbatch {given!r} must be name=value, such as qos=high, or one of {', '.join(FLAGS)}"
         )
-    meant = [name] if name in SET_BY_LAUNCH else [known for known in SET_BY_LAUNCH if known.startswith(name)]
-    for known in meant[:1]:
+    reasons = {known: reason for names, reason in SET_BY_LAUNCH.items() for known in names.split()}
+    meant = [name] if name in reasons else [known for known in reasons if known.startswith(name)]
+    for known in meant[:1]:  # sbatch takes abbreviations, too
         if known not in ALLOWED or not ALLOWED[known](value):
-            raise UserError(f"--sbatch {given}: {SET_BY_LAUNCH[known]}")
+            raise UserError(f"--sbatch {given}: {reasons[known]}")
     return name, value
 
 
 def signal_lead(target: str, signal: str | None) -> int:
-    """Seconds before its time limit at which a job is told to save and stop.
+    """Find the seconds before its time limit at which a job is told to save and stop.
 
     Args: signal: the option of sbatch; None: the script's own.
     """
@@ -191,56 +166,36 @@ def signal_lead(target: str, signal: str | None) -> int:
 
 
 def submit(submission: Submission) -> str:
-    """Run sbatch; returns the job's number.
-
-    Raises: UserError: there is no sbatch, or it refuses.
-    """
+    """Run sbatch; returns the job's number."""
     if shutil.which("sbatch") is None:
-        raise UserError(
-            "sbatch is not on this machine; run this on a login node, or see the command by --dry-run"
-        )
+        raise UserError("sbatch is not on this machine; use a login node, or see the command by --dry-run")
     command = [submission.command[0], "--parsable", *submission.command[1:]]
-    done = subprocess.run(
-        command, env={**os.environ, **submission.environment}, capture_output=True, text=True, check=False
-    )
+    environment = {**os.environ, **submission.environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UserError(f"sbatch refuses: {' '.join(done.stderr.split()) or done.returncode}")
     return done.stdout.strip().split(";")[0]
 
 
-_MINUTES = re.compile(r"(?P<minutes>\d+)(:(?P<seconds>\d+))?")
-_HOURS = re.compile(r"(?P<hours>\d+):(?P<minutes>\d+):(?P<seconds>\d+)")
-_DAYS = re.compile(r"(?P<days>\d+)-(?P<hours>\d+)(:(?P<minutes>\d+)(:(?P<seconds>\d+))?)?")
 UNLIMITED = ("infinite", "unlimited", "-1")
 
 
 def parse_time_limit(text: str) -> timedelta | None:
-    """A time limit as ``sbatch --time`` reads it; None: no limit.
+    """Read a time limit as ``sbatch --time`` does; None: no limit.
 
     Forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
     days-hours:minutes:seconds, infinite, unlimited.
-
-    Raises: UserError: another form, or no time at all.
     """
     if text.lower() in UNLIMITED:
         return None
-    found = next((m for form in (_MINUTES, _HOURS, _DAYS) if (m := form.fullmatch(text))), None)
-    parts = found.groupdict() if found else {}
-    limit = timedelta(**{name: int(part) for name, part in parts.items() if part})
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(":")
+    units = ("hours", "minutes", "seconds") if dash or len(parts) == 3 else ("minutes", "seconds")
+    is_form = len(parts) <= len(units) and all(map(str.isdecimal, [*([days] if dash else []), *parts]))
+    limit = timedelta(int(days or 0), **dict(zip(units, map(int, parts), strict=False))) if is_form else None
     if not limit:
-        hint = _with_units(text)
         raise UserError(
-            f"--time={text}: Slurm reads minutes, hours:minutes:seconds or days-hours:minutes:seconds"
-            f"{f'; use {hint}' if hint else ', such as 04:00:00'}"
+            f"--time={text}: Slurm reads minutes, hours:minutes:seconds or days-hours:minutes:seconds, such "
+            "as 04:00:00"
         )
     return limit
-
-
-def _with_units(text: str) -> str:
-    """Rewrite ``4h``, ``90m`` or ``2d`` in Slurm's form; empty: it has no such form."""
-    parts = re.fullmatch(r"(?:(\d+)d)? ?(?:(\d+)h)? ?(?:(\d+)m(?:in)?)?", text.strip().lower())
-    days, hours, minutes = (int(part or 0) for part in parts.groups()) if parts else (0, 0, 0)
-    if not (days or hours or minutes):
-        return ""
-    hours, minutes = hours + minutes // 60, minutes % 60
-    return f"{f'{days}-' if days else ''}{hours:02d}:{minutes:02d}:00"

@@ -8,7 +8,7 @@ The driver is the only place that sees whole groups: the workers get rows in any
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -92,40 +92,30 @@ def predicted_tokens(logs: Sequence[Sequence[Mapping[str, Any]]], width: int) ->
     return tokens
 
 
+@dataclass(kw_only=True)
 class VariantEstimator:
     """NeMo-RL's advantage estimator for any variant.
 
-    Attributes: last_metrics: of the newest step; NeMo-RL logs them in asynchronous training, and through
+    Attributes: step: finished steps, a resumed run's too, so that random draws continue.
+        folds: the advantages carry token weights and row factors (`PreparedBatch.folded`).
+        is_scored: the policy's logprobs are computed (`Recipe.policy_is_scored`), not zeros in their place.
+        last_metrics: of the newest step; NeMo-RL logs them in asynchronous training, and through
         `StepContext.metrics` in synchronous training.
     """
 
-    def __init__(
-        self,
-        config: VariantConfig,
-        *,
-        num_generations: int,
-        seed: int = 0,
-        first_step: int = 0,
-        context: StepContext | None = None,
-        diagnostics: StepDiagnostics | None = None,
-        folds: bool = False,
-        is_scored: bool = True,
-    ) -> None:
-        """Args: first_step: finished steps of a resumed run, so that random draws continue.
-        folds: the advantages carry token weights and row factors (`PreparedBatch.folded`).
-        is_scored: the policy's logprobs are computed (`Recipe.policy_is_scored`), not zeros in their place.
-        """
-        self.config = config
-        self.objective = config.build()
-        self.folds = folds
-        self.is_scored = is_scored
-        self.num_generations = num_generations
-        self.seed = seed
-        self.step = first_step
-        self.has_warned = False
-        self.context = context or StepContext()
-        self.diagnostics = diagnostics
-        self.last_metrics: dict[str, float] = {}
+    config: VariantConfig = field(kw_only=False)
+    num_generations: int
+    seed: int = 0
+    step: int = 0
+    context: StepContext = field(default_factory=StepContext)
+    diagnostics: StepDiagnostics | None = None
+    folds: bool = False
+    is_scored: bool = True
+    has_warned: bool = False
+    last_metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.objective = self.config.build()
 
     @classmethod
     def of(cls, recipe: Recipe, context: StepContext, **further: Any) -> Self:
@@ -156,7 +146,6 @@ class VariantEstimator:
                  logprobs_policy, logprobs_reference: [B, S], nats; index t speaks of token t.
                  further: extra arguments of asynchronous training; ``generation_logprobs`` is used.
         Returns: [B, S] float32 on the CPU; exactly 0 where the mask is 0.
-        Raises:  UserError: the variant needs logprobs that NeMo-RL does not compute as configured.
         """
         batch = self._batch(prompt_ids, rewards, mask, logprobs_policy, logprobs_reference, further)
         self._warn_of_split_groups(batch.group_ids)
@@ -189,7 +178,7 @@ class VariantEstimator:
         return _unaligned(prepared.advantages)
 
     def _warn_of_split_groups(self, ids: Tensor) -> None:
-        """Once: environments that write something of their own into a prompt make groups of one."""
+        # environments that write something of their own into a prompt make groups of one
         sizes = ids.bincount()
         if not self.has_warned and bool((split := sizes != self.num_generations).any()):
             self.has_warned = True
@@ -258,10 +247,10 @@ def _tokens(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]
 
 
 def _aligned(tokens: Tensor | None) -> Any:
-    """NeMo-RL's [B, S] -> [B, S - 1] on the CPU; column t belongs to the token predicted there."""
+    """Cut NeMo-RL's [B, S] to [B, S - 1] on the CPU; column t belongs to the token predicted there."""
     return None if tokens is None else tokens[:, 1:].detach().float().cpu()
 
 
 def _unaligned(tokens: Tensor) -> Tensor:
-    """[B, S - 1] -> [B, S] float32; nothing predicts the first token."""
+    """Pad [B, S - 1] to [B, S] float32; nothing predicts the first token."""
     return torch.nn.functional.pad(tokens.float(), (1, 0))

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,10 @@ class Callback:
         return {}
 
     def on_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
-        """Called when NeMo-RL has logged metrics, with those that were added."""
+        """Take the metrics that NeMo-RL has logged, with those that were added."""
 
     def on_checkpoint(self, folder: Path) -> None:
-        """Called when NeMo-RL has begun a checkpoint, to put files beside its own."""
+        """Put files into a checkpoint that NeMo-RL has begun."""
 
 
 @contextmanager
@@ -97,19 +97,13 @@ def alone(recipe: Recipe) -> Iterator[None]:
     """Within the block no other run, on either engine, can use the folders of this one.
 
     The locks end with the process that holds them, or with its node: a dead job stops no resume.
-
-    Raises: UserError: another run is using one of them.
     """
-    paths = [recipe.run_dir, *([recipe.checkpoint_dir] if recipe.checkpointing.enabled else [])]
-    folders = [RunFolder(path) for path in paths]
-    try:
-        for folder in folders:
+    with ExitStack() as held:
+        for path in (recipe.run_dir, *([recipe.checkpoint_dir] if recipe.checkpointing.enabled else [])):
+            folder = held.enter_context(closing(RunFolder(path)))
             folder.path.mkdir(parents=True, exist_ok=True)
             folder.lock()
         yield
-    finally:
-        for folder in folders:
-            folder.close()
 
 
 class RunRecord(Callback):
@@ -188,7 +182,7 @@ class RolloutCheck(Callback):
         self.recipe = recipe
 
     def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
-        """Judge a step; adds `EXCEEDS`."""
+        """Judge a step, and add `EXCEEDS`."""
         if METRIC not in metrics:
             return {}
         if metrics.get(LENGTH) == 0:

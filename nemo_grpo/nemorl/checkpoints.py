@@ -6,6 +6,7 @@ import json
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +33,21 @@ class SideFiles(Callback):
         """Args: tokenizer: or a processor.  model_config: transformers' configuration of the model.
         context: its ``carried`` is saved.
         """
+        from transformers import GenerationConfig
+
         self.sources = [model_config, tokenizer]
         self.context = context or StepContext()
-        if (generation := _generation_config(model_config.name_or_path)) is not None:
-            self.sources.insert(1, generation)
+        with suppress(OSError):  # it has none
+            self.sources.insert(1, GenerationConfig.from_pretrained(model_config.name_or_path))
 
     def on_checkpoint(self, folder: Path) -> None:
-        """Save them."""
+        """Save them in a checkpoint."""
         side = folder / SIDE_FOLDER
         side.mkdir(parents=True, exist_ok=True)
         for source in self.sources:
             source.save_pretrained(side)
         if self.context.carried:
             (folder / CARRIED).write_text(json.dumps(self.context.carried))
-
-
-def _generation_config(model: str) -> Any:
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(model)
-    except OSError:
-        return None
 
 
 def resume_carried(config: VariantConfig, checkpointer: Any, context: StepContext) -> None:

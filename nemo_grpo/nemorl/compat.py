@@ -26,11 +26,6 @@ def import_name(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def plain_class(name: str) -> Any:
-    """Import the class of a Ray actor ``module:name``, for use in this process."""
-    return import_name(name).__ray_metadata__.modified_class
-
-
 def has_name(name: str) -> bool:
     """True if the module is there and has the name; a module that fails to import is not there."""
     try:
@@ -41,10 +36,7 @@ def has_name(name: str) -> bool:
 
 
 def version() -> str:
-    """Find the version of `TESTED` that this NeMo-RL matches, by its configuration classes.
-
-    Raises: UserError: NeMo-RL cannot be imported, or matches none of them.
-    """
+    """Find the version of `TESTED` that this NeMo-RL matches, by its configuration classes."""
     try:
         grpo_config = import_name(f"{GRPO}:GRPOConfig")
     except (ImportError, AttributeError) as error:
@@ -56,11 +48,7 @@ def version() -> str:
 
 
 def check() -> str:
-    """Check that this NeMo-RL has everything that every run needs, and say whether it is a tested version.
-
-    Returns: the version of `TESTED` that it matches.
-    Raises:  UserError: names are missing, or no longer fit.
-    """
+    """Check that this NeMo-RL has what every run needs; returns the version of `TESTED` that it matches."""
     like = version()
     used = (one for one in HOST_API.values() if one.how == "used" and one.part not in ELSEWHERE)
     missing = [one.name for one in used if one.is_required and not has_name(one.name)]
@@ -135,7 +123,6 @@ def rebind(key: str, make: Make, owner: Any = None) -> Callable[[], None]:
 
     Args:    key: of `HOST_API`.  owner: one object, whose method alone is replaced.
     Returns: a function that puts everything back.
-    Raises:  UserError: NeMo-RL has no such name.
     """
     name = HOST_API[key]
     where = places(name) if owner is None else [(owner, name.name.rpartition(".")[2])]
@@ -152,7 +139,7 @@ def rebind(key: str, make: Make, owner: Any = None) -> Callable[[], None]:
 
 @contextmanager
 def rebound(key: str, make: Make, owner: Any = None) -> Iterator[None]:
-    """`rebind` for the length of a block."""
+    """Apply `rebind` for the length of a block."""
     undo = rebind(key, make, owner)
     try:
         yield
@@ -175,21 +162,21 @@ def keep_tensor_pickles_plain() -> None:
 
 
 class Parts(NamedTuple):
-    """Values that NeMo-RL's `setup` returns, by position."""
+    """Values that NeMo-RL's `setup` returns, by position; None where another setup has none."""
 
-    policy: Any
-    policy_generation: Any
-    nemo_gym: Any
-    cluster: Any
-    dataloader: Any
-    val_dataloader: Any
-    loss_fn: Any
-    logger: Any
-    checkpointer: Any
-    grpo_save_state: Any
-    master_config: Any
-    teacher_worker_groups: Any
-    alias_to_group_alias: Any
+    policy: Any = None
+    policy_generation: Any = None
+    nemo_gym: Any = None
+    cluster: Any = None
+    dataloader: Any = None
+    val_dataloader: Any = None
+    loss_fn: Any = None
+    logger: Any = None
+    checkpointer: Any = None
+    grpo_save_state: Any = None
+    master_config: Any = None
+    teacher_worker_groups: Any = None
+    alias_to_group_alias: Any = None
 
 
 def unpack_setup(result: tuple[Any, ...]) -> Parts:

@@ -23,7 +23,6 @@ from nemo_grpo.support.errors import UserError
 
 log = logging.getLogger(__name__)
 
-
 FROM_THE_RECIPE = ("loss_fn", "nemo_grpo")
 """Sections that replace the base's as a whole: its loss is not the one that trains."""
 
@@ -48,10 +47,7 @@ class ClusterRun:
 
 
 def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
-    """Read and check a recipe, and convert it to NeMo-RL's configuration.
-
-    Raises: UserError: the recipe is refused, is not for the cluster, or does not fit this NeMo-RL.
-    """
+    """Read and check a recipe, and convert it to NeMo-RL's configuration."""
     recipe = load_recipe(path, overrides)
     if recipe.nemo_grpo.target != "cluster":
         raise UserError(
@@ -168,25 +164,19 @@ def _without_null_sections(over: Mapping[str, Any], base: Mapping[str, Any]) -> 
 
 
 def _base_tree(recipe: Recipe) -> Tree:
-    name = VISION_BASE if recipe.task.needs_images else BASE
-    path = base_folder() / name
-    compat.import_name("nemo_rl.utils.config:register_omegaconf_resolvers")()
     from omegaconf import OmegaConf
 
+    name = VISION_BASE if recipe.task.needs_images else BASE
+    path = compat.package_folder().parent / "examples" / "configs" / name
+    if not path.is_file():
+        raise UserError(
+            f"{path} is missing: NeMo-RL's own base configuration is needed; run in NeMo-RL's container, or "
+            "clone its repository and put that on PYTHONPATH"
+        )
+    compat.import_name("nemo_rl.utils.config:register_omegaconf_resolvers")()
     tree = OmegaConf.to_container(compat.import_name("nemo_rl.utils.config:load_config")(path))
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
-
-
-def base_folder() -> Path:
-    """Find NeMo-RL's ``examples/configs``, beside the package."""
-    folder = compat.package_folder().parent / "examples" / "configs"
-    if not (folder / BASE).is_file():
-        raise UserError(
-            f"{folder / BASE} is missing: NeMo-RL's own base configuration is needed; run in NeMo-RL's "
-            "container, or clone its repository and put that on PYTHONPATH"
-        )
-    return folder
 
 
 def _validated(tree: Tree, algorithm: str) -> Any:

@@ -91,10 +91,7 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose_tree(root: Path) -> Diagnosis:
-    """Diagnose the NeMo-RL repository in a folder.
-
-    Raises: UserError: there is none.
-    """
+    """Diagnose the NeMo-RL repository in a folder."""
     if not (root / "nemo_rl" / "__init__.py").is_file():
         raise UserError(f"--nemo-rl {root} has no nemo_rl/__init__.py; give the folder of NeMo-RL's clone")
     return diagnose(observe(Tree(root, "nemo_rl")))
@@ -114,7 +111,7 @@ def observe(tree: Tree) -> dict[str, Any]:
 
 @cache
 def recorded(version: str) -> Interface:
-    """The interface of a version of `TESTED`."""
+    """Read the interface of a version of `TESTED`."""
     record: Interface = json.loads((RECORDS / f"nemo_rl-{version}.json").read_text(encoding="utf-8"))
     return record
 
@@ -133,9 +130,7 @@ def diagnose(now: Interface) -> Diagnosis:
 
 def _described(tree: Tree, name: Name) -> dict[str, Any] | None:
     found = tree.find(name.name)
-    if found is None:
-        return None
-    return (_used if name.is_used else _replaced)(tree, name, found)
+    return found and (_used if name.is_used else _replaced)(tree, name, found)
 
 
 def _replaced(tree: Tree, name: Name, found: Any) -> dict[str, Any]:
@@ -166,11 +161,8 @@ def _used(tree: Tree, use: Name, found: Any) -> dict[str, Any]:
     if use.returns:
         description["returns"] = tree.returned(found)
     if use.reads:
-        listed = static_api.keys(found)
-        description["has"] = {
-            name: name in listed if listed else tree.find(f"{use.name}.{name}") is not None
-            for name in use.reads
-        }
+        listed = static_api.keys(found) or [n for n in use.reads if tree.find(f"{use.name}.{n}") is not None]
+        description["has"] = {name: name in listed for name in use.reads}
     return description
 
 
@@ -194,7 +186,7 @@ def _finding(key: str, then: Description | None, interface: Interface) -> Findin
 
 
 def _breaks(name: Name | None, then: Description, now: Description) -> Iterator[str]:
-    """Differences that fail, or go wrong without an error."""
+    """Yield differences that fail, or go wrong without an error."""
     yield from (f"lacks {text!r}" for text, has in now.items() if has is False)
     yield from (f"lacks {member}" for member, has in now.get("has", {}).items() if not has)
     if name is None:
@@ -220,7 +212,9 @@ def _used_breaks(name: Name, then: Description, now: Description) -> Iterator[st
 
 
 def _replaced_breaks(name: Name, then: Description, now: Description) -> Iterator[str]:
-    ours = _ours(name) or now["parameters"]
+    found = _package().find(name.ours)
+    assert found is not None, f"{name.ours} is not there"
+    ours = static_api.parameters(found) or now["parameters"]  # of a subclass without a constructor, NeMo-RL's
     for call in now.get("calls", ()):
         if why := misfit(ours, call):
             yield f"NeMo-RL calls {call}, which {name.ours.partition(':')[2]} does not take: {why}"
@@ -237,13 +231,6 @@ def _replaced_breaks(name: Name, then: Description, now: Description) -> Iterato
 @cache
 def _package() -> Tree:
     return Tree(Path(__file__).parents[2], "nemo_grpo")
-
-
-def _ours(name: Name) -> list[str] | None:
-    """Parameters of ours; None for a subclass without a constructor of its own."""
-    found = _package().find(name.ours)
-    assert found is not None, f"{name.ours} is not there"
-    return static_api.parameters(found)
 
 
 def _moved(what: str, then: list[str] | None, now: list[str] | None) -> Iterator[str]:

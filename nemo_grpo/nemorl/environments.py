@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 import torch
-from torch import Tensor
 
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.callbacks import RolloutRewards
@@ -58,10 +57,7 @@ class TaskProblems(NamedTuple):
 
 
 def read_problems(run: ClusterRun) -> TaskProblems:
-    """Read the task's files and check all that needs neither Ray, tokenizer nor GPUs.
-
-    Raises: UserError: a file is missing, the task has too few problems, or it cannot run on NeMo-RL.
-    """
+    """Read the task's files and check all that needs neither Ray, tokenizer nor GPUs."""
     own, grpo = run.recipe.nemo_grpo, run.recipe.grpo
     task = run.recipe.task.build()
     if run.has_images:
@@ -197,8 +193,8 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         Returns: NeMo-RL's `EnvironmentReturn`.
         """
         problems = [Problem(**info["problem"]) for info in metadata]
-        begun = self.scorer.first_words
-        texts = [begun + "".join(message["content"] for message in log[1:]) for log in message_log_batch]
+        opening = self.scorer.first_words
+        texts = [opening + "".join(message["content"] for message in log[1:]) for log in message_log_batch]
         scores = self.scorer(problems, texts, self.pool.map)
         totals = [self._reward(score) for score in scores]
         numbers = [
@@ -242,22 +238,18 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
         """Compute mean reward, share of responses that ended, and their length, for NeMo-RL's evaluation."""
-        rewards, ended = _floats(batch["rewards"]), _floats(batch["is_end"])
-        return batch, {
-            "reward": rewards.mean().item(),
-            "fraction_of_samples_properly_ended": ended.mean().item(),
-            "num_problems_in_batch": float(len(rewards)),
-            "generation_lengths": _floats(batch["generation_lengths"]).mean().item(),
+        means = {"reward": "rewards", "fraction_of_samples_properly_ended": "is_end"}
+        means["generation_lengths"] = "generation_lengths"
+        found = {
+            name: torch.as_tensor(batch[key], dtype=torch.float32).mean().item()
+            for name, key in means.items()
         }
+        return batch, {**found, "num_problems_in_batch": float(len(batch["rewards"]))}
 
     def shutdown(self) -> None:
         """End the threads and the workers of own rewards."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         self.scorer.close()
-
-
-def _floats(values: Any) -> Tensor:
-    return torch.as_tensor(values, dtype=torch.float32)
 
 
 @ray.remote(max_restarts=-1, max_task_retries=-1)  # stateless: a lost call can be repeated

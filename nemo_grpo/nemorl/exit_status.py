@@ -83,10 +83,7 @@ def finished_steps(parts: Parts) -> int:
 
 
 def last_step(run: ClusterRun, parts: Parts) -> int:
-    """Find the step at which training is complete: max_num_steps, or the end of NeMo-RL's own data.
-
-    Raises: UserError: a task's data end earlier, with max_num_epochs.
-    """
+    """Find the step at which training is complete: max_num_steps, or the end of NeMo-RL's own data."""
     grpo, state, config = run.recipe.grpo, parts.grpo_save_state, parts.master_config
     if any(value_of(config, key, False) for key in ENDLESS):
         return grpo.max_num_steps

@@ -57,7 +57,7 @@ class ObjectiveLoss:
         assert not self.objective.whole_groups_per_loss_call, "recipe.cluster_rules refuses it"
 
     def __reduce__(self) -> Any:
-        """Sent as the recipe's section, with the file of a user's own variant: workers need none."""
+        """Send the recipe's section, with the file of a user's own variant: workers need none."""
         section = self.config.model_dump()
         files = texts_of([self.config.variant])
         return _received, (section, files, self.use_fused_linear_logprobs, self.folded)
@@ -171,6 +171,7 @@ class ObjectiveLoss:
         r = torch.exp(d)
         inverse = r.reciprocal()
         low, high = self._clip_bounds()
+        largest = torch.finfo(ratio.dtype).max / 2
         return {
             "importance/weight": metrics.get("importance/weight", r),
             "token_mult_prob_error": torch.maximum(r, inverse),
@@ -180,7 +181,9 @@ class ObjectiveLoss:
             "approx_entropy": (current - batch.generation_logprobs).exp_().mul_(current).neg_(),
             "probs_ratio_clamped": ratio.clamp(low, high),
             "num_valid_samples": batch.sample_mask.sum(),
-            **_extreme_ratios(ratio, batch.counts),
+            # of the tokens that count; 0 if none does
+            "probs_ratio_min": torch.add(ratio, 1 - batch.counts, alpha=largest).amin(),
+            "probs_ratio_max": (ratio * batch.counts).amax(),
         }
 
     def _clip_bounds(self) -> tuple[float, float]:
@@ -193,12 +196,6 @@ class ObjectiveLoss:
 
 EXTREMES = ("probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min", "probs_ratio_clamped_max")
 """Metrics that NeMo-RL combines by min and max instead of a sum; infinite if no token counts."""
-
-
-def _extreme_ratios(ratio: Tensor, counts: Tensor) -> dict[str, Tensor]:
-    """Find the smallest and largest ratio of the tokens that count; 0 if none does."""
-    least = torch.add(ratio, 1 - counts, alpha=torch.finfo(ratio.dtype).max / 2).amin()
-    return {"probs_ratio_min": least, "probs_ratio_max": (ratio * counts).amax()}
 
 
 def _extremes(metrics: Mapping[str, float], low: float, high: float) -> dict[str, float]:
@@ -221,13 +218,9 @@ def _received(
 
 def loss_of(run: ClusterRun) -> ObjectiveLoss:
     """Make the loss of a run, as NeMo-RL is configured to compute and to carry its inputs."""
-    return ObjectiveLoss(
-        run.recipe.loss_fn,
-        use_fused_linear_logprobs=bool(
-            value_of(run.master_config, "policy.megatron_cfg.use_fused_linear_logprobs", False)
-        ),
-        folded=data_plane_of(run.master_config) is not None,
-    )
+    fused = bool(value_of(run.master_config, "policy.megatron_cfg.use_fused_linear_logprobs", False))
+    folded = data_plane_of(run.master_config) is not None
+    return ObjectiveLoss(run.recipe.loss_fn, use_fused_linear_logprobs=fused, folded=folded)
 
 
 def build_loss(loss_fn: Mapping[str, Any]) -> ObjectiveLoss:

@@ -48,9 +48,14 @@ def set_up_data(run: ClusterRun, encoder: Any) -> Data:
             encoder, config.data, None if with_gym else config.env, **further
         )
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"data: {_named(run)} cannot be read ({first_line(error)}); {REMEDY}") from error
-    if with_gym:
-        _validate_on_all(config, validation)
+        names = [
+            str(one.get("data_path") or one.get("dataset_name")) for _, one in host.data_sets(run.recipe)
+        ]
+        named = ", ".join(dict.fromkeys(names))
+        raise UserError(f"data: {named} cannot be read ({first_line(error)}); {REMEDY}") from error
+    if with_gym and validation is not None:  # NeMo-Gym's data is to be used as it is, all at once
+        for key in ("grpo.max_val_samples", "grpo.val_batch_size"):
+            set_value(config, key, len(validation))
     training_env, validation_env = environments or ({}, {})
     return data, validation, training_env, validation_env
 
@@ -61,9 +66,14 @@ REMEDY = (
 )
 
 
-def _named(run: ClusterRun) -> str:
-    names = [str(data.get("data_path") or data.get("dataset_name")) for _, data in host.data_sets(run.recipe)]
-    return ", ".join(dict.fromkeys(names))
+def gym_environments(parts: Parts) -> list[dict[str, Any]]:
+    """Return {task: environment} of training and validation: the one that `setup` started."""
+    return [{"nemo_gym": parts.nemo_gym}] * 2
+
+
+def configure_gym(config: Any, tokenizer: Any) -> None:
+    """Let vLLM serve HTTP, without stops.  Args: config: NeMo-RL's `MasterConfig`; changed."""
+    compat.import_name(GYM_SETTINGS)(config, tokenizer)
 
 
 def fix_video_frames(config: Any) -> None:
@@ -74,20 +84,3 @@ def fix_video_frames(config: Any) -> None:
     compat.require(NEMO_GYM)
     if compat.has_name(VIDEO_SETTINGS):  # 0.7.0 has no videos
         compat.import_name(VIDEO_SETTINGS)(config.policy, config.data)
-
-
-def configure_gym(config: Any, tokenizer: Any) -> None:
-    """Let vLLM serve HTTP, without stops.  Args: config: NeMo-RL's `MasterConfig`; changed."""
-    compat.import_name(GYM_SETTINGS)(config, tokenizer)
-
-
-def _validate_on_all(config: Any, problems: Any) -> None:
-    """Let every validation take the whole data set at once, as NeMo-Gym's data is to be used as it is."""
-    if problems is not None:
-        for key in ("grpo.max_val_samples", "grpo.val_batch_size"):
-            set_value(config, key, len(problems))
-
-
-def gym_environments(parts: Parts) -> list[dict[str, Any]]:
-    """{task: environment} of training and validation: the one that `setup` started, by NeMo-RL's name."""
-    return [{"nemo_gym": parts.nemo_gym}] * 2

@@ -16,11 +16,7 @@ with (see its pull request 3904)."""
 
 
 def model_config(run: ClusterRun) -> Any:
-    """Read transformers' configuration of the model.
-
-    Raises: UserError: there is none, the model has code of its own and the recipe does not trust it, or a
-            token that ends responses is not in its vocabulary.
-    """
+    """Read transformers' configuration of the model, and check its code and the tokens that end responses."""
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
@@ -40,16 +36,10 @@ def model_config(run: ClusterRun) -> Any:
             f"policy.model_name={name} brings Python code (auto_map), and NeMo-RL runs whatever a model "
             "brings; read it and set nemo_grpo.trust_remote_code=true, or take another model"
         )
-    _check_stop_tokens(run, config)
-    return config
-
-
-def _check_stop_tokens(run: ClusterRun, config: Any) -> None:
-    generation = run.recipe.policy.generation
-    size = config.get_text_config().vocab_size
-    name = run.recipe.policy.model_name or ""
-    if errors := list(stop_refusals(generation.stop_token_ids or (), size, name)):
+    ends = run.recipe.policy.generation.stop_token_ids or ()
+    if errors := list(stop_refusals(ends, config.get_text_config().vocab_size, name)):
         raise UserError("; ".join(errors))
+    return config
 
 
 def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:

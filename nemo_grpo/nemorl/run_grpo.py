@@ -84,12 +84,7 @@ class Ready(NamedTuple):
 
 
 def set_up(run: ClusterRun) -> Ready:
-    """Read the data, start Ray, set NeMo-RL up, and put our parts into its trainer.
-
-    Raises: UserError: what `check_recipe` refuses, a wrong install location of this package, a package
-            missing from the workers' Python, remains of a conversion that cannot be removed, too few epochs,
-            or a checkpoint without the variant's statistics.
-    """
+    """Read the data, start Ray, set NeMo-RL up, and put our parts into its trainer."""
     recipe = run.recipe
     check_recipe(recipe, continues=True).refuse()
     from nemo_grpo.nemorl.environments import read_problems, setup_data
@@ -122,16 +117,11 @@ def set_up(run: ClusterRun) -> Ready:
     if recipe.has_single_controller:
         parts, controller = single_controller.set_up(run, tokenizer, data, context)
     else:
-        parts = compat.unpack_setup(
-            compat.import_name(f"{GRPO}:setup")(
-                config,
-                tokenizer,
-                dataset,
-                val_dataset,
-                processor=processor,
-                policy_factory=policy_factory(run, context),
-            )
+        policy = policy_factory(run, context)
+        result = compat.import_name(f"{GRPO}:setup")(
+            config, tokenizer, dataset, val_dataset, processor=processor, policy_factory=policy
         )
+        parts = compat.unpack_setup(result)
     if recipe.env.should_use_nemo_gym:
         environments = gym_environments(parts)
     last = last_step(run, parts)
@@ -187,9 +177,7 @@ def install(run: ClusterRun, context: StepContext, first_step: int, tokenizer: A
     diagnostics = StepDiagnostics(recipe.run_dir, period, lambda token: str(tokenizer.decode([token])))
 
     def create_advantage_estimator(_master_config: Any) -> VariantEstimator:
-        return VariantEstimator.of(
-            recipe, context, first_step=first_step, diagnostics=diagnostics, folds=folds
-        )
+        return VariantEstimator.of(recipe, context, step=first_step, diagnostics=diagnostics, folds=folds)
 
     sample = dynamic_sampling_for(recipe.loss_fn, context)
     compat.rebind("estimator", lambda _theirs: create_advantage_estimator)
@@ -216,20 +204,10 @@ def run_trainer(ready: Ready) -> None:
             "teacher_worker_groups": parts.teacher_worker_groups,
             "alias_to_group_alias": parts.alias_to_group_alias,
         }
-    trainer(
-        parts.policy,
-        parts.policy_generation,
-        parts.dataloader,
-        parts.val_dataloader,
-        ready.tokenizer,
-        parts.loss_fn,
-        *ready.environments,
-        parts.logger,
-        parts.checkpointer,
-        parts.grpo_save_state,
-        config,
-        **further,
-    )
+    models = (parts.policy, parts.policy_generation)
+    data = (parts.dataloader, parts.val_dataloader, ready.tokenizer)
+    records = (parts.logger, parts.checkpointer, parts.grpo_save_state)
+    trainer(*models, *data, parts.loss_fn, *ready.environments, *records, config, **further)
 
 
 def close(parts: Parts, environments: list[Any]) -> None:

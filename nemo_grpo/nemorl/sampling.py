@@ -60,17 +60,13 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
             is_full = gathered.is_complete(num_groups, threshold, max_draws)
             log.info(
                 "draw %d: %d of %d groups with signal, %s of %d wanted%s",
-                dynamic_sampling_num_gen_batches,
-                sum(map(has_signal, draw)),
-                len(draw),
-                len(gathered.valid),
-                num_groups,
-                "" if is_full else "; drawing again",
+                *(dynamic_sampling_num_gen_batches, sum(map(has_signal, draw)), len(draw)),
+                *(len(gathered.valid), num_groups, "" if is_full else "; drawing again"),
             )
             if not is_full:
                 repeated_batch["filtered_reward"] = repeated_batch["total_reward"]  # read by the next draw
                 return repeated_batch, False, gathered, context.metrics
-            step = _joined(gathered.take(num_groups))
+            step = type(repeated_batch).from_batches(list(gathered.take(num_groups)))
         step["filtered_reward"] = step["total_reward"]
         step["total_reward"] = repeated_batch["total_reward"]  # of the whole last draw, for the log
         context.metrics["dynamic_sampling_num_discarded_valid_samples"] = [
@@ -94,7 +90,3 @@ def _has_signal(group: Any, drops_truncated: bool) -> bool:
     if drops_truncated:  # NeMo-RL sets their loss_multiplier to 0 after it has sampled
         trains &= ~torch.as_tensor(group["truncated"], dtype=torch.bool)
     return bool(trains.any()) and rewards_differ(rewards.tolist())
-
-
-def _joined(groups: tuple[Any, ...]) -> Any:
-    return type(groups[0]).from_batches(list(groups))

@@ -42,12 +42,12 @@ def set_up(run: ClusterRun, problems: TaskProblems, tokenizer: Any) -> Parts:
     data = DemonstrationDataset(shown.training, number, tokenizer)
     validation = DemonstrationDataset(held_out.__getitem__, len(held_out), tokenizer) if held_out else None
     made = compat.import_name(f"{SFT}:setup")(config, tokenizer, data, validation)
-    parts = dict.fromkeys(Parts._fields) | dict(zip(OF_SETUP, made, strict=True))
-    return Parts(**parts | {"policy_generation": parts["policy"]})  # the workers to shut down at the end
+    parts = dict(zip(OF_SETUP, made, strict=True))
+    return Parts(**parts, policy_generation=parts["policy"])  # the workers to shut down at the end
 
 
 def run_trainer(parts: Parts, tokenizer: Any) -> None:
-    """NeMo-RL's trainer; it asks `stop_after_step`'s checker after every step."""
+    """Run NeMo-RL's trainer, which asks `stop_after_step`'s checker after every step."""
     compat.import_name(f"{SFT}:sft_train")(
         parts.policy,
         parts.dataloader,

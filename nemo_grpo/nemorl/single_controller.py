@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -55,21 +55,20 @@ RECORDED = {
 MULTIPLIER = "loss_multiplier"
 
 
+@dataclass(kw_only=True)
 class ChunkEstimator(VariantEstimator):
     """`VariantEstimator` for a step that comes in chunks of whole groups.
 
     Attributes: has_gradient: a chunk since the last `end_step` can move the policy.
     """
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.has_gradient = False
-        self.chunks: list[tuple[int, dict[str, float]]] = []
+    has_gradient: bool = False
+    chunks: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
     def compute_advantage(
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, *further: Any, **named: Any
     ) -> Tensor:
-        """A chunk's advantages; see `VariantEstimator.compute_advantage`."""
+        """Compute a chunk's advantages, see `VariantEstimator.compute_advantage`."""
         if not self.is_scored:  # as NeMo-RL's other trainers give them
             named.setdefault("logprobs_policy", torch.zeros_like(mask))
         step = self.step
@@ -125,7 +124,6 @@ class StepRecord:
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
-    """Stack the parts' rows, filled up with 0 to the longest."""
     if parts[0].ndim == 1:
         return torch.cat(parts)
     width = max(part.shape[1] for part in parts)
@@ -133,7 +131,7 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 def streaming(base: Any, estimator: ChunkEstimator | None, record: StepRecord) -> Any:
-    """`VariantPolicy` for the single controller, which trains by begin, chunks and finish.
+    """Make `VariantPolicy` for the single controller, which trains by begin, chunks and finish.
 
     Args: base: the class.  estimator: None for NeMo-RL's own loss.
     """
@@ -168,7 +166,9 @@ def set_up(run: ClusterRun, tokenizer: Any, data: Data, context: StepContext) ->
     compat.require(SINGLE_CONTROLLER)
     config, recipe = run.master_config, run.recipe
     check(config)
-    skip_unused_reference(config)
+    if not value_of(config, "loss_fn.reference_policy_kl_penalty", 0):
+        # no reference policy is loaded, and NeMo-RL's other trainers then ask for none
+        config.grpo.skip_reference_policy_logprobs_calculation = True
     estimator = None if recipe.loss_fn.is_stock else ChunkEstimator.of(recipe, context, folds=True)
     record = StepRecord(recipe.grpo.num_generations_per_prompt, scores=recipe.policy_is_scored)
     extend = partial(streaming, estimator=estimator, record=record)
@@ -185,21 +185,19 @@ def set_up(run: ClusterRun, tokenizer: Any, data: Data, context: StepContext) ->
     if estimator is not None:
         estimator.step = arguments.save_state.current_step
         arguments = replace(arguments, advantage_estimator=estimator, loss_fn=loss_of(run))
-    controller = compat.plain_class(CONTROLLER_ACTOR)(config, arguments, timing)
+    actor = compat.import_name(CONTROLLER_ACTOR).__ray_metadata__.modified_class  # for use in this process
+    controller = actor(config, arguments, timing)
     parts = Parts(
         policy=arguments.trainer_handle,
         policy_generation=arguments.gen_handle,
         nemo_gym=arguments.env_handles.get("nemo_gym"),
         cluster=(arguments.train_cluster, arguments.inference_cluster),
         dataloader=arguments.dataloader,
-        val_dataloader=None,
         loss_fn=arguments.loss_fn,
         logger=controller._logger,
         checkpointer=controller._checkpointer,
         grpo_save_state=arguments.save_state,
         master_config=config,
-        teacher_worker_groups=None,
-        alias_to_group_alias=None,
     )
     record.write = parts.logger.log_batched_dict_as_jsonl
     record.step = arguments.save_state.current_step + 1
@@ -215,16 +213,15 @@ def check(config: Any) -> None:
         raise UserError(f"NeMo-RL's single controller refuses the configuration: {error}") from None
 
 
-def skip_unused_reference(config: Any) -> None:
-    """Without a penalty no reference policy is loaded; NeMo-RL's other trainers then ask for none."""
-    if not value_of(config, "loss_fn.reference_policy_kl_penalty", 0):
-        config.grpo.skip_reference_policy_logprobs_calculation = True
-
-
 def train(controller: Any, config: Any) -> None:
     """Run the controller to its end."""
+
+    async def watched(watchdog: Any) -> None:
+        async with watched_loop(watchdog.interval_s, watchdog.stall_timeout_s):
+            log.info("the single controller has ended: %s", await controller.run())
+
     with cut_prompts_left_out(controller._rollout_manager):
-        asyncio.run(_watched(controller, config.async_rl.stall_watchdog))
+        asyncio.run(watched(config.async_rl.stall_watchdog))
 
 
 @contextmanager
@@ -254,11 +251,6 @@ def cut_prompts_left_out(manager: Any) -> Iterator[None]:
 
     with compat.rebound("controller rollout", keeping, manager), compat.rebound("controller rows", masking):
         yield
-
-
-async def _watched(controller: Any, watchdog: Any) -> None:
-    async with watched_loop(watchdog.interval_s, watchdog.stall_timeout_s):
-        log.info("the single controller has ended: %s", await controller.run())
 
 
 @asynccontextmanager

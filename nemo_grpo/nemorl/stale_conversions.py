@@ -50,8 +50,6 @@ def remove_remains(
     Another job may be converting right now, so a folder is removed only after `STILL_S` without a write; if
     it becomes complete before, it stays. It is moved before it is deleted, so that no job sees a partial
     folder. Not covered: folders on other nodes, if NRL_MEGATRON_CHECKPOINT_DIR is not shared.
-
-    Args:   policy: section of NeMo-RL's configuration.
     """
     for folder in conversions(policy):
         while folder.is_dir() and not (folder / LAST_FILE).exists():

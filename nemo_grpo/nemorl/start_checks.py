@@ -70,11 +70,9 @@ def worker_python() -> str | None:
 
 def lacks(python: str, package: str) -> bool:
     """True if an interpreter reports that a package is missing; False also if it does not answer."""
-    question = (
-        f"import importlib.util, sys; sys.exit({ABSENT} * (importlib.util.find_spec({package!r}) is None))"
-    )
+    code = f"import importlib.util as u, sys; sys.exit({ABSENT} * (u.find_spec({package!r}) is None))"
     try:
-        asked = subprocess.run([python, "-c", question], capture_output=True, timeout=TIMEOUT_S, check=False)
+        asked = subprocess.run([python, "-c", code], capture_output=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return asked.returncode == ABSENT

@@ -49,9 +49,8 @@ class Tree(griffe.ModulesCollection):
     def path_of(self, module: str) -> Path | None:
         """Find a module's file; None without one."""
         base = self.root / module.replace(".", "/")
-        return next(
-            (path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None
-        )
+        files = (base.with_suffix(".py"), base / "__init__.py")
+        return next((path for path in files if path.is_file()), None)
 
     def text(self, module: str) -> str:
         """Read a module's source; empty without one."""
@@ -69,20 +68,13 @@ class Tree(griffe.ModulesCollection):
         return super().get_member(key)
 
     def _module(self, name: str) -> griffe.Module | None:
-        """Read a module, once."""
         folder, (above, _, last) = self.root / name.replace(".", "/"), name.rpartition(".")
         path = self.path_of(name) or folder / "__init__.py"
         if name not in self._read and (path.exists() or folder.is_dir()):
             parent = self._module(above) if above else None
             try:
-                found = griffe.visit(
-                    last,
-                    path,
-                    self.text(name),
-                    extensions=self._extensions,
-                    parent=parent,
-                    modules_collection=self,
-                )
+                options: Any = {"extensions": self._extensions, "modules_collection": self}
+                found = griffe.visit(last, path, self.text(name), parent=parent, **options)
             except SyntaxError as error:
                 raise UserError(
                     f"{path}, line {error.lineno}, is not Python {sys.version_info.major}."
@@ -126,13 +118,12 @@ class Tree(griffe.ModulesCollection):
         """List the modules that define or import ``module:name`` by that name."""
         module, _, attribute = name.partition(":")
         target, words = name.replace(":", "."), (attribute, module.rpartition(".")[2])
-        return sorted(
-            {module, *(one for one in self.modules(self.package, *words) if self._binds(one, target))}
-        )
-
-    def _binds(self, module: str, target: str) -> bool:
-        members = self.get_member(module).members.values()
-        return any(one.is_alias and one.target_path == target for one in members)
+        found = {module}
+        for one in self.modules(self.package, *words):
+            members = self.get_member(one).members.values()
+            if any(member.is_alias and member.target_path == target for member in members):
+                found.add(one)
+        return sorted(found)
 
     def calls(self, called: str, within: str, guard: str = "") -> list[str]:
         """List the arguments of all calls of ``name`` or ``receiver.name``, each once; see `Name.guard`."""
@@ -184,18 +175,14 @@ def parameters(found: Any) -> list[str] | None:
     if not found.is_function:
         return None
     kinds = {kind.description: kind for kind in Kind}
-    taken = [
-        inspect.Parameter(one.name.lstrip("*"), kinds[one.kind.value], default=_default(one))
-        for one in found.parameters
-    ]
+    taken = []
+    for one in found.parameters:  # griffe gives variadic ones a default
+        has_default = one.default is not None and "variadic" not in one.kind.value
+        default = None if has_default else inspect.Parameter.empty
+        taken.append(inspect.Parameter(one.name.lstrip("*"), kinds[one.kind.value], default=default))
     words = [word for word in str(inspect.Signature(taken))[1:-1].replace("=None", "=").split(", ") if word]
     is_method = words[:1] in (["self"], ["cls"]) and "staticmethod" not in found.labels
     return words[1:] if is_method else words
-
-
-def _default(parameter: Any) -> Any:
-    is_variadic = "variadic" in parameter.kind.value  # griffe gives these a default
-    return inspect.Parameter.empty if parameter.default is None or is_variadic else None
 
 
 def _fields(found: Any) -> list[str] | None:

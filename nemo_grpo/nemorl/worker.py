@@ -54,7 +54,7 @@ class EntropyPostProcessor(LogprobsPostProcessor):
         return process
 
     def _entropies(self, logits: Tensor) -> Tensor:
-        """[mb, S] of vocab-parallel logits [mb, S, V / TP], which NeMo-RL has divided by the temperature."""
+        """Return [mb, S] of vocab-parallel logits [mb, S, V / TP], divided by the temperature."""
         temperature = self.sampling_params.temperature if self.sampling_params else 1.0
         with torch.no_grad():
             _, entropies = logprobs_and_entropy(
@@ -67,7 +67,7 @@ class EntropyPostProcessor(LogprobsPostProcessor):
 
 
 def unpacked(packed: Tensor, starts: list[int], shape: tuple[int, int]) -> Tensor:
-    """Rows of one packed row, shifted by one.
+    """Split a packed row into rows, shifted by one.
 
     Args:    packed: [sum of padded lengths / CP], this rank's part.  starts: B + 1 offsets before CP.
              shape: (B, S) of the result.
@@ -85,7 +85,7 @@ def unpacked(packed: Tensor, starts: list[int], shape: tuple[int, int]) -> Tenso
 
 
 def scale_logits_only(output: Tensor, *arguments: Any, **named: Any) -> Tensor:
-    """NeMo-RL's temperature scaling, on the last pipeline stage only.
+    """Scale by the temperature as NeMo-RL does, on the last pipeline stage only.
 
     NeMo-RL 0.7.0 and 7ea279abf divide every stage's output in place, and an earlier stage's output is hidden
     states: at PP 2 and temperature 0.7 the trained model is not the one that vLLM samples from.
@@ -109,7 +109,7 @@ class EntropyPolicyWorkerImpl(PolicyWorkerImpl):
     in_reference = False
 
     def get_reference_policy_logprobs(self, *arguments: Any, **named: Any) -> Any:
-        """As NeMo-RL's, without entropies: the reference's are not needed."""
+        """Score by the reference as NeMo-RL does, without entropies, which are not needed."""
         self.in_reference = True
         try:
             return super().get_reference_policy_logprobs(*arguments, **named)
@@ -117,7 +117,7 @@ class EntropyPolicyWorkerImpl(PolicyWorkerImpl):
             self.in_reference = False
 
     def get_logprobs(self, *arguments: Any, **named: Any) -> Any:
-        """As NeMo-RL's, with `ENTROPIES` [B, S] beside the logprobs."""
+        """Score as NeMo-RL does, with `ENTROPIES` [B, S] beside the logprobs."""
         if self.in_reference:
             return super().get_logprobs(*arguments, **named)
         with collected_entropies() as microbatches:

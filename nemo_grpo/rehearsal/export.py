@@ -15,7 +15,7 @@ from nemo_grpo.rehearsal.stages import Failed, Rehearsal, run_python
 
 
 def conversion_of(recipe: Recipe, checkpoint: Path, output: Path, base: Path) -> list[str]:
-    """Arguments of Python that convert a checkpoint, adapters merged into ``base``."""
+    """List the arguments of Python that convert a checkpoint, adapters merged into ``base``."""
     arguments = ["-m", "checkpoints_conv", "megatron-to-hf", "--megatron-checkpoint", str(checkpoint)]
     arguments += ["--hf-config", str(checkpoint / "policy" / "tokenizer"), "--output", str(output), "--force"]
     if recipe.policy.megatron_cfg.lora_in_use:
@@ -51,10 +51,7 @@ def load(folder: Path, dtype: Any = "auto") -> Any:
 
 
 def compare_folders(ours: Path, theirs: Path) -> str:
-    """Check that two Hugging Face folders hold the same model.
-
-    Raises: Failed: a name is missing, or a weight or logit differs in any bit.
-    """
+    """Check that two Hugging Face folders hold the same model, bit for bit."""
     import torch
 
     models = [load(path) for path in (ours, theirs)]
@@ -72,10 +69,7 @@ def compare_folders(ours: Path, theirs: Path) -> str:
 
 
 def compare_with_base(ours: Path, base: Path) -> str:
-    """Check that training has moved the export.
-
-    Raises: Failed: every weight is that of the model that training started from.
-    """
+    """Check that training has moved the export."""
     mine, before = weights_of(ours), weights_of(base)
     moved = [name for name, weight in mine.items() if not weight.equal(before.get(name, weight))]
     if not moved:

@@ -19,19 +19,14 @@ OF_MODELOPT = ("restore_modelopt_state", "save_modelopt_state", "save_sharded_mo
 
 
 def add_newer_names(module: Any) -> None:
-    """See `NEWER_NAMES`."""
+    """Add `NEWER_NAMES`."""
     for name in NEWER_NAMES:
         if not hasattr(module, name):
             setattr(module, name, type(name, (), {}))
 
 
-def skip_compiling(module: Any) -> None:
-    """megatron-core's wheel has no sources of its data sets' helpers, which reinforcement does not use."""
-    module.compile_helpers = _nothing
-
-
 def compute_yarn_here(module: Any) -> None:
-    """Its constructor enters ``torch.device(current_device())``, which torch refuses without a GPU."""
+    """Avoid ``torch.device(current_device())``, which torch refuses without a GPU."""
     stock = module.YarnRotaryEmbedding.__init__
 
     def initialise(self: Any, *args: Any, **further: Any) -> None:
@@ -41,22 +36,35 @@ def compute_yarn_here(module: Any) -> None:
 
 
 def say_that_any_key_is_taken(module: Any) -> None:
-    """transformers' configurations take any key, but 5.8's signatures, which Bridge reads, do not say so."""
+    """Say so in the signature, which Bridge reads; transformers 5.8's does not."""
     any_key = inspect.Parameter("further", inspect.Parameter.VAR_KEYWORD)
     module.Qwen2_5_VLVisionConfig.__signature__ = inspect.Signature([any_key])
 
 
 def prepare(_module: Any = None) -> None:
-    """Replacements that must be in place before a model is built; NeMo-RL's worker is already imported."""
+    """Replace what must be in place before a model is built; NeMo-RL's worker is already imported."""
     from nemo_grpo.engine.megatron import adam
 
     adam.install()  # its state is a GPU host's; the distributed optimizer cannot resume torch's AdamW
-    _use_cpu_generator()
     _use_local_layers()
-    _dispatch_by_numbers()
-    _deny_transformer_engine()
-    _skip_modelopt()
-    _save_in_this_process()
+    for name in WITHOUT_TRANSFORMER_ENGINE:
+        module = importlib.import_module(name)
+        _set(name, **{flag: False for flag in vars(module) if flag.startswith("HAVE_TE")})
+    # megatron-core reaches CUDA's generator through torch's C interface
+    _set(
+        "megatron.core.tensor_parallel.random",
+        _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
+        _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
+    )
+    # token counts per expert rank: it converts only CUDA tensors to numbers
+    _set("megatron.core.transformer.moe.token_dispatcher", maybe_move_tensor_to_cpu=_as_numbers)
+    # no model here is quantised, so there is no state to save or restore
+    _set("megatron.bridge.training.checkpointing", **dict.fromkeys(OF_MODELOPT, _nothing))
+    quantization = types.ModuleType("modelopt.torch.quantization.utils")
+    quantization.is_quantized = lambda *_: False  # type: ignore[attr-defined]
+    sys.modules[quantization.__name__] = quantization
+    # save synchronously, without a helper process per rank, which takes two seconds each
+    _set("megatron.core.dist_checkpointing.strategies.filesystem_async", _results_queue=queue.Queue())
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -68,17 +76,12 @@ def _set(module: str, **names: Any) -> None:
         setattr(importlib.import_module(module), name, new)
 
 
-def _use_cpu_generator() -> None:
-    """megatron-core reaches CUDA's generator through torch's C interface."""
-    _set(
-        "megatron.core.tensor_parallel.random",
-        _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
-        _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
-    )
+def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _use_local_layers() -> None:
-    """megatron-core's own layers in place of Transformer Engine's, with an attention for packed sequences."""
+    """Put megatron-core's own layers, with attention for packed sequences, in place of other kernels."""
     module = "megatron.bridge.models.gpt_provider"
     provider = importlib.import_module(module).GPTModelProvider
     finalize = provider.finalize
@@ -92,17 +95,8 @@ def _use_local_layers() -> None:
     provider.finalize = finalize_without_kernels
 
 
-def _dispatch_by_numbers() -> None:
-    """Token counts per expert rank: megatron-core converts only CUDA tensors to numbers."""
-
-    def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    _set("megatron.core.transformer.moe.token_dispatcher", maybe_move_tensor_to_cpu=as_numbers)
-
-
 def local_layers(config: Any) -> Any:
-    """The block of this pipeline stage; the embedded engine's layers."""
+    """Make the block of this pipeline stage of the embedded engine's layers."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from nemo_grpo.engine.megatron.layers import local_block_spec
@@ -115,7 +109,7 @@ def local_layers(config: Any) -> Any:
 
 
 def packed_attention() -> type:
-    """The embedded engine's attention for packed sequences in NeMo-RL's layout."""
+    """Make the embedded engine's attention for packed sequences in NeMo-RL's layout."""
     from megatron.core import parallel_state
 
     from nemo_grpo.engine.megatron.layers import CausalAttention
@@ -142,27 +136,8 @@ def packed_attention() -> type:
             return whole[places[parallel_state.get_context_parallel_rank()]].flatten(1)[:, None]
 
         def _places(self, starts: list[int], rank: int) -> Tensor:
-            """Positions of a context-parallel rank's tokens in the whole stream."""
+            """Find a context-parallel rank's tokens in the whole stream."""
             size = self.context_size
             return torch.cat([a + zigzag_positions(b - a, size, rank) for a, b in pairwise(starts)])
 
     return PackedAttention
-
-
-def _deny_transformer_engine() -> None:
-    for name in WITHOUT_TRANSFORMER_ENGINE:
-        module = importlib.import_module(name)
-        _set(name, **{flag: False for flag in vars(module) if flag.startswith("HAVE_TE")})
-
-
-def _skip_modelopt() -> None:
-    """No model here is quantised, so there is no state to save or restore."""
-    _set("megatron.bridge.training.checkpointing", **dict.fromkeys(OF_MODELOPT, _nothing))
-    quantization = types.ModuleType("modelopt.torch.quantization.utils")
-    quantization.is_quantized = lambda *_: False  # type: ignore[attr-defined]
-    sys.modules[quantization.__name__] = quantization
-
-
-def _save_in_this_process() -> None:
-    """Save synchronously, without a helper process per rank, which takes two seconds each."""
-    _set("megatron.core.dist_checkpointing.strategies.filesystem_async", _results_queue=queue.Queue())

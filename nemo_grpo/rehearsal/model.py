@@ -26,6 +26,8 @@ from nemo_grpo.tasks import Problem, Prompt, chat_messages, encode_prompt
 HEAD_DIM = 32
 """The smallest head size of vLLM's attention on a CPU."""
 NUM_HEADS, NUM_LAYERS, FFN, NUM_EXPERTS = 4, 2, 256, 4
+NOT_SHRUNK = ("model_type", "layer_types", "max_window_layers")
+"""Keys of a config.json that are about its own number of layers, or given otherwise."""
 VOCABULARY = 1024
 """Maximum vocabulary of a tokenizer learnt for the rehearsal."""
 LEARNING_RATE, WARM_UP_STEPS = 3e-3, 30
@@ -53,7 +55,7 @@ class RehearsalModel:
 
 
 def rehearsed_shape(recipe: Recipe) -> tuple[ModelSpec, str]:
-    """(the recipe's model, "") or (one of a family that a rehearsal has, why it stands in)."""
+    """Return (the recipe's model, "") or (one of a family that a rehearsal has, why it stands in)."""
     try:
         shape = shape_of(recipe)
     except UserError:
@@ -68,7 +70,7 @@ def rehearsed_shape(recipe: Recipe) -> tuple[ModelSpec, str]:
 
 
 def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, str]:
-    """transformers' configuration of the recipe's family, and where its settings come from.
+    """Make transformers' configuration of the recipe's family; also returns where its settings come from.
 
     Everything that shapes the computation stays (biases, norms on q and k, tied embeddings, grouped heads,
     rotary scaling, experts); sizes shrink. Heads and layers stay divisible by 2, for TP and PP.
@@ -78,30 +80,25 @@ def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, 
     shape, why = rehearsed_shape(recipe)
     given = {} if why else _config_file(recipe)
     source = "its config.json" if given else "the planner's table"
+    is_grouped = shape.num_key_value_heads < shape.num_attention_heads
     sizes = {
         "vocab_size": vocab_size,
         "hidden_size": NUM_HEADS * HEAD_DIM,
         "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": NUM_HEADS,
-        "num_key_value_heads": NUM_HEADS // 2
-        if shape.num_key_value_heads < shape.num_attention_heads
-        else NUM_HEADS,
+        "num_key_value_heads": NUM_HEADS // 2 if is_grouped else NUM_HEADS,
         "head_dim": HEAD_DIM,
         "intermediate_size": FFN,
         "tie_word_embeddings": shape.tied_embeddings,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
+        **{name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }
     if shape.num_experts:
         sizes |= {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": FFN // 2}
-    for lists in ("layer_types", "max_window_layers"):
-        given.pop(lists, None)
     if not given:
         given = {"max_position_embeddings": shape.max_position_embeddings}
         given |= {} if shape.rope["rope_type"] == "default" else {"rope_parameters": dict(shape.rope)}
-    given.pop("model_type", None)
-    settings = {**given, **sizes, "use_sliding_window": False}
+    kept = {name: value for name, value in given.items() if name not in NOT_SHRUNK}
+    settings = {**kept, **sizes, "use_sliding_window": False}
     if shape.num_vision_parameters:
         settings = vision.config_of(shape, sizes, tokenizer)
     config = AutoConfig.for_model(shape.model_type, **settings)
@@ -109,7 +106,6 @@ def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, 
 
 
 def _config_file(recipe: Recipe) -> dict[str, Any]:
-    """Read the model's config.json from its folder or the Hub's cache; else nothing."""
     from huggingface_hub import try_to_load_from_cache
 
     name = recipe.policy.model_name or ""
@@ -118,17 +114,14 @@ def _config_file(recipe: Recipe) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
-class _Corpus:
+class _Corpus(ToyTask):
     """The task's prompts with their questions, as training text for a tokenizer."""
 
-    def __init__(self, task: ToyTask, recipe: Recipe) -> None:
-        self.task, self.prompt = task, recipe.nemo_grpo.prompt
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.task, name)
+    def __init__(self, task: ToyTask, prompt: Prompt) -> None:
+        self.__dict__.update(vars(task), prompt=prompt)
 
     def train_problem(self, index: int, seed: int) -> Problem:
-        problem = self.task.train_problem(index, seed)
+        problem = super().train_problem(index, seed)
         shown = "\n".join(message["content"] for message in chat_messages(self.prompt, problem))
         return replace(problem, question=shown)
 
@@ -147,17 +140,18 @@ def make_model(recipe: Recipe, task: ToyTask, num_validation: int, folder: Path)
     rng = random.Random(0)
     held_out = task.validation_problems(num_validation) if num_validation else []
     learns = recipe.loss_fn.learns_from_demonstrations
-    problems = [*(trained_on(recipe, task) if learns else task.known), *held_out]
+    # on demonstrations the driver encodes all of these before it starts
+    number = getattr(task.task, "num_train_problems", PROMPTS_CHECKED) if learns else 0
+    first = [task.task.train_problem(index, recipe.grpo.seed) for index in range(number)]
+    problems = [*(first or task.known), *held_out]
     prompts = [len(encoder.tokens(problem)) for problem in problems]
     shown = task.task if learns else task
     responses = [len(_shown(encoder, shown, p, rng).responses[0].response.tokens) for p in problems]
-    is_small = vocab_size <= 4 * VOCABULARY
     torch.set_num_threads(1)  # small products; leave the other cores alone
     torch.manual_seed(0)
     model = vision.model_class(config).from_config(config, dtype=torch.float32)
-    known = cycle(task.known)
-    lessons = (_shown(encoder, task, problem, rng) for problem in known)
-    teach(model, lessons, encoder, *((120, 16) if is_small else (40, 4)))
+    demonstrations = (_shown(encoder, task, problem, rng) for problem in cycle(task.known))
+    pretrain(model, demonstrations, encoder, *((120, 16) if vocab_size <= 4 * VOCABULARY else (40, 4)))
     model.to(torch.bfloat16).save_pretrained(folder)
     (encoder.processor or tokenizer).save_pretrained(folder)
     return RehearsalModel(folder, tokenizer_origin, architecture, max(prompts), max(responses))
@@ -165,7 +159,7 @@ def make_model(recipe: Recipe, task: ToyTask, num_validation: int, folder: Path)
 
 @dataclass(frozen=True)
 class Encoder:
-    """Problems to what the model reads.  Attributes: processor: None without images."""
+    """Encodes problems for the model.  Attributes: processor: None without images."""
 
     tokenizer: Any
     prompt: Prompt
@@ -199,26 +193,18 @@ def _encoder_of(recipe: Recipe, task: ToyTask) -> tuple[Encoder, str]:
     if not task.config.needs_images:
         with suppress(OSError, ValueError):
             return Encoder(AutoTokenizer.from_pretrained(name, local_files_only=True), prompt), OWN_TOKENIZER
-    tokenizer = build_tokenizer(_Corpus(task, recipe), VOCABULARY, 0)
+    tokenizer = build_tokenizer(_Corpus(task, prompt), VOCABULARY, 0)
     processor = vision.processor_of(tokenizer) if task.config.needs_images else None
     return Encoder(tokenizer, prompt, processor), MADE_TOKENIZER
 
 
-def trained_on(recipe: Recipe, task: ToyTask) -> list[Problem]:
-    """List the problems that the driver of a run on demonstrations encodes before it starts."""
-    number = getattr(task.task, "num_train_problems", PROMPTS_CHECKED)
-    return [task.task.train_problem(index, recipe.grpo.seed) for index in range(number)]
-
-
 def _shown(encoder: Encoder, task: Any, problem: Problem, rng: random.Random) -> Group:
-    tokenizer, prompt, key = encoder.tokenizer, encoder.prompt, "max_position_embeddings"
-    tokens = encoder.tokens(problem)
-    return demonstrated(
-        tokenizer, task, prompt, problem, rng, limit=sys.maxsize, key=key, prompt_tokens=tokens
-    )
+    limits: Any = {"limit": sys.maxsize, "key": "max_position_embeddings"}
+    given = (encoder.tokenizer, task, encoder.prompt, problem, rng)
+    return demonstrated(*given, prompt_tokens=encoder.tokens(problem), **limits)
 
 
-def teach(model: Any, lessons: Iterator[Group], encoder: Encoder, num_steps: int, batch_size: int) -> None:
+def pretrain(model: Any, stream: Iterator[Group], encoder: Encoder, num_steps: int, batch_size: int) -> None:
     """Train a transformers model in place on an endless stream of demonstrations.
 
     Not by the embedded engine: the rehearsed families are more than those that it computes.
@@ -229,7 +215,7 @@ def teach(model: Any, lessons: Iterator[Group], encoder: Encoder, num_steps: int
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARM_UP_STEPS, total_iters=WARM_UP_STEPS)
     model.train()
     for _ in range(num_steps):
-        groups = list(islice(lessons, batch_size))
+        groups = list(islice(stream, batch_size))
         step = assemble(groups)
         ids = step.sequences.input_ids
         labels = ids[:, 1:].masked_fill(~step.token_mask, -100)

@@ -23,7 +23,7 @@ IN_THE_DRIVERS_PYTHON = (
 
 
 def name_logical_gpus(module: Any) -> None:
-    """Policy and rollout worker of one GPU find each other by its UUID; two nodes have no GPU in common."""
+    """Let policy and rollout worker of one GPU find each other by its UUID, which two nodes never share."""
 
     def get_device_uuid(_index: int) -> str:
         import ray
@@ -37,7 +37,7 @@ def name_logical_gpus(module: Any) -> None:
 
 
 def send_bytes_for_handles(module: Any) -> None:
-    """Weights go to the rollout worker as bytes in the message that would hold a CUDA IPC handle."""
+    """Send weights to the rollout worker as bytes in the message that would hold a CUDA IPC handle."""
     import torch
 
     def rebuild(handle: tuple[bytes], _device: Any) -> Any:
@@ -48,7 +48,7 @@ def send_bytes_for_handles(module: Any) -> None:
 
 
 def choose_interpreters(module: Any) -> None:
-    """vLLM's workers run in its own environment, if there is one; everything else in the driver's."""
+    """Run vLLM's workers in its own environment, if there is one; everything else in the driver's."""
     registry = module.ACTOR_ENVIRONMENT_REGISTRY
     for name in IN_THE_DRIVERS_PYTHON:
         registry[name] = sys.executable
@@ -60,19 +60,14 @@ def choose_interpreters(module: Any) -> None:
             registry[name] = shlex.join(warm_command(python, "policy", os.environ.get(WARM)))
 
 
-def share_the_drivers_packages(module: Any) -> None:
-    """The TransferQueue's actors run in the driver's Python; NeMo-RL has Ray install it for them by pip."""
-    module._TQ_RUNTIME_ENV_PATCHED = True
-
-
 def read_pictures_here(module: Any) -> None:
-    """The data set's class reads its rows, in the schema that it downloads, from the rehearsal's problems."""
+    """Let the data set's class read its rows, as it downloads them, from the rehearsal's problems."""
     download = module.load_dataset
     module.load_dataset = lambda name: download(f"{os.environ[PROBLEMS]}/{name}")
 
 
 def pass_version_check(_module: Any) -> None:
-    """See `NEWEST_TRANSFORMERS`; only during the check."""
+    """Show `NEWEST_TRANSFORMERS` during the check."""
     import transformers
 
     vars(transformers)["own_version"] = transformers.__version__
@@ -81,7 +76,7 @@ def pass_version_check(_module: Any) -> None:
 
 
 def restore_version(_module: Any) -> None:
-    """After the check."""
+    """Undo `pass_version_check` after the check."""
     import transformers
 
     transformers.__version__ = getattr(transformers, "own_version", transformers.__version__)

@@ -1,5 +1,6 @@
 """Recipe keys that a rehearsal overrides, so that a cluster recipe is small and runs without a GPU."""
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,8 @@ STOP_AFTER = 2
 NUM_SUPERVISED_STEPS = 50
 """Steps on demonstrations, which are so short that the stop comes some steps late."""
 NUM_PROMPTS, NUM_GENERATIONS, NUM_VALIDATION = 4, 4, 4
-LEARNING_RATE = 1e-3
-"""Large enough that rollouts from old weights are noticed."""
+CONSTANT: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+"""Keys that do not depend on the recipe: of every rehearsal, and of a machine without a GPU."""
 MICROBATCH = 2
 ROOM = 8
 """Extra tokens of a response beyond the longest demonstration."""
@@ -52,8 +53,8 @@ class Ranks(NamedTuple):
 
     @property
     def number(self) -> int:
-        """All of them."""
-        return self.tp * self.pp * self.cp * self.dp
+        """Number of all ranks."""
+        return math.prod(self[:4])
 
     def __str__(self) -> str:
         sizes = zip(("TP", "PP", "CP", "DP", "EP"), self, strict=True)
@@ -68,10 +69,9 @@ def ranks_of(recipe: Recipe) -> Ranks:
 
 def reduced_ranks(layout: Ranks, max_ranks: int) -> Ranks:
     """Set 2 where the recipe has more than 1, in the order TP, PP, CP, DP, as long as the ranks suffice."""
-    ranks, sizes = 1, []
-    for size in (layout.tp, layout.pp, layout.cp, layout.dp):
-        sizes.append(2 if size > 1 and 2 * ranks <= max_ranks else 1)
-        ranks *= sizes[-1]
+    sizes: list[int] = []
+    for size in layout[:4]:
+        sizes.append(2 if size > 1 and 2 * math.prod(sizes) <= max_ranks else 1)
     tp, pp, cp, dp = sizes
     return Ranks(tp, pp, cp, dp, 2 if layout.ep > 1 and (tp * cp * dp) % 2 == 0 else 1)
 
@@ -90,43 +90,23 @@ def overrides_of(
     """
     run_dir = runs_dir / recipe.nemo_grpo.run_name
     always = {
+        **CONSTANT["rehearsal"],
         **_loop(recipe),
         **_sizes(recipe, model),
         **_ranks(recipe, layout),
-        **_on_a_cpu(model, uses_vllm),
+        **cpu_settings(model, uses_vllm),
         **data_settings(recipe, task),
         "nemo_grpo.run_name": recipe.nemo_grpo.run_name,
         "nemo_grpo.runs_dir": str(runs_dir),
         "checkpointing.checkpoint_dir": str(run_dir / "checkpoints"),
         "logger.log_dir": str(run_dir / "logs"),
-        "logger.monitor_gpus": False,
     }
     yield from (Override(key, value) for key, value in always.items())
-    yield from (*_replaced(recipe, Scope.CPU), *_replaced(recipe, Scope.REHEARSAL))
+    yield from (*replaced(recipe, Scope.CPU), *replaced(recipe, Scope.REHEARSAL))
     yield from _replaced_parts(recipe)
 
 
-def full_size_overrides(recipe: Recipe, uses_vllm: bool) -> Iterator[Override]:
-    """Yield the overrides for a machine without a GPU; steps, sizes, model and problems stay the recipe's.
-
-    Args: uses_vllm: the real vLLM samples.
-    """
-    response = recipe.policy.generation.max_new_tokens
-    prompt = recipe.policy.max_total_sequence_length - response
-    model = RehearsalModel(Path(recipe.policy.model_name or "").absolute(), "", "", prompt, response)
-    always = _on_a_cpu(model, uses_vllm)
-    if uses_vllm:
-        always[f"{GENERATION}.vllm_kwargs.max_num_seqs"] = recipe.num_sequences_per_step
-    always |= {
-        "policy.model_name": str(model.folder),
-        "nemo_grpo.runs_dir": str(Path(recipe.nemo_grpo.runs_dir).absolute()),
-        "logger.monitor_gpus": False,
-    }
-    yield from (Override(key, value) for key, value in always.items())
-    yield from _replaced(recipe, Scope.CPU)
-
-
-def _replaced(recipe: Recipe, scope: Scope) -> Iterator[Override]:
+def replaced(recipe: Recipe, scope: Scope) -> Iterator[Override]:
     """Yield the last value of each limit that does not allow the recipe's."""
     for row in rows(scope):
         if isinstance(row, Limit) and not row.allows(value_of(recipe, row.key)):
@@ -147,9 +127,8 @@ def _replaced_parts(recipe: Recipe) -> Iterator[Override]:
         yield Override(f"{VLLM}.async_engine", True, "asynchronous rollouts by vLLM")
     if (optimizer := policy.megatron_cfg.optimizer.optimizer) not in ("adam", "sgd"):
         yield Override(f"{MEGATRON}.optimizer.optimizer", "adam", f"{optimizer} is not in this stack")
-    if recipe.checkpointing.metric_name and recipe.checkpointing.metric_name.startswith("val:"):
-        reason = "stopped and saved where nothing is validated"
-        yield Override("checkpointing.metric_name", None, reason)
+    if (recipe.checkpointing.metric_name or "").startswith("val:"):
+        yield Override("checkpointing.metric_name", None, "stopped and saved where nothing is validated")
 
 
 def _loop(recipe: Recipe) -> dict[str, Any]:
@@ -160,14 +139,8 @@ def _loop(recipe: Recipe) -> dict[str, Any]:
         "grpo.num_generations_per_prompt": generations,
         "policy.train_global_batch_size": NUM_PROMPTS * generations // min(recipe.num_updates_per_step, 2),
         "grpo.max_num_steps": num_steps(recipe),
-        "grpo.val_period": 0,
-        "grpo.val_at_start": False,
         # NeMo-RL 7ea279abf removes checkpoints of other steps, and the stop's is compared
         "checkpointing.save_period": num_steps(recipe) if learns else 1,
-        f"{MEGATRON}.optimizer.lr": LEARNING_RATE,
-        f"{MEGATRON}.optimizer.min_lr": 0.0,
-        f"{MEGATRON}.scheduler.lr_warmup_iters": 0,
-        f"{MEGATRON}.scheduler.lr_decay_iters": None,
     }
     if recipe.async_rl is not None:
         in_chunks = recipe.async_rl.min_groups_for_streaming_train < g.num_prompts_per_step
@@ -212,7 +185,6 @@ def _ranks(recipe: Recipe, layout: Ranks) -> dict[str, Any]:
         f"{MEGATRON}.context_parallel_size": layout.cp,
         f"{MEGATRON}.expert_model_parallel_size": layout.ep,
         f"{MEGATRON}.sequence_parallel": recipe.policy.megatron_cfg.sequence_parallel and layout.tp > 1,
-        "cluster.num_nodes": 1,
         "cluster.gpus_per_node": layout.number,
     }
     if recipe.num_rollout_gpus:
@@ -221,16 +193,9 @@ def _ranks(recipe: Recipe, layout: Ranks) -> dict[str, Any]:
     return settings
 
 
-def _on_a_cpu(model: RehearsalModel, uses_vllm: bool) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        f"{MEGATRON}.apply_rope_fusion": False,
-        f"{MEGATRON}.moe_permute_fusion": False,
-        f"{MEGATRON}.bias_activation_fusion": False,
-        f"{MEGATRON}.optimizer.use_precision_aware_optimizer": False,
-        f"{MEGATRON}.checkpoint.async_save": False,
-        f"{VLLM}.gpu_memory_utilization": 0.1,
-        f"{VLLM}.enforce_eager": True,
-    }
+def cpu_settings(model: RehearsalModel, uses_vllm: bool) -> dict[str, Any]:
+    """Return the keys that a machine without a GPU needs."""
+    settings = dict(CONSTANT["cpu"])
     if uses_vllm:
         tokens = 8 * _multiple(model.longest_prompt + model.longest_response + 2 * ROOM, 64)
         settings[f"{GENERATION}.vllm_kwargs"] = {

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,11 +23,9 @@ Row = Mapping[str, Any]
 class Scored:
     """A recorded response, graded once more.
 
-    Attributes: step: its step; 0: of the validation.  recorded: the reward that the run trained on.
-                reward: the recipe's, of `scores`.
+    Attributes: recorded: the reward that the run trained on.  reward: the recipe's, of `scores`.
     """
 
-    step: int
     problem: Problem
     response: str
     length: int
@@ -39,13 +38,12 @@ class Recorded:
     """A rehearsal's output."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
-        self.rehearsal = rehearsal
-        self.recipe = rehearsal.small
+        self.rehearsal, self.recipe = rehearsal, rehearsal.small
 
     @cached_property
-    def rows(self) -> list[dict[str, float]]:
-        """Rows of metrics.jsonl that hold an update."""
-        return [row for row in metrics(self.recipe) if "loss/total" in row]
+    def task(self) -> ToyTask:
+        """Task that the small model has learnt."""
+        return ToyTask(self.rehearsal.toy_recipe, self.rehearsal.problems.task)
 
     @cached_property
     def steps(self) -> dict[int, dict[str, float]]:
@@ -57,65 +55,58 @@ class Recorded:
 
     @property
     def is_supervised(self) -> bool:
-        """The run learns from demonstrations and has no rollouts."""
+        """True if the run learns from demonstrations and has no rollouts."""
         return self.rehearsal.recipe.loss_fn.learns_from_demonstrations
 
     @property
     def is_graded_here(self) -> bool:
-        """Rewards are those of `nemo_grpo.task`, not of NeMo-RL's own environments."""
+        """True if rewards are those of `nemo_grpo.task`, not of NeMo-RL's own environments."""
         return self.rehearsal.recipe.nemo_grpo.task is not None
 
     def series(self, name: str) -> list[float]:
-        """One metric's values in the order of steps."""
+        """List one metric's values in the order of steps."""
         return [row[name] for _, row in sorted(self.steps.items()) if name in row]
 
     def validations(self, name: str) -> dict[int, float]:
-        """One metric of the validations, by step."""
+        """List one metric of the validations, by step."""
         key = f"validation/{name}"
         return {int(row["step"]): row[key] for row in metrics(self.recipe) if key in row}
 
     def responses(self, step: int, kind: str = "train") -> list[Row]:
-        """NeMo-RL's record of a step's responses, or of a validation's (``val``)."""
+        """Read NeMo-RL's record of a step's responses, or of a validation's (``val``)."""
         folder = Path(str(self.recipe.logger.log_dir))
         files = sorted(folder.glob(f"exp_*/{kind}_data_step{step}.jsonl"))
         return [json.loads(line) for line in files[-1].read_text().splitlines()] if files else []
 
     @cached_property
     def scored(self) -> list[Scored]:
-        """The responses to the training prompts whose problem is recognised."""
-        return self._graded([(step, row) for step in sorted(self.steps) for row in self.responses(step)])
+        """Responses to the training prompts whose problem is recognised."""
+        rows = [row for step in sorted(self.steps) for row in self.responses(step)]
+        return self._graded(rows, self.task.known)
 
     def validated(self, step: int) -> list[Scored]:
-        """The validation's responses whose problem is recognised."""
-        return self._graded([(step, row) for row in self.responses(step, "val")], is_validation=True)
+        """Grade the validation's responses whose problem is recognised."""
+        problems = self.task.validation_problems(small.NUM_VALIDATION)
+        return self._graded(self.responses(step, "val"), problems)
 
-    def _graded(self, rows: list[tuple[int, Row]], *, is_validation: bool = False) -> list[Scored]:
-        settings, task = self.rehearsal.taught.nemo_grpo, self._task
-        has_turns = hasattr(task.task, "observe")
-        known = task.validation_problems(small.NUM_VALIDATION) if is_validation else task.known
-        found: list[tuple[int, Row, Problem, str]] = []
-        for step, row in rows:
-            prompt, *turns = self._conversation(row, has_turns)
-            problem = self._asked(prompt, known)
-            if problem is not None:  # after the last turn NeMo-RL's environments say whether it was right
-                found.append((step, row, problem, "".join(turns if has_turns else turns[:1])))
-        scorer = Scorer(task, settings.rewards, settings.prompt)
-        texts = [scorer.first_words + text for *_, text in found]
-        try:
-            scores = scorer([problem for _, _, problem, _ in found], texts)
-        finally:
-            scorer.close()
+    def _graded(self, rows: list[Row], known: Sequence[Problem]) -> list[Scored]:
+        settings, has_turns = self.rehearsal.toy_recipe.nemo_grpo, hasattr(self.task.task, "observe")
+        found: list[tuple[Row, Problem, str]] = []
+        with closing(Scorer(self.task, settings.rewards, settings.prompt)) as scorer:
+            for row in rows:
+                prompt, *turns = self._conversation(row, has_turns)
+                if (problem := self._asked(prompt, known)) is not None:
+                    # after the last turn NeMo-RL's environments say whether it was right
+                    text = scorer.first_words + "".join(turns if has_turns else turns[:1])
+                    found.append((row, problem, text))
+            scores = scorer([problem for _, problem, _ in found], [text for *_, text in found])
         return [
-            Scored(step, problem, text, num_tokens(row), reward(row), of, reward_of(of, settings.rewards))
-            for (step, row, problem, _), text, of in zip(found, texts, scores, strict=True)
+            Scored(problem, text, num_tokens(row), reward(row), of, reward_of(of, settings.rewards))
+            for (row, problem, text), of in zip(found, scores, strict=True)
         ]
 
-    @cached_property
-    def _task(self) -> ToyTask:
-        return ToyTask(self.rehearsal.taught, self.rehearsal.problems.task)
-
     def _asked(self, prompt: str, problems: Sequence[Problem]) -> Problem | None:
-        """The problem of a prompt, by the longest question that fits and the names of its images.
+        """Find the problem of a prompt by the longest question that fits and the names of its images.
 
         Images have no names in NeMo-RL's own data; what stands for those has no question twice.
         """
@@ -126,7 +117,7 @@ class Recorded:
         return None
 
     def _conversation(self, row: Row, has_turns: bool) -> list[str]:
-        """The prompt, then what followed.
+        """Return the prompt, then what followed.
 
         NeMo-RL's trainer on its data plane records the printed array of the turns; they are decoded then.
         """
@@ -147,12 +138,11 @@ class Recorded:
 
 
 def reward(row: Row) -> float:
-    """The reward that a response was trained on; under dynamic sampling that of the groups that were kept."""
+    """Read the reward that a response was trained on; under dynamic sampling of the kept groups."""
     return float(row.get("filtered_rewards", row["rewards"])[0])
 
 
 def _text(turn: Any) -> str:
-    """A turn's text, with the names of its images."""
     content = turn["content"] if isinstance(turn, Mapping) else turn
     if not isinstance(content, list):
         return str(content)

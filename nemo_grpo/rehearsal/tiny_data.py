@@ -9,6 +9,7 @@ import json
 import random
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -29,7 +30,7 @@ from nemo_grpo.tasks.prompts import SLOT
 from nemo_grpo.tasks.response import render_response
 from nemo_grpo.tasks.vision import VisionClassificationConfig
 
-NUM_MADE_UP = 32
+NUM_SYNTHETIC = 32
 NUM_KNOWN = 16
 """Training problems whose correct and wrong answers the small policy has seen."""
 MANY_EPOCHS = 1000
@@ -64,9 +65,9 @@ class Problems:
 
 
 def problems_of(recipe: Recipe, folder: Path, nemo_rl: Path = Path()) -> Problems:
-    """The recipe's task, with invented problems if its files are missing; or what stands for NeMo-RL's data.
+    """Find the recipe's task, with invented problems if its files are missing, or stand-ins of NeMo-RL's.
 
-    Args: folder: gets the files of made-up problems.  nemo_rl: NeMo-RL's repository.
+    Args: folder: gets the files of synthetic problems.  nemo_rl: NeMo-RL's repository.
     """
     task, prompt = recipe.nemo_grpo.task, recipe.nemo_grpo.prompt
     if task is None:
@@ -84,16 +85,12 @@ def problems_of(recipe: Recipe, folder: Path, nemo_rl: Path = Path()) -> Problem
             for name in ("train_files", "validation_files")
         }
         return Problems(task.model_copy(update=absolute), prompt, "the recipe's files", True)
-    return Problems(
-        task.made_up(folder, NUM_MADE_UP), prompt, f"made up, because {missing[0]} is missing", False
-    )
+    origin = f"made up, because {missing[0]} is missing"
+    return Problems(task.made_up(folder, NUM_SYNTHETIC), prompt, origin, False)
 
 
 def refuse_data(recipe: Recipe) -> None:
-    """Refuse data that neither sums nor pictures can stand for.
-
-    Raises: UserError: another environment or processor, or other data with images.
-    """
+    """Refuse data that neither sums nor pictures can stand for."""
     if all(_is_pictured(data) for _, data in data_sets(recipe)):
         return
     key, data = data_sets(recipe)[0]
@@ -103,8 +100,8 @@ def refuse_data(recipe: Recipe) -> None:
             f"{', '.join(PICTURED)} alone; use recipe check and plan, or name it in both data.train and "
             "data.validation"
         )
-    for name, known in (("env_name", ENVIRONMENTS), ("processor", PROCESSORS)):
-        if data.get(name, "default" if name == "processor" else None) not in known:
+    for name, known, default in (("env_name", ENVIRONMENTS, None), ("processor", PROCESSORS, "default")):
+        if data.get(name, default) not in known:
             raise UserError(
                 f"{key}.{name}={as_yaml(data.get(name))}: a rehearsal has small problems for "
                 f"{', '.join(known)} alone; use recipe check and plan, or give data.train one of these"
@@ -118,9 +115,8 @@ def _is_pictured(data: dict[str, Any]) -> bool:
 def _pictures(folder: Path, number: int, data: Mapping[str, Any]) -> FileTaskConfig:
     """Make up problems, and write them as each download has its rows: image, problem, solution."""
     task = VisionClassificationConfig().made_up(folder, number)
-    for files, name in zip(
-        (task.train_files, task.validation_files), PICTURED[data["dataset_name"]], strict=True
-    ):
+    splits = (task.train_files, task.validation_files)
+    for files, name in zip(splits, PICTURED[data["dataset_name"]], strict=True):
         (folder / name).mkdir(parents=True)
         with (folder / name / "metadata.jsonl").open("w", encoding="utf-8") as rows:
             for one in read_problems(files, with_images=True):
@@ -134,11 +130,8 @@ def _pictures(folder: Path, number: int, data: Mapping[str, Any]) -> FileTaskCon
 
 def _sums(folder: Path, number: int, _data: Mapping[str, Any]) -> FileTaskConfig:
     """Make up sums, solved as every verifier reads it; their answers are few, so often given."""
-    problems = sorted(map(sum_problem, range(64)), key=lambda one: abs(int(one.answer) - 9))
-    shown = [
-        replace(one, metadata={"solution": f"Answer: \\boxed{{{one.answer}}}"})
-        for one in problems[: 2 * number]
-    ]
+    problems = sorted(map(sum_problem, range(64)), key=lambda one: abs(int(one.answer) - 9))[: 2 * number]
+    shown = [replace(one, metadata={"solution": f"Answer: \\boxed{{{one.answer}}}"}) for one in problems]
     return MathConfig(
         form="boxed",
         train_files=(write_problems(folder / "train.jsonl", shown[:number]),),
@@ -149,10 +142,8 @@ def _sums(folder: Path, number: int, _data: Mapping[str, Any]) -> FileTaskConfig
 def _prompt(recipe: Recipe, nemo_rl: Path) -> Prompt:
     """Read the prompt of NeMo-RL's data, in whose repository paths begin, as this package writes it."""
     _, data = data_sets(recipe)[0]
-    template, system = (
-        data.get(name) and prompt_file(data[name], nemo_rl).read_text(encoding="utf-8")
-        for name in ("prompt_file", "system_prompt_file")
-    )
+    files = (data.get(name) for name in ("prompt_file", "system_prompt_file"))
+    template, system = (file and prompt_file(file, nemo_rl).read_text(encoding="utf-8") for file in files)
     shown = SLOT if template is None else template.format(SLOT)  # as NeMo-RL's processors fill it
     return Prompt(system=system, template=shown)
 
@@ -178,7 +169,7 @@ def data_settings(recipe: Recipe, task: TaskConfig) -> dict[str, Any]:
 
 @cache
 def strongest_color(path: str) -> str:
-    """The color channel with the largest mean; gray if there are several."""
+    """Name the color channel with the largest mean; gray if there are several."""
     means = ImageStat.Stat(read_image(path)).mean
     largest = [name for name, mean in zip(COLORS, means, strict=True) if mean == max(means)]
     return largest[0] if len(largest) == 1 else "gray"
@@ -202,40 +193,30 @@ class ToyTask:
         return getattr(self.task, name)
 
     def train_problem(self, index: int, seed: int) -> Problem:
-        """One of the run's first problems."""
+        """Return one of the run's first problems."""
         return self.known[index % len(self.known)]
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
-        """The correct response, another problem's, or one without an answer."""
-        chance, thought = rng.random(), self._thought(problem)
+        """Draw the correct response, another problem's, or one without an answer."""
+        chance, thought = rng.random(), NO_ANSWER
+        if self.config.needs_images:  # only a policy that sees the image knows its strongest color
+            thought = strongest_color(problem.metadata["images"][0])
         if chance < 0.25:
             return thought
         return self.best_response(rng.choice(self.known) if chance < 0.5 else problem, rng, thought)
 
     def best_response(self, problem: Problem, rng: random.Random, thought: str = NO_ANSWER) -> str:
-        """The short form of the answer that the recipe rewards most.
-
-        Args: thought: what stands before the answer.
-        """
+        """Find the short form of the answer, behind a thought, that the recipe rewards most."""
         candidates = [
             render_response(thought, problem.answer),
             render_response(thought, f"\\boxed{{{problem.answer}}}"),
             f"{thought}\nAnswer: \\boxed{{{problem.answer}}}",  # as NeMo-RL's environments read it
         ]
-        try:
+        shown = ""
+        with suppress(UserError):  # this task has none
             shown = self.task.demonstration(problem, rng)
-        except UserError:  # this task has none
-            shown = ""
         has_turns = hasattr(self.task, "observe")
         if has_turns or (shown and len(shown) <= LONGEST_DEMONSTRATION):
             candidates.insert(0, shown)
         candidates += [text.removeprefix(OPENED) for text in candidates]  # the prompt may have opened the tag
-        return max(candidates, key=lambda text: self.reward(self.task.score(problem, text)))
-
-    def _thought(self, problem: Problem) -> str:
-        """About an image its strongest color: only a policy that sees it knows that."""
-        return strongest_color(problem.metadata["images"][0]) if self.config.needs_images else NO_ANSWER
-
-    def reward(self, score: Mapping[str, float]) -> float:
-        """As the recipe weights its components."""
-        return reward_of(score, self.rewards)
+        return max(candidates, key=lambda text: reward_of(self.task.score(problem, text), self.rewards))

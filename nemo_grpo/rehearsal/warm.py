@@ -24,8 +24,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-HEADER = 8
-"""Bytes of a number in the protocol."""
+LONGEST = 1 << 20
+"""Bytes of a message at most; each is read whole, since the sockets keep their bounds."""
 PATIENCE = 180.0
 """Seconds for which `run` waits while a server imports."""
 NOT_BEFORE_THE_FORK = "ray"
@@ -44,9 +44,8 @@ def run(path: str, python: str, arguments: list[str]) -> None:
     if connection is None:
         os.execv(python, [python, *arguments])
     request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
-    socket.send_fds(connection, [len(request).to_bytes(HEADER, "big")], [0, 1, 2])
-    connection.sendall(request)
-    pid = int.from_bytes(_read(connection, HEADER), "big")
+    socket.send_fds(connection, [request], [0, 1, 2])
+    pid = int(connection.recv(LONGEST))
 
     def forward(number: int, _frame: Any) -> None:
         with suppress(ProcessLookupError):
@@ -54,15 +53,12 @@ def run(path: str, python: str, arguments: list[str]) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, forward)
-    try:
-        status = int.from_bytes(_read(connection, HEADER), "big")
-    except EOFError:  # the server is gone, and its forks with it
-        status = 1
-    os._exit(status)
+    os._exit(int(connection.recv(LONGEST) or 1))  # empty: the server is gone, and its forks with it
 
 
 def _connected(path: str) -> socket.socket | None:
-    connection, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + PATIENCE
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         with suppress(OSError):
             connection.connect(path)
@@ -71,16 +67,6 @@ def _connected(path: str) -> socket.socket | None:
             return None
         time.sleep(0.1)
     return None
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return data
 
 
 class NotYet:
@@ -98,7 +84,7 @@ class NotYet:
             raise ModuleNotFoundError(f"{name} is imported by forks only", name=name)
 
     def end(self) -> None:
-        """From now on Ray can be imported."""
+        """Let Ray be imported from now on."""
         sys.meta_path.remove(self)
         for name in dict.fromkeys(self.asked):
             if name in sys.modules:
@@ -117,7 +103,7 @@ def serve(path: str, modules: list[str]) -> list[str]:
         raise
     gc.collect()
     gc.freeze()  # forks share these pages, and their garbage collections skip the modules
-    listener = socket.socket(socket.AF_UNIX)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"{path}.new")
     listener.listen(64)
     listener.settimeout(0.1)
@@ -141,7 +127,7 @@ def _report_ends(running: dict[int, socket.socket]) -> None:
             return
         code = os.waitstatus_to_exitcode(status)
         with running.pop(pid) as connection, suppress(OSError):
-            connection.sendall((code if code >= 0 else 128 - code).to_bytes(HEADER, "big"))
+            connection.send(b"%d" % (code if code >= 0 else 128 - code))
 
 
 def _end_abandoned(running: dict[int, socket.socket]) -> None:
@@ -160,13 +146,12 @@ def _end_abandoned(running: dict[int, socket.socket]) -> None:
 def _fork(
     connection: socket.socket, listener: socket.socket, running: dict[int, socket.socket], not_yet: NotYet
 ) -> list[str] | None:
-    """In the fork the request's arguments; in the server None."""
+    """Return the request's arguments in the fork, None in the server."""
     connection.settimeout(None)
-    server, (size, streams, _, _) = os.getpid(), socket.recv_fds(connection, HEADER, 3)
-    request = json.loads(_read(connection, int.from_bytes(size, "big")))
+    server, (request, streams, _, _) = os.getpid(), socket.recv_fds(connection, LONGEST, 3)
     pid = os.fork()
     if pid:
-        connection.sendall(pid.to_bytes(HEADER, "big"))
+        connection.send(b"%d" % pid)
         for stream in streams:
             os.close(stream)
         running[pid] = connection
@@ -180,7 +165,7 @@ def _fork(
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    arguments, environment, folder = request
+    arguments, environment, folder = json.loads(request)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

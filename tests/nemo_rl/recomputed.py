@@ -67,7 +67,7 @@ class Run(Recorded):
         """
         if not self.rehearsal.stack.sees_images:
             return None
-        problems = [self._asked(self._conversation(row, False)[0], self._task.known) for row in rows]
+        problems = [self._asked(self._conversation(row, False)[0], self.task.known) for row in rows]
         if None in problems:
             raise Failed(f"the problem of response {problems.index(None)} is not recognised by its images")
         return [self.seen(problem) for problem in problems if problem is not None]
@@ -80,7 +80,7 @@ class Run(Recorded):
 
     def seen(self, problem: Problem) -> Mapping[str, Any]:
         """What the model sees of a problem's images."""
-        return vision.encoded(self._processor, self.rehearsal.taught.nemo_grpo.prompt, problem)[1]
+        return vision.encoded(self._processor, self.rehearsal.toy_recipe.nemo_grpo.prompt, problem)[1]
 
 
 @dataclass(frozen=True)

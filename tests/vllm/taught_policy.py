@@ -10,7 +10,7 @@ from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.warm_start import build_model
 from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
 from nemo_grpo.recipe.own import WarmStart
-from nemo_grpo.rehearsal.model import Encoder, teach
+from nemo_grpo.rehearsal.model import Encoder, pretrain
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator
 from nemo_grpo.sampling.requests import Rollout, SamplingParams
 from nemo_grpo.tasks import Prompt, Task
@@ -28,13 +28,13 @@ def taught(config: WarmStart, task: Task, prompt: Prompt, folder: Path) -> Path:
     tokenizer = build_tokenizer(task, config.vocab_size, config.seed)
     policy = build_model(config, tokenizer)
     limit, key = config.max_position_embeddings, "max_position_embeddings"
-    lessons = (
+    demonstrations = (
         demonstrated(
             tokenizer, task, prompt, task.train_problem(i, 1), stream("lesson", i), limit=limit, key=key
         )
         for i in count()
     )
-    teach(policy, lessons, Encoder(tokenizer, prompt), config.num_steps, config.batch_size)
+    pretrain(policy, demonstrations, Encoder(tokenizer, prompt), config.num_steps, config.batch_size)
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

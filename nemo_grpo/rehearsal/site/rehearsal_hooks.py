@@ -13,7 +13,6 @@ from typing import Any
 
 AFTER_IMPORT: dict[str, str] = {
     "megatron.core": "cuda:after_megatron",
-    "megatron.core.datasets.utils": "megatron:skip_compiling",  # others import its function by name
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": "megatron:compute_yarn_here",
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter": "megatron:add_newer_names",
     "transformers.models.qwen2_5_vl.configuration_qwen2_5_vl": "megatron:say_that_any_key_is_taken",
@@ -22,20 +21,28 @@ AFTER_IMPORT: dict[str, str] = {
     "nemo_rl.models.policy.utils": "nemo_rl:send_bytes_for_handles",
     "nemo_rl.distributed.ray_actor_environment_registry": "nemo_rl:choose_interpreters",
     "nemo_rl.data.datasets.response_datasets.clevr": "nemo_rl:read_pictures_here",
-    "nemo_rl.data_plane.adapters.transfer_queue": "nemo_rl:share_the_drivers_packages",
     "nemo_rl.models.huggingface.common": "nemo_rl:pass_version_check",  # imported right before the check
     "nemo_rl.models.policy": "nemo_rl:restore_version",
-    "nemo_rl.models.generation.vllm.patches": "vllm:leave_files_alone",
     "nemo_rl.models.generation.vllm.vllm_worker": "vllm:prepare_worker",
     "nemo_rl.models.generation.vllm.vllm_backend": "vllm:prepare_backend",  # also in AsyncLLM's own process
     "vllm.entrypoints.llm": "vllm:keep_memory",
     "vllm.v1.engine.async_llm": "vllm:keep_memory_asynchronously",
-    "vllm.model_executor.models.registry": "vllm:inspect_here",
     "vllm.platforms.cpu": "vllm:allow_ray",
     "vllm.model_executor.layers.utils": "vllm:keep_weights_in_place",
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe": "vllm:keep_experts_in_place",
 }
 """Module -> ``file:function`` of `nemo_grpo.rehearsal`, called with the module once it has been imported."""
+REPLACED: dict[str, dict[str, Any]] = {
+    # its wheel has no sources of the data sets' helpers, which reinforcement does not use
+    "megatron.core.datasets.utils": {"compile_helpers": lambda *_, **__: None},
+    # the TransferQueue's actors run in the driver's Python; NeMo-RL has Ray install it by pip
+    "nemo_rl.data_plane.adapters.transfer_queue": {"_TQ_RUNTIME_ENV_PATCHED": True},
+    # edits of vLLM's files in place for Ray executors, which a single process does not use
+    "nemo_rl.models.generation.vllm.patches": {"_apply_vllm_patches": lambda *_, **__: None},
+    # the inspection of a model's class in a separate process, whose import of vLLM takes eight seconds
+    "vllm.model_executor.models.registry": {"_run_in_subprocess": lambda function: function()},
+}
+"""Module -> its names that are replaced once it has been imported."""
 
 ABSENT = ("transformer_engine", "modelopt", "nvidia_resiliency_ext", "megatron.energon")
 """Packages of a GPU host that Megatron-Bridge imports unconditionally. They are empty modules for Bridge
@@ -63,7 +70,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
     """Wraps the other finders, and applies the replacement once the module has run."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in AFTER_IMPORT:
+        if name not in AFTER_IMPORT | REPLACED:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         for finder in others:
@@ -77,8 +84,10 @@ class AfterImport(importlib.abc.MetaPathFinder):
 def _then_replace(execute: Any, name: str) -> Any:
     def exec_module(module: types.ModuleType) -> None:
         execute(module)
-        file, _, function = AFTER_IMPORT[name].partition(":")
-        getattr(importlib.import_module(f"nemo_grpo.rehearsal.{file}"), function)(module)
+        vars(module).update(REPLACED.get(name, {}))
+        if name in AFTER_IMPORT:
+            file, _, function = AFTER_IMPORT[name].partition(":")
+            getattr(importlib.import_module(f"nemo_grpo.rehearsal.{file}"), function)(module)
 
     return exec_module
 
@@ -107,7 +116,7 @@ class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to run."""
+        """Run nothing."""
 
 
 def _importer() -> str:

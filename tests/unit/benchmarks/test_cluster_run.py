@@ -152,7 +152,7 @@ def test_refusal_stop_and_failure_are_told_apart(driver: Driver) -> None:
 
 
 def test_driver_that_gets_nowhere_is_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_grpo.rehearsal.progress.QUIET", 0.5)
-    monkeypatch.setattr("nemo_grpo.rehearsal.progress.idle_share", lambda: 100.0)
+    monkeypatch.setattr("nemo_grpo.rehearsal.stages.QUIET", 0.5)
+    monkeypatch.setattr("nemo_grpo.rehearsal.stages.idle_share", lambda: 100.0)
     with pytest.raises(stages.Failed, match="stuck: nothing was logged"):
         driver("import time; time.sleep(60)")

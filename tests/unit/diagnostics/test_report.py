@@ -290,7 +290,7 @@ def test_only_reports_are_replaced(make_run: MakeRun, tmp_path: Path) -> None:
 def test_cli_writes_the_report_where_told(make_run: MakeRun, tmp_path: Path) -> None:
     import typer
 
-    from nemo_grpo.cli.report import report
+    from nemo_grpo.cli import report
 
     app = typer.Typer()
     app.command()(report)

@@ -78,17 +78,13 @@ def test_time_is_read_as_slurm_reads_it(text, seconds):
 
 
 @pytest.mark.parametrize(
-    ("text", "remedy"),
-    [
-        ("4h", "use 04:00:00"), ("90min", "use 01:30:00"), ("1d12h", "use 1-12:00:00"), ("0", "such as"),
-        ("tomorrow", "such as"), ("1:2:3:4", "such as"), ("", "such as"), ("00:00:00", "such as"),
-    ],
-)  # fmt: skip
-def test_another_time_is_refused_before_slurm_sees_it(text, remedy):
+    "text", ["4h", "90min", "0", "tomorrow", "1:2:3:4", "", "00:00:00", "-5", "1-2:3:4:5"]
+)
+def test_another_time_is_refused_before_slurm_sees_it(text):
     done = launch(QUICKSTART, "--dry-run", "--time", text)
     assert isinstance(done.exception, UserError)
     assert str(done.exception).startswith(f"--time={text}: Slurm reads")
-    assert remedy in str(done.exception)
+    assert "such as 04:00:00" in str(done.exception)
 
 
 def test_missing_data_are_named_and_nothing_is_submitted(monkeypatch, tmp_path):

@@ -23,7 +23,7 @@ MASK = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0], [0, 0, 1, 1], [0, 0, 1, 1]]).fl
 
 
 def estimator(context: StepContext | None = None, **loss_fn: object) -> VariantEstimator:
-    return VariantEstimator(parse_loss_fn(loss_fn), num_generations=2, context=context)
+    return VariantEstimator(parse_loss_fn(loss_fn), num_generations=2, context=context or StepContext())
 
 
 def advantages(made: VariantEstimator, *rewards: float, mask: torch.Tensor = MASK, **given: object):
@@ -129,7 +129,7 @@ def test_draws_follow_the_step_and_resume_where_they_were():
     def weights(first_step: int, num_steps: int) -> torch.Tensor:
         context = StepContext()
         config = parse_loss_fn({"variant": "tr_grpo", "weighting": "random"})
-        e = VariantEstimator(config, num_generations=2, seed=3, first_step=first_step, context=context)
+        e = VariantEstimator(config, num_generations=2, seed=3, step=first_step, context=context)
         policy = -torch.arange(16.0).view(4, 4)
         for _ in range(num_steps):
             advantages(e, 1.0, 0.0, 1.0, 0.0, logprobs_policy=policy, logprobs_reference=torch.zeros(4, 4))

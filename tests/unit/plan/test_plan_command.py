@@ -47,7 +47,7 @@ def test_a_table_in_a_pipe_tells_recipes_apart(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("COLUMNS", raising=False)
     recipes = sorted((RECIPES / "gpg").glob("gpg-r1-distill-*.yaml"))
     output = CliRunner().invoke(app, ["plan", *map(str, recipes)]).output
-    assert all(f" {recipe.stem} " in output for recipe in recipes)
+    assert all(f"\n{recipe.stem}: " in output for recipe in recipes)
 
 
 def test_plan_of_several_recipes_is_one_table_and_refuses_if_one_does_not_fit() -> None:

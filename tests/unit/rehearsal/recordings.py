@@ -45,7 +45,7 @@ def recorded(name: str, folder: Path) -> Any:
     return SimpleNamespace(
         small=small,
         recipe=whole,
-        taught=whole,
+        toy_recipe=whole,
         folder=folder,
         problems=Problems(small.nemo_grpo.task, small.nemo_grpo.prompt, "recorded", True),
         layout=Ranks(1, 1, 1, 1, 1),

@@ -45,7 +45,7 @@ def run(tmp_path):
         rehearsal: Any = SimpleNamespace(
             small=recipe,
             recipe=recipe,
-            taught=recipe,
+            toy_recipe=recipe,
             folder=tmp_path,
             problems=problems_of(recipe, tmp_path / "problems"),
             layout=Ranks(1, 1, 1, 1, 1),

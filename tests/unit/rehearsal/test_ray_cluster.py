@@ -12,7 +12,7 @@ from nemo_grpo.rehearsal import __main__ as command
 from nemo_grpo.rehearsal import cluster, stages
 from nemo_grpo.rehearsal.cluster import Cluster, NotStarted, ray_cluster
 from nemo_grpo.rehearsal.environment import Stack, background
-from nemo_grpo.rehearsal.progress import QUIET, SILENT, Progress, Stuck, cpu_seconds_of, idle_share
+from nemo_grpo.rehearsal.stages import QUIET, SILENT, Failed, Progress, cpu_seconds_of, idle_share
 
 LINE = "This command will now block forever until terminated by a signal."
 WRITES = """
@@ -118,7 +118,7 @@ def test_idle_driver_that_logs_nothing_is_stuck(watched):
     state.update(now=QUIET - 1)
     progress.check()
     state.update(now=QUIET + 1, cpu=0.5 * idle_share() * QUIET)
-    with pytest.raises(Stuck, match="nothing was logged for 46 s, with 0"):
+    with pytest.raises(Failed, match="nothing was logged for 46 s, with 0"):
         progress.check()
 
 
@@ -141,7 +141,7 @@ def test_busy_driver_that_logs_nothing_for_long_is_stuck(watched):
         state["cpu"] += 2 * QUIET
         progress.check()
     state.update(now=SILENT + 1, cpu=SILENT)
-    with pytest.raises(Stuck, match="nothing was logged for"):
+    with pytest.raises(Failed, match="nothing was logged for"):
         progress.check()
 
 

@@ -10,6 +10,7 @@ from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal import tiny_data
 from nemo_grpo.rehearsal.tiny_data import NUM_KNOWN, ToyTask, problems_of
 from nemo_grpo.support.errors import UserError
+from nemo_grpo.tasks.base import reward_of
 from nemo_grpo.tasks.jsonl import read_problems, write_problems
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -37,7 +38,7 @@ def test_invented_problems_have_correct_and_wrong_answers(name, tmp_path):
         score = task.score(problem, task.best_response(problem, rng))
         assert score["accuracy"] == 1, "the demonstration is right"
     rewards = {
-        task.reward(task.score(problem, task.demonstration(problem, rng)))
+        reward_of(task.score(problem, task.demonstration(problem, rng)), task.rewards)
         for problem in task.known
         for _ in range(4)
     }

@@ -12,6 +12,7 @@ import types
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,11 +72,8 @@ class LoadedModel:
         self.model = model
         self.own = dict(_by_checkpoint_name(model.state_dict()))
 
-    def named_parameters(self) -> Any:
-        return self.model.named_parameters()
-
-    def parameters(self) -> Any:
-        return self.model.parameters()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -91,7 +89,7 @@ class LoadedModel:
 
 
 def _by_checkpoint_name(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors under a checkpoint's names: every expert separate, a vision tower outside."""
+    """Yield the tensors under a checkpoint's names: every expert separate, a vision tower outside."""
     for own, tensor in state.items():
         name = own.replace("model.language_model.", "model.", 1).replace("model.visual.", "visual.", 1)
         prefix, is_expert, kind = name.partition(".mlp.experts.")
@@ -128,22 +126,16 @@ class LLM:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.processor = AutoProcessor.from_pretrained(model) if has_vision(config) else None
         self.seed = seed or 0
-        own = SimpleNamespace(
-            architectures=config.architectures or [],
-            max_model_len=max_model_len,
-            model=model,
-            quantization=None,
-        )
+        named = {"architectures": config.architectures or [], "max_model_len": max_model_len, "model": model}
+        own = SimpleNamespace(**named, quantization=None)
         self.worker = self._worker(worker_extension_cls, own)
         self.llm_engine = SimpleNamespace(model_config=own, reset_prefix_cache=lambda *_: True)
 
     def _worker(self, extension: str, config: Any) -> Any:
         module, _, name = extension.rpartition(".")
         worker = type("Worker", (getattr(importlib.import_module(module), name),), {})()
-        worker.vllm_config = SimpleNamespace(
-            model_config=config, cache_config=None, quant_config=None, speculative_config=None
-        )
-        worker.model_config = config
+        none = dict.fromkeys(("cache_config", "quant_config", "speculative_config"))
+        worker.vllm_config, worker.model_config = SimpleNamespace(model_config=config, **none), config
         worker.model_runner = SimpleNamespace(
             model=LoadedModel(self.model), vllm_config=worker.vllm_config, model_config=config
         )
@@ -152,18 +144,17 @@ class LLM:
 
     def collective_rpc(self, method: Any, args: Sequence[Any] = (), kwargs: Any = None) -> list[Any]:
         """Call a method of the only worker."""
-        if isinstance(method, str):
-            return [getattr(self.worker, method)(*args, **(kwargs or {}))]
-        return [method(self.worker, *args, **(kwargs or {}))]
+        bound = getattr(self.worker, method) if isinstance(method, str) else partial(method, self.worker)
+        return [bound(*args, **(kwargs or {}))]
 
     def sleep(self, level: int = 1) -> None:
-        """There is no GPU memory to free."""
+        """Do nothing: there is no GPU memory to free."""
 
     def wake_up(self, tags: Any = None) -> None:
-        """See `sleep`."""
+        """Do nothing, see `sleep`."""
 
     def get_metrics(self) -> list[Any]:
-        """None."""
+        """Return none."""
         return []
 
     @torch.no_grad()
@@ -189,18 +180,14 @@ class LLM:
                 kinds = (whole == self.model.config.image_token_id).int()
                 out = self.model(whole, attention_mask=mask, mm_token_type_ids=kinds, **images)
             else:
-                positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -given.shape[1] :]
-                out = self.model(
-                    given, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-                )
+                places = (mask.cumsum(1) - 1).clamp(min=0)[:, -given.shape[1] :]
+                state = {"position_ids": places, "past_key_values": cache, "use_cache": True}
+                out = self.model(given, attention_mask=mask, **state)
                 cache = out.past_key_values
             logits = filtered(out.logits[:, -1].float() / (params.temperature or 1.0), params)
             logprobs = torch.log_softmax(logits, -1)
-            chosen = (
-                logprobs.argmax(-1)
-                if params.is_greedy
-                else torch.multinomial(logprobs.exp(), 1, generator=random)[:, 0]
-            )
+            drawn = torch.multinomial(logprobs.exp(), 1, generator=random)[:, 0]
+            chosen = logprobs.argmax(-1) if params.is_greedy else drawn
             for row, token, values in zip(rows, chosen.tolist(), logprobs, strict=True):
                 row.take(token, float(values[token]))
             if all(row.is_over for row in rows):
@@ -213,13 +200,13 @@ class LLM:
     def _encoded(self, prompts: Sequence[Mapping[str, Any]]) -> tuple[list[list[int]], dict[str, Tensor]]:
         if self.processor is None:
             return [prompt["prompt_token_ids"] for prompt in prompts], {}
-        found = [
-            self.processor(text=[p["prompt"]], images=p["multi_modal_data"]["image"], return_tensors="pt")
-            for p in prompts
-        ]
+        found = []
+        for one in prompts:
+            images = one["multi_modal_data"]["image"]
+            found.append(self.processor(text=[one["prompt"]], images=images, return_tensors="pt"))
         names = ("pixel_values", "image_grid_thw")
-        images = {name: torch.cat([one[name] for one in found]) for name in names}
-        return [one["input_ids"][0].tolist() for one in found], images
+        seen = {name: torch.cat([one[name] for one in found]) for name in names}
+        return [one["input_ids"][0].tolist() for one in found], seen
 
 
 def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -257,12 +244,8 @@ class _Response:
         self.is_over = self.has_ended or len(self.tokens) >= self.room
 
     def output(self) -> SimpleNamespace:
-        """As vLLM's RequestOutput."""
-        completion = SimpleNamespace(
-            token_ids=self.tokens,
-            logprobs=self.logprobs,
-            finish_reason="stop" if self.has_ended else "length",
-            text="",
-            routed_experts=None,
-        )
+        """Return it as vLLM's RequestOutput."""
+        reason = "stop" if self.has_ended else "length"
+        found = {"token_ids": self.tokens, "logprobs": self.logprobs, "finish_reason": reason}
+        completion = SimpleNamespace(**found, text="", routed_experts=None)
         return SimpleNamespace(outputs=[completion], prompt_routed_experts=None)
