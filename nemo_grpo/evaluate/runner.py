@@ -81,19 +81,12 @@ class ProblemResult:
         }
 
 
-Undecided = Callable[[str, str], bool]
-"""Tells if a problem's reference and an extracted answer could not be compared within the limits."""
-
-
-def _never(reference: str, answer: str) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class EvalResult:
     """All problems with their responses, and the task's parameters.
 
     Attributes:
+        undecided: tells if a reference and an extracted answer could not be compared within the limits.
         pass_at: values of k for pass@k beside the powers of two; at most the number of samples.
         overall: the task's own metrics, see `nemo_grpo.tasks.base.Answered`.
     """
@@ -102,7 +95,7 @@ class EvalResult:
     num_samples: int
     problems: list[ProblemResult]
     same_answer: SameAnswer = field(default=operator.eq, compare=False)
-    undecided: Undecided = field(default=_never, compare=False)
+    undecided: Callable[[str, str], bool] = field(default=lambda _reference, _answer: False, compare=False)
     pass_at: tuple[int, ...] = ()
     overall: dict[str, float] = field(default_factory=dict)
 
@@ -152,7 +145,12 @@ class EvalResult:
 
     @cached_property
     def _votes(self) -> list[Majority]:
-        votes = [self._vote(problem) for problem in self.problems]
+        votes = []
+        for problem in self.problems:
+            extracted, scores = problem.samples.extracted, problem.samples.scores
+            given = {answer for answer in extracted if answer is not None}
+            hopeless = {answer for answer in given if self.undecided(problem.gold, answer)}
+            votes.append(majority_at_k(extracted, scores, self.same_answer, hopeless))
         if num_cut := sum(vote.cut_short for vote in votes):
             log.warning(
                 "maj@%d: %d of %d votes hit the limits on comparing answers; equal answers may have counted "
@@ -160,12 +158,6 @@ class EvalResult:
                 *(self.num_samples, num_cut, len(votes)),
             )
         return votes
-
-    def _vote(self, problem: ProblemResult) -> Majority:
-        answers = problem.samples
-        given = {answer for answer in answers.extracted if answer is not None}
-        hopeless = {answer for answer in given if self.undecided(problem.gold, answer)}
-        return majority_at_k(answers.extracted, answers.scores, self.same_answer, hopeless)
 
     def to_dict(self) -> dict[str, Any]:
         """Metrics with their errors, as JSON values."""
@@ -233,14 +225,13 @@ def evaluate(
             answers = _judge(task, problem, first), _judge(task, problem, samples)
             results[index] = ProblemResult(problem.id, text, problem.answer, *answers)
     ordered = [results[index] for index in range(len(problems))]
-    config = task.config.model_dump(mode="json")
-    same_answer: SameAnswer = getattr(task, "same_answer", operator.eq)
-    undecided: Undecided = getattr(task, "undecided", _never)
-    overall: Callable[..., dict[str, Any]] = getattr(task, "overall", lambda _answered: {})
-    answered = [
-        (problem, result.samples.completions) for problem, result in zip(problems, ordered, strict=True)
-    ]
-    return EvalResult(config, num_samples, ordered, same_answer, undecided, overall=overall(answered))
+    own: dict[str, Any] = {
+        name: getattr(task, name) for name in ("same_answer", "undecided") if hasattr(task, name)
+    }
+    if hasattr(task, "overall"):
+        completions = [result.samples.completions for result in ordered]
+        own["overall"] = task.overall(list(zip(problems, completions, strict=True)))
+    return EvalResult(task.config.model_dump(mode="json"), num_samples, ordered, **own)
 
 
 def _judge(task: Task, problem: Problem, responses: Sequence[Completion]) -> Verdicts:
