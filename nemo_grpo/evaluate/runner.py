@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from nemo_grpo.evaluate.passk import (
@@ -64,17 +65,12 @@ class ProblemResult:
 
     def to_record(self) -> dict[str, Any]:
         """The line of samples.jsonl."""
-        samples = asdict(self.samples)
+        names = {"scores": "score", "formats": "format", "lengths": "num_tokens"}
         return {
             "id": self.id,
             "prompt": self.prompt,
             "gold": self.gold,
-            "completions": samples["completions"],
-            "extracted": samples["extracted"],
-            "score": samples["scores"],
-            "format": samples["formats"],
-            "num_tokens": samples["lengths"],
-            "truncated": samples["truncated"],
+            **{names.get(name, name): values for name, values in asdict(self.samples).items()},
             "greedy_completion": self.greedy.completions[0],
             "greedy_extracted": self.greedy.extracted[0],
             "greedy_score": self.greedy.scores[0],
@@ -113,9 +109,9 @@ class EvalResult:
                 found[f"{name}_stderr"] = stderr
         return {
             **found,
-            "format": _mean([_mean(p.samples.formats) for p in self.problems]),
-            "truncated": _mean([_mean(p.samples.truncated) for p in self.problems]),
-            "num_tokens": _mean([_mean(p.samples.lengths) for p in self.problems]),
+            "format": fmean(fmean(p.samples.formats) for p in self.problems),
+            "truncated": fmean(fmean(p.samples.truncated) for p in self.problems),
+            "num_tokens": fmean(fmean(p.samples.lengths) for p in self.problems),
             **self.overall,
         }
 
@@ -132,7 +128,7 @@ class EvalResult:
         """Metrics with a value per problem."""
         n, problems = self.num_samples, self.problems
         return {
-            "accuracy": [_mean(p.samples.scores) for p in problems],
+            "accuracy": [fmean(p.samples.scores) for p in problems],
             "greedy": [p.greedy.scores[0] for p in problems],
             **{f"pass@{k}": [pass_at_k(n, p.num_correct, k) for p in problems] for k in ks(n, self.pass_at)},
             f"maj@{n}": [vote.score for vote in self._votes],
@@ -249,7 +245,3 @@ def _judge(task: Task, problem: Problem, responses: Sequence[Completion]) -> Ver
         lengths=[response.num_tokens for response in responses],
         truncated=[response.truncated for response in responses],
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return mean_and_stderr(values)[0]

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -153,4 +153,4 @@ def _over(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: math.fsum(one[name] for one in values) / len(values) for name in common(values)}
+    return {name: fmean(one[name] for one in values) for name in common(values)}
