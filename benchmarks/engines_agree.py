@@ -24,9 +24,9 @@ import torch
 
 from benchmarks.agreement.comparison import Differences, compare, drift_table, table
 from benchmarks.agreement.recording import LAYOUTS, VARIANTS, Case, StepResult, record
+from nemo_grpo.engine.launch import free_port
 from nemo_grpo.rehearsal.cluster import ray_cluster
 from nemo_grpo.rehearsal.environment import Stack, find_stack
-from nemo_grpo.support.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 Results = dict[Case, list[StepResult]]

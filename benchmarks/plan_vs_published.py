@@ -22,7 +22,7 @@ from statistics import median
 import numpy as np
 
 from benchmarks.published_rows import Row, error, predicted, read_blind, read_rows
-from nemo_grpo.plan.efficiency import FITTED, PUBLISHED, Efficiency, Seen
+from nemo_grpo.plan.efficiency import FITTED, PUBLISHED, Efficiency, PredictionError
 
 PRIOR = Efficiency(
     matrix=0.5,
@@ -132,7 +132,7 @@ def _held(name: str, errors: Sequence[float]) -> str:
     return f"; {sum(low <= 1 / (1 + error) <= high for error in errors)} within {low:g} to {high:g}"
 
 
-def seen_of(what: str, ratios: Mapping[str, Sequence[float]]) -> Seen:
+def seen_of(what: str, ratios: Mapping[str, Sequence[float]]) -> PredictionError:
     """Errors of predictions, and the interval that follows from them.
 
     The ends are the k-th smallest and the k-th largest of seen / predicted. k is the largest for which at
@@ -147,7 +147,7 @@ def seen_of(what: str, ratios: Mapping[str, Sequence[float]]) -> Seen:
     rank = max(enough, default=1)
     errors = [abs(1 / ratio - 1) for ratio in found]
     low, high = found[rank - 1], found[-rank]
-    return Seen(what, len(found), median(errors), max(errors), low, high, _covered(ratios, rank))
+    return PredictionError(what, len(found), median(errors), max(errors), low, high, _covered(ratios, rank))
 
 
 def _covered(ratios: Mapping[str, Sequence[float]], rank: int) -> float:
@@ -159,7 +159,7 @@ def _covered(ratios: Mapping[str, Sequence[float]], rank: int) -> float:
     return inside / total
 
 
-def seen_by_gpu(rows: Sequence[Row]) -> dict[str, Seen]:
+def seen_by_gpu(rows: Sequence[Row]) -> dict[str, PredictionError]:
     """Per GPU and for all together, each model predicted without itself."""
     ratios: dict[str, dict[str, list[float]]] = {}
     for model in dict.fromkeys(row.model for row in rows):
@@ -205,7 +205,7 @@ def main() -> None:
     elif options.errors:
         for gpu, found in seen_by_gpu(read_rows()).items():
             what, *values = vars(found).values()
-            print(f"{gpu}: Seen({what!r}, {', '.join(f'{value:.3g}' for value in values)})")
+            print(f"{gpu}: PredictionError({what!r}, {', '.join(f'{value:.3g}' for value in values)})")
     else:
         table(read_rows())
 

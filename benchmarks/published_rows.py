@@ -18,12 +18,12 @@ from typing import Any
 
 import yaml
 
-from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.efficiency import Efficiency
 from nemo_grpo.plan.hardware import HARDWARE
+from nemo_grpo.plan.inputs import PlanInput
 from nemo_grpo.plan.lengths import of_mean
 from nemo_grpo.plan.presets import PRESETS
-from nemo_grpo.plan.setup import Setup
+from nemo_grpo.plan.scenario import Scenario
 from nemo_grpo.plan.step_time import ROLLOUT, UPDATE, StepTime, step_time
 from nemo_grpo.plan.workload import ACCEPTANCE, Workload
 from nemo_grpo.recipe.layout import Layout
@@ -48,7 +48,7 @@ class Row:
     model: str
     gpu: str
     source: str
-    setup: Setup
+    setup: PlanInput
     work: Workload
     tokens: float | None
     published: Mapping[str, float]
@@ -57,7 +57,7 @@ class Row:
 
     def predict(self, eff: Efficiency) -> StepTime:
         """The planner's step."""
-        return step_time(Case(PRESETS[self.model], self.setup, self.work, HARDWARE[self.gpu], eff))
+        return step_time(Scenario(PRESETS[self.model], self.setup, self.work, HARDWARE[self.gpu], eff))
 
 
 def read_rows() -> list[Row]:
@@ -110,12 +110,12 @@ def row_of(row: dict[str, Any]) -> Row:
     )
 
 
-def _setup(row: dict[str, Any]) -> Setup:
+def _setup(row: dict[str, Any]) -> PlanInput:
     get, limit = row.get, row["limit"]
     tp, fp8 = get("tp", 1), get("fp8", False)
     first, last = get("ends", [None, None])
     per_node = min(4 if row["gpu"] == "gb200" else 8, row["gpus"])
-    return Setup(
+    return PlanInput(
         layout=Layout(tp, get("pp", 1), get("cp", 1), get("ep", 1), 1, tp > 1, first, last),
         num_nodes=row["gpus"] // per_node,
         gpus_per_node=per_node,

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - before the server starts: it takes a second
 
+from nemo_grpo.engine.launch import reserved_port
 from nemo_grpo.engine.megatron import cpu
-from nemo_grpo.support.ports import reserved_port
 
 _context = multiprocessing.get_context("fork")
 _server: Connection | None = None

@@ -27,7 +27,7 @@ from nemo_grpo.support.errors import UserError, first_line
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.jsonl import read_problems
 from nemo_grpo.tasks.response import extract_answer
-from nemo_grpo.tasks.rewards.boxes import Box, parse_box
+from nemo_grpo.tasks.vision import Box, parse_box
 
 app = typer.Typer(add_completion=False)
 

@@ -154,7 +154,7 @@ def parse_seeds(text: str) -> list[int]:
 
 def _run(runs: Sequence[Job], out: Path, num_parallel: int, baseline: str | None, dry_run: bool) -> None:
     from nemo_grpo.engine.recipe_checks import remedies
-    from nemo_grpo.experiments.experiment import check_settings, run_experiment
+    from nemo_grpo.experiments.runner import check_settings, run_experiment
 
     if dry_run:
         for sentence in remedies(check_settings(runs)):

@@ -7,11 +7,11 @@ from rich.table import Table
 
 from nemo_grpo.plan import Plan
 from nemo_grpo.plan.forecast import Forecast
+from nemo_grpo.plan.inputs import PlanInput
 from nemo_grpo.plan.layouts import Found
 from nemo_grpo.plan.memory import GIB
 from nemo_grpo.plan.rollout_time import kept_tokens
 from nemo_grpo.plan.scaling import Point
-from nemo_grpo.plan.setup import Setup
 from nemo_grpo.plan.step_time import ROLLOUT
 
 _PHASES = ("training", "scoring", "refit")
@@ -97,8 +97,8 @@ def sentences(found: Forecast, price: float | None) -> list[str]:
     """Describe lengths, throughput, the run, the bottleneck, and the numbers' uncertainty."""
     step, work = found.step, found.work
     drafts = found.setup.draft_tokens
-    kept, seen = kept_tokens(drafts, work.acceptance), found.seen
-    low, high = map(seconds_of, seen.around(step.seconds))
+    kept, error = kept_tokens(drafts, work.acceptance), found.error
+    low, high = map(seconds_of, error.around(step.seconds))
     accepted = f"accepted with {work.acceptance:.0%}: {kept:.1f} tokens per pass"
     return [
         f"responses: {work.num_samples} of {work.lengths.mean:.0f} tokens on average ({work.lengths.source})",
@@ -106,9 +106,9 @@ def sentences(found: Forecast, price: float | None) -> list[str]:
         f"throughput: {step.tokens_per_second_per_gpu:.0f} tokens/s/GPU, MFU of the update {step.mfu:.0%}",
         f"run: {work.num_steps} steps{work.or_passes}, validations and checkpoints take {_run(found, price)}",
         f"bottleneck: {found.bottleneck}",
-        f"uncertainty: with these lengths {low} to {high} s per step; such intervals hold {seen.covered:.0%} "
-        f"of {seen.num_steps} {seen.what}, predicted with a median error of {seen.median:.0%}, "
-        f"{seen.worst:.0%} at worst",
+        f"uncertainty: with these lengths {low} to {high} s per step; such intervals hold "
+        f"{error.covered:.0%} of {error.num_steps} {error.what}, predicted with a median error of "
+        f"{error.median:.0%}, {error.worst:.0%} at worst",
     ]
 
 
@@ -160,13 +160,13 @@ def scale_table(points: Sequence[Point], price: float | None) -> Table:
     return table
 
 
-def _sizes(setup: Setup) -> str:
+def _sizes(setup: PlanInput) -> str:
     layout = setup.layout
     sizes = {"TP": layout.tensor, "PP": layout.pipeline, "CP": layout.context, "EP": layout.expert}
     return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "TP")
 
 
-def layout_text(setup: Setup) -> str:
+def layout_text(setup: PlanInput) -> str:
     """Write a layout as ``"TP4 PP2 CP2, vLLM TP8, recomputed, 16 GPUs only sample"``."""
     parts = [_sizes(setup), f"vLLM TP{setup.vllm_tensor}"]
     parts += ["recomputed"] if setup.recompute else []

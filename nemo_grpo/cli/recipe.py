@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nemo_grpo.recipe.interpolation import Resolved
 
 app = typer.Typer(
+    name="recipe",
     no_args_is_help=True,
     help="List, copy, check, resolve and compare recipes, and print their rules. Nothing is trained.",
 )
@@ -101,7 +102,7 @@ def _sweep_summary(path: Path, overrides: list[str], missing: list[str]) -> str:
         sweep = load_sweep(path, target)
         jobs = make_jobs(with_overrides(sweep.settings, overrides), sweep.seeds[:1], Path("runs"))
         for job in jobs:
-            with naming(job):
+            with naming(job.setting):
                 checked = check_recipe(job.recipe)
                 checked.refuse(missing=False)
             missing += checked.missing

@@ -12,10 +12,8 @@ Keep = Callable[[Entry], bool]
 class Filter:
     """A rule over entries, in their order.
 
-    Attributes:
-        rule: what is kept, in words; part of the manifest.
-        cited: paper and passage, or another reason.
-        build: makes the test; called once per run, so that the test may keep state.
+    Attributes: rule, cited: what is kept and why, for the manifest.
+                build: makes the test; called once per run, so that the test may keep state.
     """
 
     rule: str
@@ -23,18 +21,13 @@ class Filter:
     build: Callable[[], Keep]
 
 
-def same_question(question: str) -> str:
-    """Questions that differ in white space only are the same."""
-    return " ".join(question.split())
-
-
 def complete() -> Filter:
     """Question and answer are not empty; always the first filter."""
-    return Filter("question and answer are not empty", "file format", lambda: _is_complete)
 
+    def is_complete(entry: Entry) -> bool:
+        return bool(entry.question.strip() and entry.answer.strip())
 
-def _is_complete(entry: Entry) -> bool:
-    return bool(entry.question.strip() and entry.answer.strip())
+    return Filter("question and answer are not empty", "file format", lambda: is_complete)
 
 
 def levels(wanted: Iterable[str], cited: str) -> Filter:
@@ -59,13 +52,13 @@ def one_image(cited: str) -> Filter:
 
 
 def unique_questions(cited: str) -> Filter:
-    """The first of several entries with the same question and the same images."""
+    """The first of several entries with the same question, white space aside, and the same images."""
 
     def build() -> Keep:
         seen: set[object] = set()
 
         def keep(entry: Entry) -> bool:
-            key = (same_question(entry.question), repr(entry.images))
+            key = (" ".join(entry.question.split()), repr(entry.images))
             new = key not in seen
             seen.add(key)
             return new

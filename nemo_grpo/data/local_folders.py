@@ -108,10 +108,7 @@ READERS: dict[str, Callable[[Path, str], Rows]] = {
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A split of a folder that one of `READERS` reads.
-
-    Attributes: download: files that the user puts into it.
-    """
+    """A split of a folder that one of `READERS` reads; ``download``: files that the user puts into it."""
 
     reader: str
     split: str

@@ -53,10 +53,6 @@ def _complaint(path: Path) -> str | None:
         return f"{path.name} is missing"
     if sha256_of(path) != manifest.get("sha256"):
         return f"{path.name} has a sha256 other than its manifest's"
-    return _content(path, manifest)
-
-
-def _content(path: Path, manifest: dict[str, Any]) -> str | None:
     try:
         problems = read_problems([path], with_images=bool(manifest.get("num_images")))
     except UserError as error:

@@ -1,21 +1,26 @@
-"""Origins of rows: a hub repository, or files of a Git repository.
+"""Origins of rows: a hub repository, files of a Git repository, or this package, which needs no network.
 
 Files are read by the ``datasets`` library; nothing that comes with the data is executed.
 """
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 from urllib.request import urlopen
 
-from nemo_grpo.data.fields import Row
+from nemo_grpo.data.fields import Entry, Row
+from nemo_grpo.tasks import Problem, Task
+from nemo_grpo.tasks.logic import LogicConfig
 
 TIMEOUT_SECONDS = 60
+SEED = 0
+"""Of generated training problems."""
 
 
 class Origin(Protocol):
@@ -118,8 +123,8 @@ class GitFiles:
         with TemporaryDirectory() as downloads:
             if folder is None:
                 folder = Path(downloads)
-                for url in self._urls(revision):
-                    _download(url, folder / url.removeprefix(f"{self._base(revision)}/"))
+                for path, url in zip(self.paths, self._urls(revision), strict=True):
+                    _download(url, folder / path)
             # One by one: files of one data set may differ in columns that nobody asks for.
             for file in [self._found(folder, path) for path in self.paths]:
                 if file.suffix == ".json":
@@ -136,11 +141,57 @@ class GitFiles:
                 return folder / candidate
         raise FileNotFoundError(f"{folder} has no {path}")
 
-    def _base(self, revision: str) -> str:
-        return f"https://raw.githubusercontent.com/{self.repository}/{revision}"
-
     def _urls(self, revision: str) -> list[str]:
-        return [f"{self._base(revision)}/{path}" for path in self.paths]
+        base = f"https://raw.githubusercontent.com/{self.repository}/{revision}"
+        return [f"{base}/{path}" for path in self.paths]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Training or held-out problems of the task `logic`; always the same ones.
+
+    Attributes: people: sizes of puzzles, equally often.
+    """
+
+    num_problems: int
+    held_out: bool
+    people: tuple[int, ...]
+    revision: str | None = None
+
+    @property
+    def label(self) -> str:
+        return f"generated (logic, {'held-out' if self.held_out else f'seed {SEED}'})"
+
+    def instructions(self, revision: str | None) -> str:
+        return "generate it here"
+
+    def resolve(self, revision: str | None) -> str:
+        return f"seed {SEED}"
+
+    def rows(self, revision: str, folder: Path | None) -> Iterator[Row]:
+        task = LogicConfig(people=self.people, validation_people=self.people).build()
+        problems = task.validation_problems(self.num_problems) if self.held_out else self._training(task)
+        for problem in sorted(problems, key=lambda problem: problem.metadata["num_people"]):
+            yield {"question": problem.question, "answer": problem.answer, "metadata": problem.metadata}
+
+    def _training(self, task: Task) -> list[Problem]:
+        """Each problem once, each size equally often."""
+        wanted = self.num_problems // len(self.people)
+        found: dict[str, Problem] = {}
+        sizes: Counter[int] = Counter()
+        indices = count()
+        while len(found) < wanted * len(self.people):
+            problem = task.train_problem(next(indices), SEED)
+            size = problem.metadata["num_people"]
+            if problem.id not in found and sizes[size] < wanted:
+                found[problem.id] = problem
+                sizes[size] += 1
+        return list(found.values())
+
+
+def generated(row: Row) -> Entry:
+    """A problem as it was generated."""
+    return Entry(row["question"], row["answer"], dict(row["metadata"]))
 
 
 def _download(url: str, target: Path) -> None:

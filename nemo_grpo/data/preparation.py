@@ -10,8 +10,8 @@ from typing import Any
 
 from nemo_grpo.data.fields import Row
 from nemo_grpo.data.files import write_problems
-from nemo_grpo.data.generated import Generated
 from nemo_grpo.data.manifest import read_manifest, write_manifest
+from nemo_grpo.data.origins import Generated
 from nemo_grpo.data.sources import SOURCES, Source, find_source
 from nemo_grpo.support.errors import UserError, first_line
 from nemo_grpo.support.files import sha256_of
@@ -27,8 +27,7 @@ class Request:
     Attributes:
         out: folder of the files.  revision: branch, tag or commit; None: the table's pin, or the newest.
         source: local copy of the repository, or a folder that holds such copies by data set name.
-        generate: generate problems instead of reading published ones, if the data set has a generator.
-        force: prepare even if the manifest says that nothing would change.
+        generate: make problems here, if the data set has a generator.  force: also what is up to date.
         any_count: accept another number of problems than the paper or publisher states.
     """
 
@@ -40,10 +39,7 @@ class Request:
     any_count: bool = False
 
     def copy_of(self, source: Source) -> Path | None:
-        """The local copy for this set.
-
-        Raises: UserError: the folder holds copies of other repositories, which would be read instead.
-        """
+        """The local copy for this set."""
         if self.source is None or isinstance(source.origin, Generated):
             return None
         if (self.source / source.name).is_dir():
@@ -107,11 +103,17 @@ def _prepare(source: Source, request: Request) -> Prepared:
     path = request.out / f"{source.name}.jsonl"
     folder = request.copy_of(source)
     wanted = _wanted(source, request, folder)
-    existing = _up_to_date(path, wanted)
-    if existing is not None and not request.force:
+    existing = read_manifest(path) or {}
+    is_current = all(existing.get(key) == value for key, value in wanted.items()) and path.is_file()
+    if is_current and not request.force and sha256_of(path) == existing.get("sha256"):
         _check_count(source, request, existing["num_problems"])
         return Prepared(path, existing, fresh=False)
-    revision = _resolve(source, request, folder)
+    revision = wanted["requested_revision"] or "unknown (local copy)"
+    try:
+        if folder is None:
+            revision = source.origin.resolve(wanted["requested_revision"])
+    except Exception as error:  # exceptions differ between versions of the client libraries
+        raise _unreachable(source, wanted["requested_revision"], None, error) from error
     try:
         request.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -144,23 +146,6 @@ def _wanted(source: Source, request: Request, folder: Path | None) -> dict[str, 
         "local_copy": str(folder) if folder else None,
         "rules": [filter.rule for filter in source.filters],
     }
-
-
-def _up_to_date(path: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    manifest = read_manifest(path)
-    if manifest is None or any(manifest.get(key) != value for key, value in wanted.items()):
-        return None
-    return manifest if path.is_file() and sha256_of(path) == manifest.get("sha256") else None
-
-
-def _resolve(source: Source, request: Request, folder: Path | None) -> str:
-    requested = request.revision or source.origin.revision
-    if folder is not None:
-        return requested or "unknown (local copy)"
-    try:
-        return source.origin.resolve(requested)
-    except Exception as error:  # exceptions differ between versions of the client libraries
-        raise _unreachable(source, requested, None, error) from error
 
 
 def _rows(source: Source, request: Request, revision: str, folder: Path | None) -> Iterator[Row]:

@@ -11,9 +11,8 @@ import yaml
 from nemo_grpo.data import filters
 from nemo_grpo.data.fields import MAPPINGS, FieldMapping
 from nemo_grpo.data.filters import Filter
-from nemo_grpo.data.generated import Generated, generated
 from nemo_grpo.data.local_folders import LocalFolder
-from nemo_grpo.data.origins import GitFiles, Hub, Origin
+from nemo_grpo.data.origins import Generated, GitFiles, Hub, Origin, generated
 from nemo_grpo.support.errors import UserError, did_you_mean
 
 ORIGINS: dict[str, Callable[..., Origin]] = {"hub": Hub, "git": GitFiles, "folder": LocalFolder}
@@ -42,8 +41,7 @@ class Source:
     """One data set.
 
     Attributes:
-        task: name of the task that scores it.
-        paper: the papers that use it, with the passage.
+        task: scores it.  paper: those that use it, with the passage.
         schema: how its columns are known. ``files``: seen in the published files; ``readers``: from public
             programs or cards that read it.
         filters: question and answer are there, then the set's own, in order.

@@ -3,15 +3,16 @@
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED, SIGNALS
 from nemo_grpo.support.errors import how_ended
-from nemo_grpo.support.ports import reserved_port
 
 log = logging.getLogger(__name__)
 
@@ -73,3 +74,23 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
         if None not in codes or (failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS):
             return code if code >= 0 else 128 - code
         time.sleep(0.1)
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that nothing else gets by asking for a free one, while the block runs.
+
+    The socket that holds it does not listen and has SO_REUSEADDR, so a server that sets it, too, can
+    listen there; torch's TCPStore does. A port that is only looked up and let go is now and then taken by an
+    outgoing connection before the server starts.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
+
+
+def free_port() -> int:
+    """A port that is free right now; for servers that cannot take a `reserved_port`."""
+    with reserved_port() as port:
+        return port

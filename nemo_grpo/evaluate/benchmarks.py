@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from nemo_grpo.data.manifest import read_manifest
 from nemo_grpo.data.sources import find_source
 from nemo_grpo.evaluate.config import EvalConfig
@@ -18,23 +20,10 @@ from nemo_grpo.tasks.jsonl import FileTaskConfig, read_problems
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PROMPTS = {
-    "math": "gpg_7b",
-    "logic": "tr_grpo_logic",
-    "vision_math": "gpg_geoqa",
-    "vision_classification": "gpg_cv_bench",
-    "vision_grounding": "gpg_grounding",
-}
+_PROMPTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
+DEFAULT_PROMPTS: dict[str, str] = _PROMPTS["defaults"]
 """Task -> its default preset."""
-TASK_OPTIONS: dict[str, dict[str, Any]] = {
-    "cw_grpo": {"form": "think"},
-    "gpg": {"form": "think_answer"},
-    "gpg_7b": {"form": "boxed"},
-    "tr_grpo_math": {"form": "boxed"},
-    "lighteval": {"form": "boxed"},
-    "qwen_math": {"form": "boxed"},
-    "tr_grpo_logic": {"think_is_open": True},
-}
+TASK_OPTIONS: dict[str, dict[str, Any]] = _PROMPTS["task_options"]
 """Preset -> matching task parameters: the form that the prompt asks for."""
 RECIPE = "recipe"
 """The name of a recipe's own held-out problems among the benchmarks, and of its prompt among the presets."""
@@ -63,28 +52,26 @@ class Benchmark:
         Args: num_problems: number of results; later problems do not matter.
         """
         digest = self.digest or problems_digest(self.problems[:num_problems])
-        return {"sha256": digest, "prompt": self.prompt_name, "recipe": self._of_recipe()}
-
-    def _of_recipe(self) -> dict[str, Any] | None:
-        """Task and prompt parameters that a preset's name does not determine."""
-        if not self.by_recipe:
-            return None
         files = {"train_files", "validation_files"}
-        return {
+        of_recipe = {
             "prompt": self.prompt.model_dump(mode="json", exclude={"preset"}),
             "task": self.task.config.model_dump(mode="json", exclude=files),
         }
+        by_recipe = of_recipe if self.by_recipe else None
+        return {"sha256": digest, "prompt": self.prompt_name, "recipe": by_recipe}
 
     def as_prompted(self, tokenizer: Any) -> Task:
         """The task as it must read responses to this prompt: some chat templates open the think block.
 
         A recipe's own problems are read as in training.
         """
-        if self.path is None:
+        config = self.task.config
+        if self.path is None or getattr(config, "think_is_open", True):
             return self.task
-        has_images = self.task.config.needs_images
-        prompt = encode_prompt(tokenizer, self.prompt, self.problems[0], with_images=has_images)
-        return opens_think(self.task, tokenizer.decode(prompt, skip_special_tokens=False))
+        prompt = encode_prompt(tokenizer, self.prompt, self.problems[0], with_images=config.needs_images)
+        if not tokenizer.decode(prompt, skip_special_tokens=False).rstrip().endswith("<think>"):
+            return self.task
+        return config.model_copy(update={"think_is_open": True}).build()
 
 
 def load_benchmarks(config: EvalConfig) -> list[Benchmark]:
@@ -104,11 +91,7 @@ def load_benchmarks(config: EvalConfig) -> list[Benchmark]:
 
 
 def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
-    """A data set by name, a JSONL file, or ``recipe``: its held-out problems.
-
-    Raises: UserError: unknown name, a set that is not prepared, a file that cannot be read, or images for a
-            generator that takes none.
-    """
+    """A data set by name, a JSONL file, or ``recipe``: its held-out problems."""
     path = None if item == RECIPE else _path_of(item, config.data_dir)
     base, prompt, prompt_name, by_recipe = _asked(path, config)
     if base.needs_images and not config.uses_vllm:
@@ -126,7 +109,10 @@ def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
     problems = read_problems([path], with_images=base.needs_images)[: config.num_problems]
     if not problems:
         raise UserError(f"--benchmarks {item}: {path} holds no problems")
-    return Benchmark(path.stem, task, problems, prompt, prompt_name, by_recipe, path, _digest(path))
+    digest, manifest = sha256_of(path), read_manifest(path)
+    if manifest is not None and manifest.get("sha256") != digest:
+        log.warning("%s does not match its manifest; see `nemo-grpo data verify`", path)
+    return Benchmark(path.stem, task, problems, prompt, prompt_name, by_recipe, path, digest)
 
 
 def _path_of(item: str, data_dir: Path) -> Path:
@@ -157,46 +143,21 @@ def _asked(path: Path | None, asked: EvalConfig) -> tuple[TaskConfig, Prompt, st
         of_recipe = task is not None and task.name == name
         given = task.model_dump() if task is not None and of_recipe else {}
         files = {"validation_files": (str(path),), "train_files": ()}
-        config = _file_task(name)(**{**given, **files})
-    preset = asked.prompt or (None if task else _default_preset(path, config.name, asked))
+        kinds = {name: kind for name, kind in TASKS.items() if issubclass(kind, FileTaskConfig)}
+        if name not in kinds:
+            raise UserError(f"--task {name} reads no files{did_you_mean(name, kinds)}")
+        config = kinds[name](**{**given, **files})
+    preset = asked.prompt
+    if preset is None and task is None:
+        by_name = None if path is None else asked.presets.get(path.stem)
+        preset = by_name or {**DEFAULT_PROMPTS, **asked.presets}.get(config.name)
     if preset is not None:
-        return config, _preset(preset), preset, of_recipe
+        if preset not in PRESETS:
+            raise UserError(f"--prompt {preset} is unknown{did_you_mean(preset, PRESETS)}")
+        return config, Prompt(preset=preset), preset, of_recipe
     if recipe is not None and task is not None:
         return config, recipe.prompt, RECIPE, True
     return config, Prompt(), "none", of_recipe
-
-
-def _default_preset(path: Path | None, task: str, asked: EvalConfig) -> str | None:
-    by_name = None if path is None else asked.presets.get(path.stem)
-    return by_name or {**DEFAULT_PROMPTS, **asked.presets}.get(task)
-
-
-def _preset(name: str) -> Prompt:
-    if name not in PRESETS:
-        raise UserError(f"--prompt {name} is unknown{did_you_mean(name, PRESETS)}")
-    return Prompt(preset=name)
-
-
-def _file_task(name: str) -> type[FileTaskConfig]:
-    kinds = {name: kind for name, kind in TASKS.items() if issubclass(kind, FileTaskConfig)}
-    if name not in kinds:
-        raise UserError(f"--task {name} reads no files{did_you_mean(name, kinds)}")
-    return kinds[name]
-
-
-def _digest(path: Path) -> str:
-    digest, manifest = sha256_of(path), read_manifest(path)
-    if manifest is not None and manifest.get("sha256") != digest:
-        log.warning("%s does not match its manifest; see `nemo-grpo data verify`", path)
-    return digest
-
-
-def opens_think(task: Task, prompt_text: str) -> Task:
-    """The task as it must read responses to this prompt: some chat templates open the think block."""
-    config = task.config
-    if not prompt_text.rstrip().endswith("<think>") or getattr(config, "think_is_open", True):
-        return task
-    return config.model_copy(update={"think_is_open": True}).build()
 
 
 def problems_digest(problems: Sequence[Problem]) -> str:

@@ -17,6 +17,7 @@ from nemo_grpo.sampling.generate_vllm import VLLMGenerator, check_sampling, vllm
 from nemo_grpo.sampling.generators import build_local, choose
 from nemo_grpo.sampling.requests import Sampler, SamplingParams, check_fits
 from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.files import sha256_of
 from nemo_grpo.support.hf_folder import end_tokens, load_config
 
 PROTOCOLS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("protocols.yaml").read_text())
@@ -28,7 +29,6 @@ class EvalConfig:
     """Everything that the command line, a recipe and a protocol decide. The defaults are ERPO's (A.3).
 
     Attributes:
-        model: a Hugging Face folder.
         benchmarks: prepared sets, JSONL files and ``recipe``, comma-separated; None: the recipe's problems.
         data_dir: of prepared sets.  num_problems: at most; None: all, or the recipe's number.
         task: of files without a manifest; None: math.
@@ -91,7 +91,6 @@ class EvalConfig:
 
     @property
     def uses_vllm(self) -> bool:
-        """True if vLLM samples, which alone takes images."""
         return self.generator == "vllm"
 
     @property
@@ -213,24 +212,10 @@ def fitting_batch_size(model: Path, max_tokens: int) -> int:
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of a model folder's content: the same for a copy, another after any edit.
-
-    Files are read whole, in pieces by several threads, which takes about as long as loading them.
-    """
+    """A hash of a model folder's content: the same for a copy, another after any edit."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
-    sizes = [path.stat().st_size for path in files]
-    pieces = [(p, start) for p, size in zip(files, sizes, strict=True) for start in range(0, size, _PIECE)]
-    names = [f"{path.name} {size}" for path, size in zip(files, sizes, strict=True)]
     with ThreadPoolExecutor() as pool:
-        return hashlib.sha256("\n".join([*names, *pool.map(_digest, pieces)]).encode()).hexdigest()
-
-
-def _digest(piece: tuple[Path, int]) -> str:
-    path, start = piece
-    with path.open("rb") as file:
-        file.seek(start)
-        return hashlib.sha256(file.read(_PIECE)).hexdigest()
-
-
-_PIECE = 1 << 23
-"""Bytes that a thread hashes at a time."""
+        lines = [
+            f"{path.name} {digest}" for path, digest in zip(files, pool.map(sha256_of, files), strict=True)
+        ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

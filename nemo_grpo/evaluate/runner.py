@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from nemo_grpo.evaluate.passk import (
@@ -64,29 +65,16 @@ class ProblemResult:
 
     def to_record(self) -> dict[str, Any]:
         """The line of samples.jsonl."""
-        samples = asdict(self.samples)
+        names = {"scores": "score", "formats": "format", "lengths": "num_tokens"}
         return {
             "id": self.id,
             "prompt": self.prompt,
             "gold": self.gold,
-            "completions": samples["completions"],
-            "extracted": samples["extracted"],
-            "score": samples["scores"],
-            "format": samples["formats"],
-            "num_tokens": samples["lengths"],
-            "truncated": samples["truncated"],
+            **{names.get(name, name): values for name, values in asdict(self.samples).items()},
             "greedy_completion": self.greedy.completions[0],
             "greedy_extracted": self.greedy.extracted[0],
             "greedy_score": self.greedy.scores[0],
         }
-
-
-Undecided = Callable[[str, str], bool]
-"""Tells if a problem's reference and an extracted answer could not be compared within the limits."""
-
-
-def _never(reference: str, answer: str) -> bool:
-    return False
 
 
 @dataclass(frozen=True)
@@ -94,6 +82,7 @@ class EvalResult:
     """All problems with their responses, and the task's parameters.
 
     Attributes:
+        undecided: tells if a reference and an extracted answer could not be compared within the limits.
         pass_at: values of k for pass@k beside the powers of two; at most the number of samples.
         overall: the task's own metrics, see `nemo_grpo.tasks.base.Answered`.
     """
@@ -102,7 +91,7 @@ class EvalResult:
     num_samples: int
     problems: list[ProblemResult]
     same_answer: SameAnswer = field(default=operator.eq, compare=False)
-    undecided: Undecided = field(default=_never, compare=False)
+    undecided: Callable[[str, str], bool] = field(default=lambda _reference, _answer: False, compare=False)
     pass_at: tuple[int, ...] = ()
     overall: dict[str, float] = field(default_factory=dict)
 
@@ -120,9 +109,9 @@ class EvalResult:
                 found[f"{name}_stderr"] = stderr
         return {
             **found,
-            "format": _mean([_mean(p.samples.formats) for p in self.problems]),
-            "truncated": _mean([_mean(p.samples.truncated) for p in self.problems]),
-            "num_tokens": _mean([_mean(p.samples.lengths) for p in self.problems]),
+            "format": fmean(fmean(p.samples.formats) for p in self.problems),
+            "truncated": fmean(fmean(p.samples.truncated) for p in self.problems),
+            "num_tokens": fmean(fmean(p.samples.lengths) for p in self.problems),
             **self.overall,
         }
 
@@ -139,7 +128,7 @@ class EvalResult:
         """Metrics with a value per problem."""
         n, problems = self.num_samples, self.problems
         return {
-            "accuracy": [_mean(p.samples.scores) for p in problems],
+            "accuracy": [fmean(p.samples.scores) for p in problems],
             "greedy": [p.greedy.scores[0] for p in problems],
             **{f"pass@{k}": [pass_at_k(n, p.num_correct, k) for p in problems] for k in ks(n, self.pass_at)},
             f"maj@{n}": [vote.score for vote in self._votes],
@@ -152,7 +141,12 @@ class EvalResult:
 
     @cached_property
     def _votes(self) -> list[Majority]:
-        votes = [self._vote(problem) for problem in self.problems]
+        votes = []
+        for problem in self.problems:
+            extracted, scores = problem.samples.extracted, problem.samples.scores
+            given = {answer for answer in extracted if answer is not None}
+            hopeless = {answer for answer in given if self.undecided(problem.gold, answer)}
+            votes.append(majority_at_k(extracted, scores, self.same_answer, hopeless))
         if num_cut := sum(vote.cut_short for vote in votes):
             log.warning(
                 "maj@%d: %d of %d votes hit the limits on comparing answers; equal answers may have counted "
@@ -160,12 +154,6 @@ class EvalResult:
                 *(self.num_samples, num_cut, len(votes)),
             )
         return votes
-
-    def _vote(self, problem: ProblemResult) -> Majority:
-        answers = problem.samples
-        given = {answer for answer in answers.extracted if answer is not None}
-        hopeless = {answer for answer in given if self.undecided(problem.gold, answer)}
-        return majority_at_k(answers.extracted, answers.scores, self.same_answer, hopeless)
 
     def to_dict(self) -> dict[str, Any]:
         """Metrics with their errors, as JSON values."""
@@ -233,14 +221,13 @@ def evaluate(
             answers = _judge(task, problem, first), _judge(task, problem, samples)
             results[index] = ProblemResult(problem.id, text, problem.answer, *answers)
     ordered = [results[index] for index in range(len(problems))]
-    config = task.config.model_dump(mode="json")
-    same_answer: SameAnswer = getattr(task, "same_answer", operator.eq)
-    undecided: Undecided = getattr(task, "undecided", _never)
-    overall: Callable[..., dict[str, Any]] = getattr(task, "overall", lambda _answered: {})
-    answered = [
-        (problem, result.samples.completions) for problem, result in zip(problems, ordered, strict=True)
-    ]
-    return EvalResult(config, num_samples, ordered, same_answer, undecided, overall=overall(answered))
+    own: dict[str, Any] = {
+        name: getattr(task, name) for name in ("same_answer", "undecided") if hasattr(task, name)
+    }
+    if hasattr(task, "overall"):
+        completions = [result.samples.completions for result in ordered]
+        own["overall"] = task.overall(list(zip(problems, completions, strict=True)))
+    return EvalResult(task.config.model_dump(mode="json"), num_samples, ordered, **own)
 
 
 def _judge(task: Task, problem: Problem, responses: Sequence[Completion]) -> Verdicts:
@@ -258,7 +245,3 @@ def _judge(task: Task, problem: Problem, responses: Sequence[Completion]) -> Ver
         lengths=[response.num_tokens for response in responses],
         truncated=[response.truncated for response in responses],
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return mean_and_stderr(values)[0]

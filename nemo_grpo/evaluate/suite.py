@@ -29,10 +29,7 @@ task (GPG Table 7), MATH by subject."""
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """Results by benchmark, in the order asked for.
-
-    Attributes: conditions: of `EvalConfig`.  protocol: name and source, if one was asked for.
-    """
+    """Results by benchmark, in the order asked for; ``protocol``: its name and source."""
 
     conditions: dict[str, Any]
     benchmarks: dict[str, Benchmark]
@@ -42,12 +39,10 @@ class SuiteResult:
     def groups(self, name: str) -> dict[str, dict[str, float]]:
         """One benchmark's avg@k, greedy and number of problems, by ``key=value`` of their metadata."""
         members: dict[str, list[ProblemResult]] = {}
-        for problem, answered in zip(
-            self.benchmarks[name].problems, self.results[name].problems, strict=True
-        ):
-            for key in GROUPED_BY:
-                if key in problem.metadata:
-                    members.setdefault(f"{key}={problem.metadata[key]}", []).append(answered)
+        problems, results = self.benchmarks[name].problems, self.results[name].problems
+        for problem, answered in zip(problems, results, strict=True):
+            for key in (key for key in GROUPED_BY if key in problem.metadata):
+                members.setdefault(f"{key}={problem.metadata[key]}", []).append(answered)
         return {
             label: {
                 "accuracy": fmean(fmean(p.samples.scores) for p in found),
@@ -59,10 +54,7 @@ class SuiteResult:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
-        return joined(None, {"conditions": self.conditions, BENCHMARKS: self._entries()})
-
-    def _entries(self) -> dict[str, Any]:
-        return {
+        entries = {
             name: {
                 "file": benchmark.path and str(benchmark.path),
                 **benchmark.identity(len(benchmark.problems)),
@@ -72,6 +64,7 @@ class SuiteResult:
             }
             for name, benchmark in self.benchmarks.items()
         }
+        return joined(None, {"conditions": self.conditions, BENCHMARKS: entries})
 
     def write(self, folder: Path, model: Path) -> dict[str, Any]:
         """summary.json, and samples-NAME.jsonl of each benchmark.
@@ -198,17 +191,15 @@ def longest_prompt(
     Raises:  UserError: it and its response do not fit, or the tokenizer is of another model; names the
              problem.
     """
-    needs_images = any(benchmark.task.config.needs_images for benchmark in benchmarks)
-    image_tokens = ImageTokens(model) if needs_images else None
-    longest = 0
+    longest, image_tokens = 0, cache(ImageTokens)
     for benchmark in benchmarks:
         has_images = benchmark.task.config.needs_images
         for problem in benchmark.problems:
             tokens = encode_prompt(tokenizer, benchmark.prompt, problem, with_images=has_images)
             check_vocabulary(tokens, problem, vocab_size)
             length = len(tokens)
-            if has_images and image_tokens:
-                length += image_tokens(problem.metadata["images"])
+            if has_images:
+                length += image_tokens(model)(problem.metadata["images"])
             if limit is not None and length + max_new_tokens > limit:
                 remedy = "lower it" if length < limit else "leave it out"
                 raise UserError(

@@ -4,12 +4,12 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from nemo_grpo.evaluate.benchmarks import Benchmark
-from nemo_grpo.evaluate.passk import mean_and_stderr
 from nemo_grpo.support.errors import UserError
 
 SUMMARY = "summary.json"
@@ -51,11 +51,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def check_summary(folder: Path, conditions: Mapping[str, Any], benchmarks: Sequence[Benchmark]) -> None:
-    """Refuse to replace results by different ones; more problems of the same benchmark are allowed.
-
-    Raises: UserError: the folder's results are damaged, have other conditions or another prompt, or
-            cover more problems.
-    """
+    """Refuse to replace results by different ones; more problems of the same benchmark are allowed."""
     path, before = folder / SUMMARY, read_summary(folder)
     if before is None:
         return
@@ -146,7 +142,7 @@ def _over(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     return {
         **{key: first[key] for key in kept if key in first},
         "metrics": _means(metrics),
-        SPREAD: {name: _deviation([m[name] for m in metrics]) for name in common(metrics)},
+        SPREAD: {name: stdev(m[name] for m in metrics) for name in common(metrics)},
         ERRORS: _means([entry[ERRORS] for entry in entries.values()]),
         "by_seed": {str(seed): entry["metrics"] for seed, entry in entries.items()},
         "groups": {
@@ -157,8 +153,4 @@ def _over(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: math.fsum(one[name] for one in values) / len(values) for name in common(values)}
-
-
-def _deviation(values: Sequence[float]) -> float:
-    return mean_and_stderr(values)[1] * math.sqrt(len(values))
+    return {name: fmean(one[name] for one in values) for name in common(values)}

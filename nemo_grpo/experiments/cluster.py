@@ -9,14 +9,14 @@ from pathlib import Path
 
 from nemo_grpo.engine.recipe_checks import check_recipe
 from nemo_grpo.engine.resume import check_continuation
-from nemo_grpo.experiments.jobs import Job, naming
+from nemo_grpo.experiments.jobs import Job, Status, naming, one_per_setting
 from nemo_grpo.experiments.results import Results, write_results
-from nemo_grpo.experiments.runner import Status, only_one, steps_done
+from nemo_grpo.experiments.runner import only_one, steps_done
 from nemo_grpo.launch.plan_summary import plan_verdict, time_verdict
 from nemo_grpo.launch.submit import Submission, parse_time_limit, prepare, submit
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.report.runs import read_run
-from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.errors import UserError, reading
 from nemo_grpo.support.files import write_atomically
 
 log = logging.getLogger(__name__)
@@ -26,10 +26,7 @@ RECIPES, SUBMITTED = "recipes", "submitted.json"
 
 @dataclass(frozen=True)
 class Slurm:
-    """Options of the submission, see `nemo_grpo.launch.submit.prepare`.
-
-    Attributes: gpu: that the plans are for.
-    """
+    """Options of the submission, see `nemo_grpo.launch.submit.prepare`, and the GPU of the plans."""
 
     gpu: str
     options: Mapping[str, str | None]
@@ -47,14 +44,14 @@ def prepare_submissions(
     submitted, limit = _read(out / SUBMITTED), slurm.options.get("time")
     time = None if limit is None else parse_time_limit(limit)
     new = [job for job in jobs if job.name not in submitted]
-    for job in {job.setting.label: job for job in jobs}.values():  # seeds are alike
+    for job in one_per_setting(jobs):
         for sentence in _refusals(job.recipe, slurm, time):
             raise UserError(f"{job.setting.label}: {sentence}")
-    for job in {job.setting.label: job for job in new}.values():
-        with naming(job):
+    for job in one_per_setting(new):
+        with naming(job.setting):
             check_recipe(job.recipe, continues=False).refuse(missing=not dry_run)
     for job in new:
-        with naming(job):
+        with naming(job.setting):
             check_continuation(job.recipe)
     return {
         job.name: prepare(job.recipe, recipe_file(job, out), [], slurm.options, slurm.environment)
@@ -130,11 +127,6 @@ def _has_ended(job: Job) -> bool:
 def _read(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
-    try:
-        found = json.loads(path.read_text())
-        return {str(name): str(number) for name, number in found.items()}
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}), so it is not known what was submitted; correct it, or choose "
-            "another --out"
-        ) from None
+    remedy = "correct it, or choose another --out: it is not known what was submitted"
+    with reading(path, "a JSON object of job numbers", remedy, AttributeError):
+        return {str(name): str(number) for name, number in json.loads(path.read_text()).items()}

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.support.dotted import value_of
-from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.errors import UserError, how_ended
 
 RUNS = "runs"
 """Folder of the runs within an experiment's folder."""
@@ -36,11 +37,7 @@ VALIDATION = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of the table.
-
-    Attributes: label: its name there.  recipe: YAML file.  overrides: on top of it.
-                varied: keys that differ between the settings.
-    """
+    """One line of the table.  Attributes: varied: keys that differ between the settings."""
 
     label: str
     recipe: Path
@@ -50,10 +47,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a setting with a seed.
-
-    Attributes: name: of the run's folder.  overrides: all of them, for the command line.  recipe: resolved.
-    """
+    """One run: a setting with a seed; ``overrides`` are all of them, for the command line."""
 
     setting: Setting
     seed: int
@@ -63,24 +57,28 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         return self.recipe.run_dir
 
 
-def make_jobs(
-    settings: Sequence[Setting],
-    seeds: Sequence[int],
-    out: Path,
-    *,
-    prefix: str = "",
-) -> list[Job]:
+@dataclass(frozen=True)
+class Status:
+    """The end of a run: its last process's exit code, and a failed run's last words."""
+
+    state: Literal["finished", "failed", "interrupted"]
+    exit_code: int
+    error: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.state} ({how_ended(self.exit_code)}) {self.error}".rstrip()
+
+
+def make_jobs(settings: Sequence[Setting], seeds: Sequence[int], out: Path, *, prefix: str = "") -> list[Job]:
     """The runs, all settings with the first seed first, so that early results already compare.
 
     Args:    out: the experiment's folder; the runs go to ``out/runs``.
              prefix: of the runs' names, which are the jobs' on a cluster.
-    Raises:  UserError: no seed or setting, a recipe that is not valid (naming the setting), runs that would
-             share a folder, different starts or validations, or an override of what every job sets itself
-             (`OWN_KEYS`).
+    Raises:  UserError: no seed or setting, a recipe that is not valid, runs that would share a folder,
+             different starts or validations, or an override of `OWN_KEYS`.
     """
     for key, remedy in OWN_KEYS.items():
         if any(key == override_key(override) for setting in settings for override in setting.overrides):
@@ -100,12 +98,17 @@ def make_jobs(
 
 
 @contextmanager
-def naming(job: Job) -> Iterator[None]:
-    """Within the block a refusal begins with the job's setting."""
+def naming(setting: Setting) -> Iterator[None]:
+    """Within the block a refusal begins with the setting's label."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"{job.setting.label}: {error}") from None
+        raise UserError(f"{setting.label}: {error}") from None
+
+
+def one_per_setting(jobs: Sequence[Job]) -> list[Job]:
+    """One job of each setting, as seeds are alike."""
+    return list({job.setting.label: job for job in jobs}.values())
 
 
 def override_key(override: str) -> str:
@@ -123,10 +126,8 @@ def _job(setting: Setting, seed: int, out: Path, prefix: str) -> Job:
     runs_dir = json.dumps(str(out / RUNS), ensure_ascii=False)  # a folder may be called "runs #1"
     own = (f"grpo.seed={seed}", f"nemo_grpo.runs_dir={runs_dir}", f"nemo_grpo.run_name={name}")
     overrides = (*setting.overrides, *own)
-    try:
+    with naming(setting):
         recipe = load_recipe(setting.recipe, overrides)
-    except UserError as error:
-        raise UserError(f"{setting.label}: {error}") from None
     return Job(setting, seed, name, overrides, recipe)
 
 

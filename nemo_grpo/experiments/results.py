@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_grpo.experiments.jobs import Job
-from nemo_grpo.experiments.runner import Status
+from nemo_grpo.experiments.jobs import Job, Status
 from nemo_grpo.report.paired import (
     FOREST,
     PAIRED_NOTE,
@@ -19,31 +18,29 @@ from nemo_grpo.report.paired import (
 from nemo_grpo.report.report import PLOTS, write_group_report
 from nemo_grpo.report.runs import RunGroup, read_run
 from nemo_grpo.report.summary import markdown, markdown_table, note, records, stuck_runs
-from nemo_grpo.support.errors import UserError, did_you_mean, how_ended
+from nemo_grpo.support.errors import UserError, did_you_mean
 
 REPORT, TABLE, RESULTS = "report.html", "table.md", "results.json"
 
 
 def finished_groups(jobs: Sequence[Job], ended: Mapping[str, Status]) -> list[RunGroup]:
     """The finished runs of each setting, seeds in order; settings without any are left out."""
-    members: dict[str, list[Job]] = {job.setting.label: [] for job in jobs}
-    for job in sorted(jobs, key=lambda job: job.seed):
-        if job.name in ended and ended[job.name].state == "finished":
-            members[job.setting.label].append(job)
-    return [
-        RunGroup(label, tuple(read_run(job.folder) for job in found))
-        for label, found in members.items()
-        if found
-    ]
+    labels = dict.fromkeys(job.setting.label for job in jobs)
+    done = [job for job in sorted(jobs, key=lambda job: job.seed) if _is_finished(job, ended)]
+    runs = {label: [read_run(job.folder) for job in done if job.setting.label == label] for label in labels}
+    return [RunGroup(label, tuple(found)) for label, found in runs.items() if found]
+
+
+def _is_finished(job: Job, ended: Mapping[str, Status]) -> bool:
+    return job.name in ended and ended[job.name].state == "finished"
 
 
 @dataclass(frozen=True)
 class Results:
     """Results of an experiment so far.
 
-    Attributes: groups: the finished runs by setting.  missing: unfinished runs and why.  num_jobs: all runs.
-                baseline: label of a setting.  paired: every other setting against it.
-                files: that were written.
+    Attributes: groups: the finished runs by setting.  missing: unfinished runs and why.
+                paired: every other setting against the baseline.
     """
 
     groups: Sequence[RunGroup]
@@ -80,7 +77,9 @@ def write_results(
              missing: why each unfinished run is; None: as ``ended`` says.
              baseline: see `baseline_of`.
     """
-    missing = _missing(jobs, ended) if missing is None else missing
+    if missing is None:
+        unfinished = (job.name for job in jobs if not _is_finished(job, ended))
+        missing = {name: str(ended.get(name, "not started")) for name in unfinished}
     groups, baseline = finished_groups(jobs, ended), baseline_of(jobs, baseline)
     files = [*([out / REPORT] if groups else []), out / TABLE, out / RESULTS]
     found = Results(groups, missing, len(jobs), baseline, compare_groups(groups, baseline), files)
@@ -104,22 +103,10 @@ def write_results(
 
 
 def baseline_of(jobs: Sequence[Job], given: str | None = None) -> str:
-    """The label of the setting that the others are compared with: as given, else GRPO, else the first.
-
-    Raises: UserError: no setting has the given label.
-    """
+    """The label of the setting that the others are compared with: as given, else GRPO, else the first."""
     labels = [job.setting.label for job in jobs]
     if given is None:
         return "grpo" if "grpo" in labels else labels[0]
     if given not in labels:
         raise UserError(f"--baseline {given} is not one of the settings{did_you_mean(given, set(labels))}")
     return given
-
-
-def _missing(jobs: Sequence[Job], ended: Mapping[str, Status]) -> dict[str, str]:
-    words = {
-        name: f"{status.state} ({how_ended(status.exit_code)}) {status.error}".rstrip()
-        for name, status in ended.items()
-    }
-    unfinished = (job.name for job in jobs if job.name not in ended or ended[job.name].state != "finished")
-    return {name: words.get(name, "not started") for name in unfinished}

@@ -6,18 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
+from nemo_grpo.engine.checks import check_machine
 from nemo_grpo.engine.inputs import check_inputs, model_files
+from nemo_grpo.engine.recipe_checks import check_recipe, remedies
 from nemo_grpo.engine.resume import PLACES, check_same_run
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
-from nemo_grpo.experiments.jobs import RUNS, Job
+from nemo_grpo.engine.signals import EXIT_INTERRUPTED, stop_on_signals
+from nemo_grpo.engine.warm_start import starting_policy
+from nemo_grpo.experiments.jobs import RUNS, Job, Status, naming, one_per_setting
+from nemo_grpo.experiments.results import Results, baseline_of, write_results
 from nemo_grpo.recipe.loader import load_tree
 from nemo_grpo.recipe.recipe import RECIPE_FILE
 from nemo_grpo.support.errors import UserError, how_ended
@@ -34,16 +37,47 @@ ENDED_BY_SIGTERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Codes of a run, and of the launcher of its ranks, that had nothing to save yet."""
 
 
-@dataclass(frozen=True)
-class Status:
-    """The end of a run.
+def run_experiment(
+    jobs: Sequence[Job], out: Path, *, num_parallel: int, command: str, baseline: str | None = None
+) -> tuple[Results, int]:
+    """Make the shared starting policies, run the jobs, write the results.
 
-    Attributes: exit_code: of its last process.  error: the last words of a failed run.
+    Args:    out: folder of everything.  command: this command line, for the record.
+             baseline: see `results.baseline_of`.
+    Returns: what was found; exit code 0 if every run is finished, 75 if a signal stopped some, else 1.
+    Raises:  UserError: the engine refuses a recipe, a run in the folder was trained or validated differently,
+             no setting is the baseline, or the folder cannot be used; nothing was run then.
     """
+    baseline = baseline_of(jobs, baseline)
+    if missing := check_settings(jobs):
+        raise UserError("; ".join(remedies(missing)))
+    check_unchanged(jobs)
+    started = []
+    for job in jobs:  # each policy once, before several runs would
+        own = job.recipe.nemo_grpo
+        if own.warm_start is not None and (start := (own.warm_start, own.task, own.prompt)) not in started:
+            started.append(start)
+            log.info("start: %s", starting_policy(job.recipe))
+    ended = run_jobs(jobs, out, num_parallel)
+    found = write_results(jobs, ended, out, command, baseline=baseline)
+    states = {ended[job.name].state if job.name in ended else "interrupted" for job in jobs}
+    return found, 1 if "failed" in states else EXIT_INTERRUPTED if "interrupted" in states else 0
 
-    state: Literal["finished", "failed", "interrupted"]
-    exit_code: int
-    error: str = ""
+
+def check_settings(jobs: Sequence[Job]) -> list[str]:
+    """Refuse settings that could not be trained; seeds are alike.
+
+    Returns: what other commands write first, see `recipe_checks.remedies`.
+    Raises:  UserError: naming the setting.
+    """
+    missing = list[str]()
+    for job in one_per_setting(jobs):
+        with naming(job.setting):
+            check_machine(job.recipe)
+            found = check_recipe(job.recipe, continues=False)
+            found.refuse(missing=False)
+        missing += found.missing
+    return missing
 
 
 def train_command(job: Job) -> list[str]:
@@ -63,7 +97,6 @@ def run_jobs(
     Args:    jobs: that `check_unchanged` accepts.
              command: makes the process of a job; exit codes as of ``nemo-grpo train``.
     Returns: job's name -> how it ended, in the order of ``jobs``; not those that a signal kept from starting.
-    Raises:  UserError: the folder cannot be written, or another process runs jobs in it.
     """
     with only_one(out):
         ended = _read_status(out)
@@ -83,68 +116,55 @@ def run_jobs(
 def _ends(
     waiting: Sequence[Job], out: Path, num_parallel: int, command: Callable[[Job], list[str]]
 ) -> Iterator[tuple[str, Status]]:
-    """Run jobs in threads, each of which waits for a process.  Yields: (name, how it ended), as they end."""
-    if not waiting:
-        return
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    told: set[str] = set()
-    first = last = sum(map(steps_done, waiting))
-    total = max(sum(job.recipe.grpo.max_num_steps for job in waiting), first + 1)
-    pool = ThreadPoolExecutor(num_parallel)
-    with stop_on_signals() as stop, progress("steps of all runs", total, done=first) as advance:
-        pending = {pool.submit(_run, job, out, command(job), running, stop): job.name for job in waiting}
+    """Run jobs, each in a process.  Yields: (name, how it ended), as they end."""
+    queue, running = deque(waiting), dict[str, subprocess.Popen[bytes]]()
+    told, num_ended = set[str](), 0
+    last = sum(map(steps_done, waiting))
+    total = max(sum(job.recipe.grpo.max_num_steps for job in waiting), last + 1)
+    with stop_on_signals() as stop, progress("steps of all runs", total, done=last) as advance:
         try:
-            while pending:
-                for future in wait(pending, POLL_SECONDS, FIRST_COMPLETED).done:
-                    name, status = pending.pop(future), future.result()
-                    if status is not None:
-                        yield name, status
-                for name, process in list(running.items()) if stop else ():
-                    if name not in told:  # a second signal would end it without a checkpoint
+            while running or (queue and not stop):
+                while queue and not stop and len(running) < num_parallel:
+                    job = queue.popleft()
+                    running[job.name] = _started(command(job), out / LOGS / f"{job.name}.log")
+                with suppress(subprocess.TimeoutExpired):
+                    next(iter(running.values())).wait(POLL_SECONDS)
+                for name, process in list(running.items()):
+                    if process.poll() is not None:
+                        running.pop(name).communicate()
+                        num_ended += 1
+                        yield name, _status(name, process.returncode, out)
+                    elif stop and name not in told:  # a second signal would end it without a checkpoint
                         process.terminate()
-                    told.add(name)
-                note = f"{len(waiting) - len(pending)} of {len(waiting)} runs ended"
-                note += f", running {', '.join(running)}" if running else ""
+                        told.add(name)
+                names = f", running {', '.join(running)}" if running else ""
                 now = max(last, sum(map(steps_done, waiting)))
-                advance(note, now - last)
+                advance(f"{num_ended} of {len(waiting)} runs ended{names}", now - last)
                 last = now
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(running.values()):
+            for process in running.values():
                 process.terminate()
 
 
-def _run(
-    job: Job,
-    out: Path,
-    command: Sequence[str],
-    running: dict[str, subprocess.Popen[bytes]],
-    stop: StopRequest,
-) -> Status | None:
-    """Run a job's process to its end.  Returns: how it ended; None if it was not to start any more."""
-    if stop:
-        return None
-    words = out / LOGS / f"{job.name}.log"
-    with (
-        words.open("wb") as log_file,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,  # it ends when this process does, see `child`
-            stdout=log_file,
-            stderr=log_file,
-            start_new_session=True,
-        ) as process,
-    ):
-        running[job.name] = process
-        code = process.wait()
-        del running[job.name]
+def _started(command: Sequence[str], words: Path) -> subprocess.Popen[bytes]:
+    """Start a job's process; it ends when its standard input does, with this process (`cli.child`)."""
+    with words.open("wb") as file:
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True
+        )
+
+
+def _status(name: str, code: int, out: Path) -> Status:
     if code == 0:
-        log.info("finished %s", job.name)
+        log.info("finished %s", name)
         return Status("finished", 0)
     if code in (EXIT_INTERRUPTED, *ENDED_BY_SIGTERM):
         return Status("interrupted", code)
-    error = _last_words(words)
-    log.error("%s failed (%s): %s", job.name, how_ended(code), error)
+    text = (out / LOGS / f"{name}.log").read_text(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error:")]
+    error = (errors or lines or ["no output"])[-1]
+    log.error("%s failed (%s): %s", name, how_ended(code), error)
     return Status("failed", code, error)
 
 
@@ -152,8 +172,6 @@ def check_unchanged(jobs: Sequence[Job]) -> None:
     """Refuse runs that were trained or validated otherwise before: a mean is of like runs.
 
     More steps are allowed where learning rate and weight decay do not depend on their number.
-
-    Raises: UserError: naming the run, and the keys with both values or the file that has changed.
     """
     model_of = cache(model_files)  # says once what it leaves out
     for job in jobs:
@@ -176,8 +194,7 @@ def _is_finished(job: Job, ended: dict[str, Status]) -> bool:
     resolved = job.folder / RECIPE_FILE
     if job.name not in ended or ended[job.name].state != "finished" or not resolved.is_file():
         return False
-    same = resolved.read_text() == job.recipe.to_yaml()
-    return same or load_tree(resolved)["grpo"]["max_num_steps"] >= job.recipe.grpo.max_num_steps
+    return bool(load_tree(resolved)["grpo"]["max_num_steps"] >= job.recipe.grpo.max_num_steps)
 
 
 def steps_done(job: Job) -> int:
@@ -185,39 +202,27 @@ def steps_done(job: Job) -> int:
     try:
         with (job.folder / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
-            lines = file.read().splitlines()
-        return max(
-            (int(json.loads(line).get("step", 0)) for line in lines[-2:] if line.endswith(b"}")), default=0
-        )
+            lines = file.read().splitlines()[-2:]
+        steps = (int(json.loads(line).get("step", 0)) for line in lines if line.endswith(b"}"))
+        return max(steps, default=0)
     except (OSError, ValueError):
         return 0
-
-
-def _last_words(path: Path) -> str:
-    """The error line of a run's output, or its last line."""
-    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error:")]
-    return (errors or lines or ["no output"])[-1]
 
 
 def _read_status(out: Path) -> dict[str, Status]:
     try:
         found = json.loads((out / STATUS).read_text())
-        kept = [field.name for field in fields(Status)]  # an older version wrote more
-        return {name: Status(**{key: status[key] for key in kept}) for name, status in found.items()}
+        return {name: Status(**status) for name, status in found.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         log.warning("%s cannot be read (%s); every run is checked again", out / STATUS, error)
         return {}
 
 
 @contextmanager
 def only_one(out: Path) -> Iterator[None]:
-    """Make the experiment's folder and hold its lock.
-
-    Raises: UserError: it cannot be written, or another process has it.
-    """
+    """Make the experiment's folder and hold its lock."""
     try:
         for folder in (out / RUNS, out / LOGS):
             folder.mkdir(parents=True, exist_ok=True)

@@ -15,10 +15,10 @@ sweep:
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -59,12 +59,8 @@ class _SweepFile(_OneSweep):
         )
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """A sweep file, read for one target.
-
-    Attributes: name: its stem.  settings: each with its label and overrides.  seeds: at least one.
-    """
+class Sweep(NamedTuple):
+    """A sweep file, read for one target.  Attributes: name: its stem."""
 
     name: str
     settings: list[Setting]
@@ -106,7 +102,12 @@ def load_sweep(path: Path, target: Target = "embedded") -> Sweep:
     """
     file = _read(path).of(target)
     common = tuple(_override(key, value) for key, value in file.overrides.items())
-    points = [*file.settings, *itertools.chain.from_iterable(map(_combinations, file.grids))]
+    grids = (
+        dict(zip(grid, values, strict=True))
+        for grid in file.grids
+        for values in itertools.product(*grid.values())
+    )
+    points = [*file.settings, *grids]
     if not points:
         raise UserError(f"{path}: nothing is varied; set sweep.settings or sweep.grids")
     recipe = shipped.beside(path, file.recipe)
@@ -127,12 +128,18 @@ def sweep_variants(recipe: Path, variants: Sequence[str], seeds: Sequence[int]) 
 def _settings(
     source: str, points: Sequence[Mapping[str, Any]], recipe: Path, common: tuple[str, ...]
 ) -> list[Setting]:
-    settings = [_setting(point, recipe, common) for point in points]
-    labels = [setting.label for setting in settings]
-    if len(set(labels)) < len(labels):
-        twice = max(labels, key=labels.count)
-        raise UserError(f"{source}: the setting {twice!r} is repeated; name it once")
-    return settings
+    """Settings whose default label names what is varied: ``tau=0.5`` or ``lower=1.0 upper=1.2``."""
+    settings: dict[str, Setting] = {}
+    for point in points:
+        varied = {key: value for key, value in point.items() if key != LABEL}
+        told = (f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
+        label = str(point.get(LABEL, " ".join(told)))
+        if label in settings:
+            raise UserError(f"{source}: the setting {label!r} is repeated; name it once")
+        own, replaced = _recipe_of(varied.get(VARIANT), recipe)
+        changes = (_override(key, value) for key, value in varied.items() if key != VARIANT)
+        settings[label] = Setting(label, own, (*replaced, *common, *changes), tuple(varied))
+    return list(settings.values())
 
 
 def _read(path: Path) -> _SweepFile:
@@ -141,22 +148,13 @@ def _read(path: Path) -> _SweepFile:
     try:
         return _SweepFile.model_validate(yaml.safe_load(path.read_text())[SECTION])
     except ValidationError as error:
-        raise UserError(f"{path}: {_explain(error)}") from None
-
-
-def _combinations(grid: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    """Every choice of one value per key, the last key varying fastest."""
-    for values in itertools.product(*grid.values()):
-        yield dict(zip(grid, values, strict=True))
-
-
-def _setting(point: Mapping[str, Any], recipe: Path, common: tuple[str, ...]) -> Setting:
-    """The default label names what is varied: ``tau=0.5`` or ``lower=1.0 upper=1.2``."""
-    varied = {key: value for key, value in point.items() if key != LABEL}
-    label = point.get(LABEL, " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in varied.items()))
-    recipe, replaced = _recipe_of(varied.get(VARIANT), recipe)
-    changes = (_override(key, value) for key, value in varied.items() if key != VARIANT)
-    return Setting(str(label), recipe, (*replaced, *common, *changes), tuple(varied))
+        detail = error.errors()[0]
+        key = ".".join([SECTION, *map(str, detail["loc"])])
+        near = did_you_mean(key.rpartition(".")[2], _SweepFile.model_fields)
+        rule = (
+            f" is not a key of a sweep{near}" if detail["type"] == "extra_forbidden" else f": {detail['msg']}"
+        )
+        raise UserError(f"{path}: {key}{rule}") from None
 
 
 def _recipe_of(variant: str | None, recipe: Path) -> tuple[Path, tuple[str, ...]]:
@@ -174,14 +172,6 @@ def _recipe_of(variant: str | None, recipe: Path) -> tuple[Path, tuple[str, ...]
 def _override(key: str, value: Any) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
     return f"{key}={text}"
-
-
-def _explain(error: ValidationError) -> str:
-    detail = error.errors()[0]
-    key = ".".join(["sweep", *map(str, detail["loc"])])
-    if detail["type"] == "extra_forbidden":
-        return f"{key} is not a key of a sweep{did_you_mean(key.rpartition('.')[2], _SweepFile.model_fields)}"
-    return f"{key}: {detail['msg']}"
 
 
 def with_overrides(settings: list[Setting], overrides: Sequence[str]) -> list[Setting]:

@@ -50,7 +50,7 @@ def time_verdict(recipe: Recipe, gpu: str, limit: timedelta, signal: str | None 
             return False, f"--time {limit}: {told}; give more time, or --sbatch signal=B:USR1@SECONDS"
         return True, f"--time {limit}: not compared with the steps"
     step, save = found.step.seconds, found.step.checkpoint
-    least = START + step / (1 + found.seen.worst) + save
+    least = START + step / (1 + found.error.worst) + save
     if seconds <= max(least, START + lead):
         return False, (
             f"--time {limit}: a step takes about {step:.0f} s and a checkpoint {save:.0f} s on {gpu}, and "

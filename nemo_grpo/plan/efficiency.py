@@ -1,6 +1,6 @@
 """Fractions of the vendors' peaks that real runs reach, fitted on published step times.
 
-`benchmarks/plan_vs_published.py --fit` fits them, `--errors` prints how far predictions were off (`Seen`).
+`benchmarks/plan_vs_published.py --fit` fits them, `--errors` prints the values of `PredictionError`.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ FITTED = Efficiency()
 
 
 @dataclass(frozen=True)
-class Seen:
+class PredictionError:
     """Predicted steps of one kind of hardware beside published or measured ones.
 
     Attributes: what: the steps, for a sentence.  num_steps: compared.
@@ -68,11 +68,11 @@ class Seen:
 
 
 PUBLISHED = {
-    "h100": Seen("published steps on H100", 26, 0.106, 0.299, 0.77, 1.29, 0.846),
-    "gb200": Seen("published steps on GB200", 18, 0.23, 0.564, 0.697, 2.3, 0.611),
+    "h100": PredictionError("published steps on H100", 26, 0.106, 0.299, 0.77, 1.29, 0.846),
+    "gb200": PredictionError("published steps on GB200", 18, 0.23, 0.564, 0.697, 2.3, 0.611),
 }
 """Steps of NeMo-RL, each predicted by constants that were fitted without its model
 (`benchmarks/plan_vs_published.py --errors`)."""
 
-OTHER = Seen("published steps, none of them on such GPUs", 44, 0.145, 0.564, 0.697, 2.3, 0.864)
+OTHER = PredictionError("published steps, none of them on such GPUs", 44, 0.145, 0.564, 0.697, 2.3, 0.864)
 """The same of all GPUs together, for the others."""

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_grpo.models import ModelSpec
-from nemo_grpo.plan.case import Case
-from nemo_grpo.plan.efficiency import OTHER, PUBLISHED, Seen
+from nemo_grpo.plan.efficiency import OTHER, PUBLISHED, PredictionError
 from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.inputs import PlanInput, plan_input
 from nemo_grpo.plan.lengths import PROMPT, Lengths, of_mean, read_lengths
-from nemo_grpo.plan.remedies import for_time
-from nemo_grpo.plan.setup import Setup, setup_of
-from nemo_grpo.plan.step_time import ROLLOUT, UPDATE, StepTime, run_seconds, step_time
+from nemo_grpo.plan.scenario import Scenario
+from nemo_grpo.plan.step_time import ROLLOUT, UPDATE, StepTime, step_time
 from nemo_grpo.plan.workload import ACCEPTANCE, SIGNAL, Workload, workload_of
 from nemo_grpo.support.errors import UserError
 
@@ -52,10 +51,7 @@ class Assumptions:
     acceptance: float = ACCEPTANCE
 
     def lengths_of(self, recipe: Recipe) -> Lengths:
-        """The lengths of a recipe's responses.
-
-        Raises: UserError: lengths that the recipe does not allow.
-        """
+        """The lengths of a recipe's responses."""
         limit, context = recipe.policy.generation.max_new_tokens, recipe.policy.max_total_sequence_length
         prompt = min(PROMPT, context - 1) if self.prompt == PROMPT else self.prompt
         if not 1 <= prompt < context:
@@ -70,10 +66,7 @@ class Assumptions:
         return of_mean(self.lengths, limit, prompt)
 
     def work_of(self, recipe: Recipe) -> Workload:
-        """The work of one step of the recipe.
-
-        Raises: UserError: lengths that the recipe does not allow, or a share of signal outside (0, 1].
-        """
+        """The work of one step of the recipe."""
         if not 0 < self.signal <= 1:
             raise UserError(f"--signal {self.signal:g}: a share of groups above 0 and up to 1")
         if not 0 <= self.acceptance <= 1:
@@ -83,31 +76,33 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A recipe's time on one kind of GPU.
+    """A recipe's time on one kind of GPU, and the error of known steps there."""
 
-    Attributes: seen: how far steps were off that are known.
-    """
-
-    case: Case
     step: StepTime
-    seen: Seen
+    error: PredictionError
 
     @property
-    def setup(self) -> Setup:
-        return self.case.setup
+    def scenario(self) -> Scenario:
+        return self.step.scenario
+
+    @property
+    def setup(self) -> PlanInput:
+        return self.scenario.setup
 
     @property
     def work(self) -> Workload:
-        return self.case.work
+        return self.scenario.work
 
     @property
     def run_seconds(self) -> float:
         """Steps, validations and checkpoints; the start of a job is not counted."""
-        return run_seconds(self.step, self.work)
+        step, work = self.step, self.work
+        validations = work.num_steps // work.val_period if work.val_period else 0
+        saves = -(-work.num_steps // work.save_period) if work.save_period else 0
+        return work.num_steps * step.seconds + validations * step.validation + saves * step.checkpoint
 
     @property
     def gpu_hours(self) -> float:
-        """GPU hours of the run, over all GPUs."""
         return self.run_seconds * self.step.num_gpus / 3600
 
     @property
@@ -128,23 +123,59 @@ class Forecast:
         return max(int((seconds - self.step.checkpoint) / self.step.seconds), 0)
 
 
+def for_time(phase: str, setup: PlanInput, work: Workload) -> str:
+    """Name what makes a phase of the step shorter and is not in use."""
+    layout = setup.layout
+    remedies = {
+        "decode": {
+            "use more GPUs": True,
+            "FP8 rollouts": not setup.vllm_fp8,
+            "another tensor_parallel_size of vLLM": True,
+        },
+        "tail": {
+            "lower policy.generation.max_new_tokens": True,
+            "let rollouts run ahead (grpo.async_grpo)": not work.trajectory_age,
+        },
+        "scoring": {
+            "raise policy.logprob_batch_size": True,
+            "leave out the KL penalty": setup.has_penalty,
+        },
+        "forward and backward": {
+            "use more GPUs": True,
+            "another layout (--best)": True,
+            "no recomputation": bool(setup.recompute),
+        },
+        "pipeline bubble": {"use fewer stages": True, "more sequences per update": True},
+        "gradients": {"use a larger policy.train_global_batch_size": True},
+        "optimizer": {"use more GPUs": True, "no optimizer_cpu_offload": setup.offload_fraction > 0},
+        "refit": {
+            "use larger steps": True,
+            "fewer stages": layout.pipeline > 1,
+            "fewer expert ranks": layout.expert > 1,
+        },
+        "swaps to the host": {"use more GPUs": True},
+        "rewards, data, logs": {"use larger steps": True},
+    }
+    still_open = (text for text, is_open in remedies.get(phase, {}).items() if is_open)
+    return ", or ".join(still_open) or "nothing to gain"
+
+
 def forecast(
     recipe: Recipe, shape: ModelSpec, gpu: str, hardware: Hardware, assumed: Assumptions
 ) -> Forecast:
     """The time of a cluster recipe.
 
-    Args:    gpu: its name, for the error that was seen there.
+    Args:    gpu: its name, for the error of steps there.
     Raises:  UserError: lengths that the recipe does not allow, or a share of signal outside (0, 1].
     """
-    case = Case(shape, setup_of(recipe), assumed.work_of(recipe), hardware)
-    return Forecast(case, step_time(case), PUBLISHED.get(gpu, OTHER))
+    scenario = Scenario(shape, plan_input(recipe), assumed.work_of(recipe), hardware)
+    return Forecast(step_time(scenario), PUBLISHED.get(gpu, OTHER))
 
 
 def at_scale(base: Forecast, num_gpus: int, *, weak: bool = False) -> Forecast:
     """The same layout on other GPUs, whether it divides them or not.
 
     Args:   weak: the batch grows with the GPUs.
-    Raises: UserError: not whole nodes.
     """
     setup, work = base.setup, base.work
     before = setup.num_nodes * setup.gpus_per_node
@@ -160,13 +191,12 @@ def at_scale(base: Forecast, num_gpus: int, *, weak: bool = False) -> Forecast:
     if weak:
         groups = max(round(work.num_samples / work.group_size * num_gpus / before), 1)
         work = replace(work, num_samples=groups * work.group_size)
-    return of_layout(replace(base, case=replace(base.case, work=work)), setup)
+    return replace(base, step=step_time(replace(base.scenario, setup=setup, work=work)))
 
 
-def of_layout(base: Forecast, setup: Setup) -> Forecast:
+def of_layout(base: Forecast, setup: PlanInput) -> Forecast:
     """The same step with another layout."""
-    case = replace(base.case, setup=setup)
-    return replace(base, case=case, step=step_time(case))
+    return replace(base, step=step_time(replace(base.scenario, setup=setup)))
 
 
 def as_dict(found: Forecast, price: float | None = None) -> dict[str, object]:
@@ -186,12 +216,12 @@ def as_dict(found: Forecast, price: float | None = None) -> dict[str, object]:
         "dollars": None if price is None else found.gpu_hours * price,
         "bottleneck": found.bottleneck,
         "interval": {
-            "step_seconds": found.seen.around(step.seconds),
-            "run_seconds": found.seen.around(found.run_seconds),
-            "covered": found.seen.covered,
-            "of": f"{found.seen.num_steps} {found.seen.what}",
+            "step_seconds": found.error.around(step.seconds),
+            "run_seconds": found.error.around(found.run_seconds),
+            "covered": found.error.covered,
+            "of": f"{found.error.num_steps} {found.error.what}",
         },
-        "error": {"median": found.seen.median, "worst": found.seen.worst},
+        "error": {"median": found.error.median, "worst": found.error.worst},
         "mean_response": work.lengths.mean,
         "lengths": work.lengths.source,
         "draws": work.num_draws,

@@ -18,8 +18,7 @@ class Hardware:
                 bf16_flops, fp8_flops: matrix products, FLOP/s; no FP8 is 0.
                 memory_bandwidth: of HBM, bytes/s.
                 nvlink_bandwidth: to another GPU of the same NVLink domain, bytes/s; PCIe where there is none.
-                network_bandwidth: to another domain, bytes/s.
-                host_bandwidth: to the host's memory, bytes/s.
+                network_bandwidth, host_bandwidth: to another domain, and to the host's memory, bytes/s.
                 nvlink_domain: GPUs that NVLink joins; those of a node where there is none.
                 host_slowdown: of the CPU's own work beside an H100's, a Xeon's.
                 compute_capability: 8 Ampere, 8.9 Ada, 9 Hopper, 10 Blackwell.
@@ -45,8 +44,6 @@ def read_hardware(path: Path, known: Mapping[str, Hardware]) -> dict[str, Hardwa
     """A file's own kinds of GPU: a mapping of names to the attributes of `Hardware`.
 
     ``base: h100`` takes what the entry leaves out from a kind that is known.
-
-    Raises: UserError: no such file, an unknown attribute, one that is missing or not positive.
     """
     names = ", ".join(_NAMES)
     with reading(f"--hardware {path}", "valid YAML", f"write name: {{{names}}}", yaml.YAMLError):
@@ -82,10 +79,7 @@ HARDWARE = read_hardware(Path(__file__).with_name("hardware.yaml"), {})
 
 
 def hardware_of(gpu: str, file: Path | None = None) -> Hardware:
-    """A kind of GPU by its name.
-
-    Raises: UserError: neither in the table nor in the file.
-    """
+    """A kind of GPU by its name."""
     known = HARDWARE | (read_hardware(file, HARDWARE) if file else {})
     if gpu not in known:
         raise UserError(

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan.forecast import Forecast, of_layout
 from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.inputs import PlanInput, plan_input
 from nemo_grpo.plan.rules import problems
-from nemo_grpo.plan.setup import Setup, setup_of
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
 from nemo_grpo.support.errors import UserError, as_yaml
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 COLOCATED = f"{GENERATION}.colocated"
 POWERS = (1, 2, 4, 8)
-COSTS = {"tensor": 1.0, "pipeline": 1.5, "context": 1.5, "expert": 1.0, "rollout": 0.5, "recompute": 0.5}
-"""Cost of doubling or halving a size; other GPUs than the recipe's cost most."""
-NODE_COST = 4.0
+COSTS = (1.0, 1.5, 1.5, 1.0, 0.5, 4.0)
+"""Cost of doubling or halving TP, PP, CP, EP, vLLM's TP, nodes; other GPUs than the recipe's cost most."""
+RECOMPUTE_COST = 0.5
 TENSOR, PIPELINE, CONTEXT, EXPERT = POWERS, (*POWERS, 16), (1, 2, 4), (1, 2, 4, 8, 16, 32, 64)
 ROWS = (1, 2, 4)
 MAX_REFUSED = {"nearest": 12, "fastest": 60}
@@ -32,8 +32,8 @@ MAX_REFUSED = {"nearest": 12, "fastest": 60}
 
 
 def _laid_out(
-    starts: Iterable[Setup], sizes: Sequence[Sequence[int]], recomputes: Iterable[tuple[str, ...]]
-) -> Iterator[Setup]:
+    starts: Iterable[PlanInput], sizes: Sequence[Sequence[int]], recomputes: Iterable[tuple[str, ...]]
+) -> Iterator[PlanInput]:
     """Each start with each (TP, PP, CP, EP) of ``sizes`` that divides its GPUs; stages have equal length."""
     for start, (tp, pp, cp, ep), recompute in product(starts, product(*sizes), recomputes):
         if start.world_size % (tp * pp * cp) or start.world_size % (pp * ep):
@@ -44,19 +44,19 @@ def _laid_out(
 
 def accepted(
     recipe: Recipe,
-    ranked: Iterable[Setup],
+    ranked: Iterable[PlanInput],
     shape: ModelSpec,
     gpu: Hardware,
     most_refused: int,
     further: tuple[str, ...] = (),
-) -> Iterator[tuple[tuple[str, ...], Setup]]:
+) -> Iterator[tuple[tuple[str, ...], PlanInput]]:
     """(overrides, setup) of those that fit and with which the recipe loads, until too many are refused.
 
     Args: further: overrides for all of them.
     """
     from nemo_grpo.recipe import load_recipe_dict
 
-    start, refused = setup_of(recipe), 0
+    start, refused = plan_input(recipe), 0
     for setup in ranked:
         if problems(shape, setup, gpu):
             continue
@@ -71,7 +71,7 @@ def accepted(
         yield overrides, setup
 
 
-def overrides_between(start: Setup, candidate: Setup) -> tuple[str, ...]:
+def overrides_between(start: PlanInput, candidate: PlanInput) -> tuple[str, ...]:
     """The changed keys as ``key=value``."""
     old = _settings(start)
     changed = {key: value for key, value in _settings(candidate).items() if value != old[key]}
@@ -82,7 +82,7 @@ def overrides_between(start: Setup, candidate: Setup) -> tuple[str, ...]:
     return tuple(f"{key}={as_yaml(value)}" for key, value in changed.items())
 
 
-def _settings(setup: Setup) -> dict[str, Any]:
+def _settings(setup: PlanInput) -> dict[str, Any]:
     """Keys and values by which a recipe has this setup."""
     layout, apart = setup.layout, setup.num_rollout_gpus
     return {
@@ -112,34 +112,29 @@ def nearest_layout(recipe: Recipe, shape: ModelSpec, gpu: Hardware) -> tuple[str
 
     Tries TP, PP, CP, EP, full recomputation, vLLM's TP and up to eight times the nodes, nearest first.
     """
-    start = setup_of(recipe)
+    start = plan_input(recipe)
     contexts = CONTEXT if recipe.policy.sequence_packing.enabled else (1,)
     sizes = POWERS, POWERS, contexts, POWERS if shape.num_experts else (1,)
-    tried = _laid_out(_starts(start), sizes, dict.fromkeys((start.recompute, ("full",))))
+    starts = (
+        replace(start, num_nodes=start.num_nodes * nodes, vllm_tensor=rollout)
+        for rollout, nodes in product(POWERS, POWERS)
+        if start.gpus_per_node % rollout == 0
+    )
+    tried = _laid_out(starts, sizes, dict.fromkeys((start.recompute, ("full",))))
     ranked = sorted(tried, key=lambda setup: _distance(start, setup))
     found = next(accepted(recipe, ranked, shape, gpu, MAX_REFUSED["nearest"]), None)
     return found and found[0]
 
 
-def _starts(start: Setup) -> Iterator[Setup]:
-    """vLLM's TP, and more nodes."""
-    for rollout, nodes in product(POWERS, POWERS):
-        if start.gpus_per_node % rollout == 0:
-            yield replace(start, num_nodes=start.num_nodes * nodes, vllm_tensor=rollout)
+def _distance(start: PlanInput, candidate: PlanInput) -> float:
+    def sizes(setup: PlanInput) -> tuple[int, ...]:
+        layout = setup.layout
+        model = layout.tensor, layout.pipeline, layout.context, layout.expert
+        return (*model, setup.vllm_tensor, setup.num_nodes)
 
-
-def _distance(start: Setup, candidate: Setup) -> float:
-    a, b = start.layout, candidate.layout
-    steps = {
-        "tensor": log2(b.tensor / a.tensor),
-        "pipeline": log2(b.pipeline / a.pipeline),
-        "context": log2(b.context / a.context),
-        "expert": log2(b.expert / a.expert),
-        "rollout": log2(candidate.vllm_tensor / start.vllm_tensor),
-        "recompute": float(candidate.recompute != start.recompute),
-    }
-    nodes = NODE_COST * log2(candidate.num_nodes / start.num_nodes)
-    return nodes + sum(COSTS[name] * abs(step) for name, step in steps.items())
+    pairs = zip(COSTS, sizes(start), sizes(candidate), strict=True)
+    changed = sum(cost * abs(log2(after / before)) for cost, before, after in pairs)
+    return changed + RECOMPUTE_COST * (candidate.recompute != start.recompute)
 
 
 @dataclass(frozen=True)
@@ -162,12 +157,14 @@ def best_layouts(
     Args: further: overrides that make the recipe's batch that of the forecast.
     """
     ranked = sorted(_candidates(recipe, base), key=lambda setup: of_layout(base, setup).step.seconds)
-    found = accepted(recipe, ranked, base.case.shape, base.case.hardware, MAX_REFUSED["fastest"], further)
+    found = accepted(
+        recipe, ranked, base.scenario.shape, base.scenario.hardware, MAX_REFUSED["fastest"], further
+    )
     return [Found(overrides, of_layout(base, setup)) for overrides, setup in islice(found, number)]
 
 
-def _candidates(recipe: Recipe, base: Forecast) -> Iterator[Setup]:
-    start, shape = base.setup, base.case.shape
+def _candidates(recipe: Recipe, base: Forecast) -> Iterator[PlanInput]:
+    start, shape = base.setup, base.scenario.shape
     batch = base.work.num_samples // base.work.num_updates
     pipelines = [stages for stages in PIPELINE if shape.num_layers % stages == 0]
     tensors = [ranks for ranks in TENSOR if start.gpus_per_node % ranks == 0]
@@ -184,7 +181,7 @@ def _candidates(recipe: Recipe, base: Forecast) -> Iterator[Setup]:
                 yield replace(setup, train_tokens=tokens, num_microbatches=number)
 
 
-def _rollouts(start: Setup, *, ahead: bool) -> Iterator[Setup]:
+def _rollouts(start: PlanInput, *, ahead: bool) -> Iterator[PlanInput]:
     """vLLM's TP, and GPUs that only sample: whole nodes, or of a single node a part."""
     units, unit = start.num_nodes, start.gpus_per_node
     if units == 1:

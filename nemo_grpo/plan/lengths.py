@@ -7,7 +7,6 @@ from functools import cached_property, lru_cache
 from math import exp
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
 
 from nemo_grpo.support.errors import UserError
 
@@ -102,10 +101,7 @@ def of_mean(mean: float, limit: int, prompt: float = PROMPT, source: str = "") -
 
 
 def read_lengths(path: Path, limit: int, prompt: float = PROMPT) -> Lengths:
-    """Lengths of a run: its samples.jsonl (each response) or its metrics.jsonl (means of its steps).
-
-    Raises: UserError: no such file, no lengths in it, or lengths that the recipe does not allow.
-    """
+    """Lengths of a run: its samples.jsonl (each response) or its metrics.jsonl (means of its steps)."""
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -113,7 +109,9 @@ def read_lengths(path: Path, limit: int, prompt: float = PROMPT) -> Lengths:
             f"--lengths {path}: {error}; give a number, metrics.jsonl or samples.jsonl"
         ) from error
     rows = [row for row in rows if isinstance(row, dict)]
-    if found := [float(number) for row in rows for number in _numbers(row.get(KEY_SAMPLE))]:
+    samples = (row.get(KEY_SAMPLE) for row in rows)  # a number in training, a list of them in an evaluation
+    every = (one for found in samples for one in (found if isinstance(found, list) else [found]))
+    if found := [float(number) for number in every if isinstance(number, int | float)]:
         _check(path, found, limit)
         return Lengths(prompt, _classes(found), limit, f"{len(found)} samples of {path}")
     if means := [float(row[KEY_MEAN]) for row in rows if isinstance(row.get(KEY_MEAN), int | float)]:
@@ -126,11 +124,6 @@ def read_lengths(path: Path, limit: int, prompt: float = PROMPT) -> Lengths:
 
 KEY_SAMPLE, KEY_MEAN = "num_tokens", "length/mean"
 """Keys of samples.jsonl and metrics.jsonl."""
-
-
-def _numbers(value: Any) -> list[Any]:
-    """A training sample has a number of tokens, an evaluation's line a list of them."""
-    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int | float)]
 
 
 def _check(path: Path, found: Sequence[float], limit: int) -> None:

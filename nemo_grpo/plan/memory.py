@@ -6,8 +6,8 @@ and the heaviest stage counts.
 """
 
 from nemo_grpo.models import ModelSpec
+from nemo_grpo.plan.inputs import PlanInput
 from nemo_grpo.plan.parameters import Counts, adapter_counts, attention_sizes, model_parameters, stage_counts
-from nemo_grpo.plan.setup import Setup
 
 GIB = 1024**3
 USABLE = 0.92
@@ -37,14 +37,14 @@ CHUNKED_LOGIT_BYTES = 6
 """With policy.logprob_chunk_size, per logit: BF16 logits 2, FP32 gradient 4; the rest per chunk only."""
 
 
-def trained_counts(shape: ModelSpec, setup: Setup, stage: int) -> Counts:
+def trained_counts(shape: ModelSpec, setup: PlanInput, stage: int) -> Counts:
     """Parameters of a stage that have gradients: all, or the adapters."""
     if setup.lora_dim:
         return adapter_counts(shape, setup.layout, stage, setup.lora_dim, setup.lora_modules)
     return stage_counts(shape, setup.layout, stage)
 
 
-def weight_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
+def weight_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
     """BF16 parameters, adapters too; FP8 training keeps them and caches two FP8 copies of each matrix.
 
     2 n [+ 2 (linear + expert) under FP8: row-wise and column-wise, as Transformer Engine keeps them].
@@ -55,12 +55,12 @@ def weight_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     return 2 * (counts.total + adapters) + cached
 
 
-def gradient_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
+def gradient_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
     """The whole gradient buffer of megatron-core's DDP, not sharded: BF16, or FP32 if it reduces in FP32."""
     return setup.grad_bytes * trained_counts(shape, setup, stage).total
 
 
-def optimizer_bytes_per_parameter(setup: Setup) -> int:
+def optimizer_bytes_per_parameter(setup: PlanInput) -> int:
     """State of one parameter, before sharding.
 
     Adam: FP32 parameter 4 and two moments 8; BF16 gradients are copied to FP32 for the update, 4. The
@@ -74,7 +74,7 @@ def optimizer_bytes_per_parameter(setup: Setup) -> int:
     return 4 + moments + copy
 
 
-def optimizer_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
+def optimizer_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
     """Optimizer state of one rank, sharded over DP x CP; an expert's over the ranks with the same expert."""
     counts, each = trained_counts(shape, setup, stage), optimizer_bytes_per_parameter(setup)
     shards, expert_shards = (setup.shards, setup.expert_shards) if setup.distributed_optimizer else (1, 1)
@@ -82,7 +82,7 @@ def optimizer_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     return int(state * (1 - setup.offload_fraction))
 
 
-def layer_bytes_per_token(shape: ModelSpec, setup: Setup, recompute: tuple[str, ...] = ()) -> float:
+def layer_bytes_per_token(shape: ModelSpec, setup: PlanInput, recompute: tuple[str, ...] = ()) -> float:
     """Bytes that one layer keeps of one token for its backward pass, with flash attention and no dropout.
 
     Inputs and outputs of both norms 8 h / s; q, k, v and the attention's output 2 (2 q + 2 kv) / t; its
@@ -108,7 +108,7 @@ def layer_bytes_per_token(shape: ModelSpec, setup: Setup, recompute: tuple[str, 
     return norms + qkv + attention + (0 if "moe" in recompute else experts)
 
 
-def activation_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
+def activation_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
     """Activations of the layers of a stage at the peak of 1F1B.
 
     min(p - stage, microbatches) microbatches in flight, each with tokens / c. Full recomputation keeps the
@@ -124,7 +124,7 @@ def activation_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     return int(tokens * in_flight * layers * layer_bytes_per_token(shape, setup, setup.recompute))
 
 
-def logit_bytes(shape: ModelSpec, setup: Setup, stage: int, *, scoring: bool = False) -> int:
+def logit_bytes(shape: ModelSpec, setup: PlanInput, stage: int, *, scoring: bool = False) -> int:
     """Logits and what is made of them, on the last stage; each rank has V / t of them per token."""
     if stage != setup.layout.pipeline - 1:
         return 0
@@ -136,7 +136,7 @@ def logit_bytes(shape: ModelSpec, setup: Setup, stage: int, *, scoring: bool = F
     return int(width * tokens * (SCORE_LOGIT_BYTES if scoring else LOGIT_BYTES))
 
 
-def training_bytes(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int]:
+def training_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> dict[str, int]:
     """The training phase of one stage, part by part."""
     if setup.embedded:
         return _embedded_bytes(shape, setup, stage)
@@ -150,7 +150,7 @@ def training_bytes(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int]
     }
 
 
-def _embedded_bytes(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int]:
+def _embedded_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> dict[str, int]:
     """The embedded engine: its precision, FP32 gradients, and the sampler's and the reference's own weights.
 
     Adam keeps two FP32 moments, and an FP32 copy of parameters that are not FP32. The sampler holds the whole
@@ -175,7 +175,7 @@ def _embedded_bytes(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int
     }
 
 
-def _embedded_logit_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
+def _embedded_logit_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
     """Logits and their gradient of the tokens of one part, and the FP32 gradient of the output matrix.
 
     (`engine.megatron.output_layer`)
@@ -188,7 +188,7 @@ def _embedded_logit_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     return int(shape.vocab_size / setup.layout.tensor * (2 * setup.precision_bytes * tokens + gradient))
 
 
-def _local_layer_bytes(shape: ModelSpec, setup: Setup) -> float:
+def _local_layer_bytes(shape: ModelSpec, setup: PlanInput) -> float:
     """Bytes that one of megatron-core's local layers keeps of one token: no kernel is fused.
 
     Inputs and outputs of both norms 4 h; q, k and v, q and k after rotation, the attention's output
@@ -202,7 +202,7 @@ def _local_layer_bytes(shape: ModelSpec, setup: Setup) -> float:
     return setup.precision_bytes * (4 * shape.hidden_size + (attention + 5 * shape.ffn_size) / t)
 
 
-def scoring_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
+def scoring_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
     """The scoring phase: weights, gradient buffer, one layer's activations, logits.
 
     NeMo-RL moves the optimizer state to the CPU before, and keeps the reference policy there.
@@ -216,13 +216,13 @@ def scoring_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
     return kept + forward + logits + ALLOWANCE
 
 
-def heaviest_stage(shape: ModelSpec, setup: Setup) -> int:
+def heaviest_stage(shape: ModelSpec, setup: PlanInput) -> int:
     """The stage whose training phase needs most."""
     stages = range(setup.layout.pipeline)
     return max(stages, key=lambda stage: sum(training_bytes(shape, setup, stage).values()))
 
 
-def rollout_weight_bytes(shape: ModelSpec, setup: Setup) -> int:
+def rollout_weight_bytes(shape: ModelSpec, setup: PlanInput) -> int:
     """vLLM's weights on one GPU: BF16, or FP8 for the matrices of the layers, and those of a draft model.
 
     vLLM divides heads, feed-forward width, experts and vocabulary by its TP; a key head is copied where there
@@ -239,7 +239,7 @@ def rollout_weight_bytes(shape: ModelSpec, setup: Setup) -> int:
     return int(layers / setup.vllm_pipeline + draft + rest)
 
 
-def rollout_layer_bytes(shape: ModelSpec, setup: Setup) -> tuple[float, float]:
+def rollout_layer_bytes(shape: ModelSpec, setup: PlanInput) -> tuple[float, float]:
     """(weights of a layer that every token reads, weights of one expert), bytes per GPU of a vLLM engine.
 
     FP8: 1 byte; with MX, an 8-bit scale per 32 numbers, 33 / 32. Scales per 128 x 128 are not counted.
@@ -249,7 +249,7 @@ def rollout_layer_bytes(shape: ModelSpec, setup: Setup) -> tuple[float, float]:
     return (2 if setup.vllm_bf16_attention else width) * attention + width * feed_forward, width * expert
 
 
-def rollout_layer_sizes(shape: ModelSpec, setup: Setup) -> tuple[float, float, float]:
+def rollout_layer_sizes(shape: ModelSpec, setup: PlanInput) -> tuple[float, float, float]:
     """Weights of a layer per GPU of an engine: attention, feed-forward that all tokens read, one expert."""
     tp, h = setup.vllm_tensor, shape.hidden_size
     if shape.key_value_rank:
@@ -267,7 +267,7 @@ def rollout_layer_sizes(shape: ModelSpec, setup: Setup) -> tuple[float, float, f
     return attention, 3 * h * width / tp, 3 * h * shape.ffn_size / max(tp, setup.vllm_expert)
 
 
-def cache_bytes_per_token(shape: ModelSpec, setup: Setup) -> float:
+def cache_bytes_per_token(shape: ModelSpec, setup: PlanInput) -> float:
     """Keys and values of one token on one GPU of a vLLM engine: 2 x layers x heads x head_dim x bytes.
 
     Linear attention keeps a state for each sequence, not for each token, which is not counted.
@@ -281,11 +281,11 @@ def cache_bytes_per_token(shape: ModelSpec, setup: Setup) -> float:
     return 2 * layers * heads * shape.head_dim * setup.vllm_cache_bytes
 
 
-def cache_bytes(shape: ModelSpec, setup: Setup, gpu_bytes: int) -> int:
+def cache_bytes(shape: ModelSpec, setup: PlanInput, gpu_bytes: int) -> int:
     """Room for keys and values: vLLM's share of the GPU less its weights and workspace; may be negative."""
     return int(setup.vllm_share * gpu_bytes) - rollout_weight_bytes(shape, setup) - VLLM_WORKSPACE
 
 
-def refit_bytes(shape: ModelSpec, setup: Setup, stage: int) -> int:
+def refit_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
     """The moment when the policy's weights go to vLLM on the same GPU: both copies."""
     return 2 * stage_counts(shape, setup.layout, stage).total + rollout_weight_bytes(shape, setup) + ALLOWANCE

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.forecast import Assumptions, Forecast, forecast
 from nemo_grpo.plan.hardware import Hardware, hardware_of
+from nemo_grpo.plan.inputs import PlanInput, plan_input
 from nemo_grpo.plan.layouts import nearest_layout
 from nemo_grpo.plan.parameters import model_parameters, stage_counts
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.plan.rules import gpu_has_fp8, problems
-from nemo_grpo.plan.setup import Setup, setup_of
 from nemo_grpo.recipe.registry import Scope, messages
 
 if TYPE_CHECKING:
@@ -33,12 +33,8 @@ _HOW = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of a plan.
-
-    Attributes: part: what.  num_bytes: per GPU.  how: what it depends on.
-    """
+class Row(NamedTuple):
+    """A part of the memory per GPU, and what it depends on."""
 
     part: str
     num_bytes: int
@@ -52,32 +48,29 @@ class Plan:
     Attributes: rows: parts of the training phase on its heaviest pipeline stage.
                 peaks: phase -> bytes per GPU; empty where the layout itself is wrong.
                 cache_tokens: tokens whose keys and values one vLLM engine can hold; 0 without vLLM.
-                approximated: sentences on what is not counted exactly.
-                problems: messages ``key=value: rule; remedy``.
+                approximated, problems: sentences.
                 nearest: overrides that make it fit; None where it fits, or where nothing was found.
-                forecast: time of the step and the run; None without rollouts, where the layout is wrong, or
-                    for the embedded engine.
+                forecast: None without rollouts, where the layout is wrong, or for the embedded engine.
     """
 
     name: str
     gpu: str
     shape: ModelSpec
-    setup: Setup
+    setup: PlanInput
     data_parallel_size: int
-    num_stage_parameters: int
     num_parameters: int
-    rows: tuple[Row, ...]
-    peaks: dict[str, int]
-    cache_tokens: int
     approximated: tuple[str, ...]
     problems: tuple[str, ...]
     nearest: tuple[str, ...] | None
     hardware: Hardware
-    forecast: Forecast | None
+    num_stage_parameters: int = 0
+    rows: tuple[Row, ...] = ()
+    peaks: dict[str, int] = field(default_factory=dict)
+    cache_tokens: int = 0
+    forecast: Forecast | None = None
 
     @property
     def accepted(self) -> bool:
-        """True if nothing speaks against the recipe."""
         return not self.problems
 
     @property
@@ -103,37 +96,34 @@ def plan_recipe(
     Returns: the plan, accepted or with its problems.
     Raises:  UserError: unknown GPU or model, or lengths that the recipe does not allow.
     """
-    shape, setup = shape_of(recipe, config_file, others), setup_of(recipe)
+    shape, setup = shape_of(recipe, config_file, others), plan_input(recipe)
     hardware = hardware_of(gpu, hardware_file)
-    gpu_bytes = int(hardware.memory_bytes)
-    found = tuple(problems(shape, setup, hardware))
-    is_laid_out = not messages(Scope.SHAPE, shape, setup)
-    stage = memory.heaviest_stage(shape, setup) if is_laid_out else 0
-    computes = not list(gpu_has_fp8(shape, setup, hardware))
-    timed = is_laid_out and computes and not recipe.loss_fn.learns_from_demonstrations
-    time = None
-    if timed and setup.has_rollouts:
-        time = forecast(recipe, shape, gpu, hardware, assumed or Assumptions())
+    found, parts = tuple(problems(shape, setup, hardware)), dict[str, Any]()
+    if not messages(Scope.SHAPE, shape, setup):
+        stage = memory.heaviest_stage(shape, setup)
+        parts["num_stage_parameters"] = stage_counts(shape, setup.layout, stage).total
+        parts["rows"], parts["peaks"] = _rows(shape, setup, stage), _peaks(shape, setup, stage)
+        if setup.has_rollouts:
+            room = memory.cache_bytes(shape, setup, int(hardware.memory_bytes))
+            parts["cache_tokens"] = max(int(room / memory.cache_bytes_per_token(shape, setup)), 0)
+            if not (list(gpu_has_fp8(shape, setup, hardware)) or recipe.loss_fn.learns_from_demonstrations):
+                parts["forecast"] = forecast(recipe, shape, gpu, hardware, assumed or Assumptions())
     return Plan(
         name=recipe.nemo_grpo.run_name,
         gpu=gpu,
         shape=shape,
         setup=setup,
         data_parallel_size=recipe.data_parallel_size,
-        num_stage_parameters=stage_counts(shape, setup.layout, stage).total if is_laid_out else 0,
         num_parameters=model_parameters(shape),
-        rows=_rows(shape, setup, stage) if is_laid_out else (),
-        peaks=_peaks(shape, setup, stage) if is_laid_out else {},
-        cache_tokens=_cache_tokens(shape, setup, gpu_bytes) if is_laid_out else 0,
         approximated=tuple(_approximated(shape, setup)),
         problems=found,
         nearest=nearest_layout(recipe, shape, hardware) if found else None,
         hardware=hardware,
-        forecast=time,
+        **parts,
     )
 
 
-def _approximated(shape: ModelSpec, setup: Setup) -> Iterator[str]:
+def _approximated(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
     if setup.draft_tokens and setup.draft_layers:
         yield "drafts are taken to cost a layer of the policy and its output matrix, whatever makes them"
     if shape.sliding_window:
@@ -149,7 +139,7 @@ def _approximated(shape: ModelSpec, setup: Setup) -> Iterator[str]:
         )
 
 
-def _rows(shape: ModelSpec, setup: Setup, stage: int) -> tuple[Row, ...]:
+def _rows(shape: ModelSpec, setup: PlanInput, stage: int) -> tuple[Row, ...]:
     facts = {
         "shards": setup.shards if setup.distributed_optimizer else 1,
         "tokens": setup.train_tokens // setup.layout.context,
@@ -161,7 +151,7 @@ def _rows(shape: ModelSpec, setup: Setup, stage: int) -> tuple[Row, ...]:
     return tuple(Row(part, size, _HOW[part].format(**facts)) for part, size in parts.items())
 
 
-def _peaks(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int]:
+def _peaks(shape: ModelSpec, setup: PlanInput, stage: int) -> dict[str, int]:
     peaks = {
         "training": sum(memory.training_bytes(shape, setup, stage).values()),
         "scoring": memory.scoring_bytes(shape, setup, setup.layout.pipeline - 1),
@@ -171,10 +161,3 @@ def _peaks(shape: ModelSpec, setup: Setup, stage: int) -> dict[str, int]:
     if setup.has_rollouts:
         peaks["rollout weights"] = memory.rollout_weight_bytes(shape, setup)
     return peaks
-
-
-def _cache_tokens(shape: ModelSpec, setup: Setup, gpu_bytes: int) -> int:
-    if not setup.has_rollouts:
-        return 0
-    room = memory.cache_bytes(shape, setup, gpu_bytes)
-    return max(int(room / memory.cache_bytes_per_token(shape, setup)), 0)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nemo_grpo.plan import memory
-from nemo_grpo.plan.case import Case, reduce_seconds
+from nemo_grpo.plan.inputs import PlanInput
 from nemo_grpo.plan.lengths import Lengths
-from nemo_grpo.plan.setup import Setup
+from nemo_grpo.plan.scenario import Scenario, reduce_seconds
 
 EAGER = 4.0
 """A decoding pass's fixed time without CUDA graphs, in times of the one with them."""
@@ -24,7 +24,7 @@ DRAFT = 0.22
 
 @dataclass(frozen=True)
 class Engine:
-    """One vLLM engine of a case, in numbers per GPU.
+    """One vLLM engine of a scenario, in numbers per GPU.
 
     Attributes: layers: of the engine.  dense, expert: bytes of a layer's weights that every token reads, and
                 of all its experts.  head: those of the output matrix.
@@ -32,7 +32,7 @@ class Engine:
                 cache: bytes that a layer holds of one token.  flops: peak of the products.
     """
 
-    case: Case
+    scenario: Scenario
     layers: float
     dense: float
     expert: float
@@ -44,12 +44,13 @@ class Engine:
 
     def iteration(self, active: float, context: float) -> float:
         """Seconds per token of ``active`` sequences that hold ``context`` tokens each."""
-        setup, eff = self.case.setup, self.case.eff
-        fixed, drafts = eff.decode * self.case.host * (EAGER if setup.vllm_eager else 1.0), setup.draft_tokens
+        setup, eff = self.scenario.setup, self.scenario.eff
+        fixed = eff.decode * self.scenario.hardware.host_slowdown * (EAGER if setup.vllm_eager else 1.0)
+        drafts = setup.draft_tokens
         seconds = self._pass(self.layers, active, 1 + drafts, context) + fixed
         if drafts and setup.draft_layers:
             seconds += drafts * (self._pass(setup.draft_layers, active, 1, context) + DRAFT * fixed)
-        return seconds / kept_tokens(drafts, self.case.work.acceptance)
+        return seconds / kept_tokens(drafts, self.scenario.work.acceptance)
 
     def _pass(self, layers: float, active: float, tokens: int, context: float) -> float:
         """So many tokens of each sequence through layers and output matrix.
@@ -57,7 +58,7 @@ class Engine:
         Experts are read that at least one token chose: E (1 - (1 - k / E)^n) with n independent tokens.
         Tokens of one problem are not: n is 1 + routes x (tokens - 1).
         """
-        shape, hardware, eff = self.case.shape, self.case.hardware, self.case.eff
+        shape, hardware, eff = self.scenario.shape, self.scenario.hardware, self.scenario.eff
         batch, bandwidth = active * tokens, hardware.memory_bandwidth * eff.memory
         independent = 1 + eff.routes * (batch - 1)
         share = shape.num_experts_per_token / shape.num_experts if shape.num_experts else 0.0
@@ -65,13 +66,15 @@ class Engine:
         read = (layers * (self.dense + touched * self.expert) + self.head) / bandwidth
         computed = batch * (layers * self.products + self.head_products) / (self.flops * eff.matrix)
         attended = active * context * layers * self.cache / bandwidth
-        reduced = reduce_seconds(self.case, batch * 2 * shape.hidden_size, self.case.setup.vllm_tensor)
+        reduced = reduce_seconds(
+            self.scenario, batch * 2 * shape.hidden_size, self.scenario.setup.vllm_tensor
+        )
         return max(read, computed) + attended + 2 * layers * reduced
 
     def prefill(self, tokens: float) -> float:
         """Seconds of a prompt's tokens."""
         products = self.layers * self.products + self.head_products
-        return tokens * products / (self.flops * self.case.eff.matrix)
+        return tokens * products / (self.flops * self.scenario.eff.matrix)
 
 
 def kept_tokens(drafts: int, acceptance: float) -> float:
@@ -79,12 +82,12 @@ def kept_tokens(drafts: int, acceptance: float) -> float:
     return float(sum(acceptance**position for position in range(drafts + 1)))
 
 
-def engine_of(case: Case) -> Engine:
+def engine_of(scenario: Scenario) -> Engine:
     """The vLLM engine of a layout.
 
     MX formats are computed on Blackwell; before it their weights are widened to BF16.
     """
-    shape, setup, hardware = case.shape, case.setup, case.hardware
+    shape, setup, hardware = scenario.shape, scenario.setup, scenario.hardware
     attention, feed_forward, _ = memory.rollout_layer_sizes(shape, setup)
     dense, expert = memory.rollout_layer_bytes(shape, setup)
     layers = shape.num_layers / setup.vllm_pipeline
@@ -95,7 +98,7 @@ def engine_of(case: Case) -> Engine:
     flops = hardware.fp8_flops if in_fp8 else hardware.bf16_flops
     slower = flops / hardware.bf16_flops if setup.vllm_bf16_attention else 1.0
     return Engine(
-        case=case,
+        scenario=scenario,
         layers=layers,
         dense=dense,
         expert=sparse * shape.num_experts * expert,
@@ -107,34 +110,34 @@ def engine_of(case: Case) -> Engine:
     )
 
 
-def num_engines(setup: Setup) -> int:
+def num_engines(setup: PlanInput) -> int:
     """Engines that sample side by side."""
     gpus = setup.num_rollout_gpus or setup.num_nodes * setup.gpus_per_node
     return max(gpus // (setup.vllm_tensor * setup.vllm_pipeline), 1)
 
 
-def concurrency(case: Case) -> int:
+def concurrency(scenario: Scenario) -> int:
     """Sequences that an engine decodes at once: its limit, or what its cache holds of the mean length."""
-    shape, setup = case.shape, case.setup
-    room = memory.cache_bytes(shape, setup, int(case.hardware.memory_bytes))
-    held = int(room / (memory.cache_bytes_per_token(shape, setup) * case.work.lengths.mean_sequence))
+    shape, setup = scenario.shape, scenario.setup
+    room = memory.cache_bytes(shape, setup, int(scenario.hardware.memory_bytes))
+    held = int(room / (memory.cache_bytes_per_token(shape, setup) * scenario.work.lengths.mean_sequence))
     return max(min(held, setup.vllm_max_sequences), 1)
 
 
-def rollout_seconds(case: Case) -> dict[str, float]:
+def rollout_seconds(scenario: Scenario) -> dict[str, float]:
     """Seconds of one step's rollout: prefill, decoding until half of the responses have ended, and the tail.
 
     While responses wait for a place, places are always taken; then the last ones run out, and the step ends
     with the longest.
     """
-    engine, work, lengths = engine_of(case), case.work, case.work.lengths
-    waiting = -(-work.num_samples // num_engines(case.setup))
-    places = min(waiting, concurrency(case))
+    engine, work, lengths = engine_of(scenario), scenario.work, scenario.work.lengths
+    waiting = -(-work.num_samples // num_engines(scenario.setup))
+    places = min(waiting, concurrency(scenario))
     decode = (waiting - places) * _seconds_per_response(engine, places)
     first, tail = _drained(places, lengths, lengths.longest(work.num_samples), engine.iteration)
     decode += first
     prefill = _prefill_seconds(engine, waiting)
-    scale = work.num_draws * case.setup.vllm_pipeline
+    scale = work.num_draws * scenario.setup.vllm_pipeline
     return {"prefill": scale * prefill, "decode": scale * decode, "tail": scale * tail}
 
 
@@ -155,22 +158,22 @@ def _drained(
     return halves[0], halves[1]
 
 
-def steady_seconds(case: Case) -> float:
+def steady_seconds(scenario: Scenario) -> float:
     """Seconds per step of engines that always have as many responses to decode as may run ahead: no tail."""
-    engine, work = engine_of(case), case.work
-    per_step = -(-work.num_samples // num_engines(case.setup))
-    places = min(per_step * max(work.trajectory_age, 1), concurrency(case))
+    engine, work = engine_of(scenario), scenario.work
+    per_step = -(-work.num_samples // num_engines(scenario.setup))
+    places = min(per_step * max(work.trajectory_age, 1), concurrency(scenario))
     seconds = per_step * _seconds_per_response(engine, places) + _prefill_seconds(engine, per_step)
-    return work.num_draws * case.setup.vllm_pipeline * seconds
+    return work.num_draws * scenario.setup.vllm_pipeline * seconds
 
 
 def _seconds_per_response(engine: Engine, places: int) -> float:
     """Seconds of an engine whose places are all taken, by responses half done on average."""
-    lengths = engine.case.work.lengths
+    lengths = engine.scenario.work.lengths
     return lengths.mean / places * engine.iteration(places, lengths.prompt + lengths.mean / 2)
 
 
 def _prefill_seconds(engine: Engine, num_responses: int) -> float:
     """Prompts are computed once per group: its other responses find them in the prefix cache."""
-    work = engine.case.work
+    work = engine.scenario.work
     return engine.prefill(-(-num_responses // work.group_size) * work.lengths.prompt)

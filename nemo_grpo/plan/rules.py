@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.inputs import PlanInput, plan_input
 from nemo_grpo.plan.memory import GIB, USABLE
 from nemo_grpo.plan.presets import shape_of
-from nemo_grpo.plan.remedies import for_memory
-from nemo_grpo.plan.setup import Setup, setup_of
 from nemo_grpo.recipe.generation_sections import stop_refusals
 from nemo_grpo.recipe.layout import expert_refusals, stage_refusals, width_refusals
 from nemo_grpo.recipe.registry import Scope, messages, rule
@@ -29,7 +28,7 @@ BLOCK = 128
 
 
 @rule(Scope.SHAPE)
-def model_can_be_converted(shape: ModelSpec, setup: Setup) -> Iterator[str]:
+def model_can_be_converted(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
     if not shape.is_bridged:
         yield (
             f"policy.model_name={shape.name}: Megatron-Bridge has no conversion for {shape.model_type}; use "
@@ -38,7 +37,7 @@ def model_can_be_converted(shape: ModelSpec, setup: Setup) -> Iterator[str]:
 
 
 @rule(Scope.SHAPE)
-def tensor_parallel_divides_the_model(shape: ModelSpec, setup: Setup) -> Iterator[str]:
+def tensor_parallel_divides_the_model(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
     yield from width_refusals(
         shape,
         f"{MEGATRON}.tensor_model_parallel_size",
@@ -49,14 +48,14 @@ def tensor_parallel_divides_the_model(shape: ModelSpec, setup: Setup) -> Iterato
 
 
 @rule(Scope.SHAPE)
-def rollout_parallel_divides_the_model(shape: ModelSpec, setup: Setup) -> Iterator[str]:
+def rollout_parallel_divides_the_model(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
     if setup.has_rollouts:
         key, per_node = f"{VLLM}.tensor_parallel_size", setup.gpus_per_node
         yield from width_refusals(shape, key, setup.vllm_tensor, per_node=per_node)
 
 
 @rule(Scope.SHAPE)
-def tensor_parallel_stays_on_a_node(shape: ModelSpec, setup: Setup) -> Iterator[str]:
+def tensor_parallel_stays_on_a_node(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
     if setup.gpus_per_node % setup.layout.tensor:
         yield (
             f"{MEGATRON}.tensor_model_parallel_size={setup.layout.tensor} does not divide the "
@@ -66,17 +65,17 @@ def tensor_parallel_stays_on_a_node(shape: ModelSpec, setup: Setup) -> Iterator[
 
 
 @rule(Scope.SHAPE)
-def pipeline_stages_divide_the_layers(shape: ModelSpec, setup: Setup) -> Iterator[str]:
+def pipeline_stages_divide_the_layers(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
     yield from stage_refusals(shape, setup.layout)
 
 
 @rule(Scope.SHAPE)
-def expert_parallel_divides_the_experts(shape: ModelSpec, setup: Setup) -> Iterator[str]:
+def expert_parallel_divides_the_experts(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
     yield from expert_refusals(shape, setup.layout)
 
 
 @rule(Scope.SHAPE)
-def sequences_fit_the_model(shape: ModelSpec, setup: Setup) -> Iterator[str]:
+def sequences_fit_the_model(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
     if setup.max_length > shape.max_position_embeddings:
         yield (
             f"policy.max_total_sequence_length={setup.max_length} exceeds "
@@ -85,12 +84,12 @@ def sequences_fit_the_model(shape: ModelSpec, setup: Setup) -> Iterator[str]:
 
 
 @rule(Scope.SHAPE)
-def stop_tokens_are_in_the_vocabulary(shape: ModelSpec, setup: Setup) -> Iterator[str]:
+def stop_tokens_are_in_the_vocabulary(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
     yield from stop_refusals(setup.stop_token_ids, shape.vocab_size, shape.name)
 
 
 @rule(Scope.SHAPE)
-def fp8_blocks_divide_the_layers(shape: ModelSpec, setup: Setup) -> Iterator[str]:
+def fp8_blocks_divide_the_layers(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
     used = []
     if setup.fp8_training and setup.fp8_recipe == "blockwise":
         used.append(
@@ -113,7 +112,7 @@ def fp8_blocks_divide_the_layers(shape: ModelSpec, setup: Setup) -> Iterator[str
 
 
 @rule(Scope.MEMORY)
-def fp8_recipe_is_for_this_gpu(shape: ModelSpec, setup: Setup, gpu: Hardware) -> Iterator[str]:
+def fp8_recipe_is_for_this_gpu(shape: ModelSpec, setup: PlanInput, gpu: Hardware) -> Iterator[str]:
     """Transformer Engine's own conditions (quantization.py)."""
     if setup.fp8_recipe == "mxfp8" and gpu.compute_capability < 10:
         yield f"{MEGATRON}.fp8_cfg.fp8_recipe=mxfp8 needs Blackwell; on H100 and H200 use blockwise"
@@ -122,7 +121,7 @@ def fp8_recipe_is_for_this_gpu(shape: ModelSpec, setup: Setup, gpu: Hardware) ->
 
 
 @rule(Scope.MEMORY)
-def gpu_has_fp8(shape: ModelSpec, setup: Setup, gpu: Hardware) -> Iterator[str]:
+def gpu_has_fp8(shape: ModelSpec, setup: PlanInput, gpu: Hardware) -> Iterator[str]:
     if gpu.fp8_flops:
         return
     if setup.fp8_training:
@@ -132,7 +131,7 @@ def gpu_has_fp8(shape: ModelSpec, setup: Setup, gpu: Hardware) -> Iterator[str]:
 
 
 @rule(Scope.SHAPE)
-def images_exclude_context_parallel(shape: ModelSpec, setup: Setup) -> Iterator[str]:
+def images_exclude_context_parallel(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
     if shape.num_vision_parameters and setup.layout.context > 1:
         yield (
             f"{MEGATRON}.context_parallel_size={setup.layout.context}: the images of {shape.name} are not "
@@ -141,7 +140,7 @@ def images_exclude_context_parallel(shape: ModelSpec, setup: Setup) -> Iterator[
 
 
 @rule(Scope.MEMORY)
-def training_fits_in_memory(shape: ModelSpec, setup: Setup, gpu: Hardware) -> Iterator[str]:
+def training_fits_in_memory(shape: ModelSpec, setup: PlanInput, gpu: Hardware) -> Iterator[str]:
     stage = memory.heaviest_stage(shape, setup)
     parts = memory.training_bytes(shape, setup, stage)
     need, scoring = sum(parts.values()), memory.scoring_bytes(shape, setup, setup.layout.pipeline - 1)
@@ -161,8 +160,35 @@ def training_fits_in_memory(shape: ModelSpec, setup: Setup, gpu: Hardware) -> It
         )
 
 
+def for_memory(part: str, setup: PlanInput) -> str:
+    """Name what makes a part of the training phase smaller and is not in use."""
+    rows = setup.train_tokens > setup.max_length
+    remedies = {
+        "reference": {"leave out the KL penalty": setup.has_penalty, "train adapters": True},
+        "sampler": {"use target=cluster": True},
+        "weights": {"raise TP or PP": True, "EP for experts": True},
+        "gradients": {"raise TP or PP": True},
+        "optimizer": {
+            "use the distributed optimizer": not setup.distributed_optimizer,
+            "more nodes": True,
+            "optimizer_cpu_offload": not setup.embedded and not setup.offload_fraction,
+        },
+        "activations": {
+            "set activation_checkpointing=true": "full" not in setup.recompute,
+            "lower train_micro_batch_size": rows,
+            "raise TP or CP": True,
+        },
+        "logits": {
+            "lower train_micro_batch_size": rows,
+            "raise TP or CP": True,
+            "set policy.logprob_chunk_size": not setup.logprob_chunk,
+        },
+    }
+    return ", or ".join(text for text, is_open in remedies[part].items() if is_open)
+
+
 @rule(Scope.MEMORY)
-def rollouts_fit_in_memory(shape: ModelSpec, setup: Setup, gpu: Hardware) -> Iterator[str]:
+def rollouts_fit_in_memory(shape: ModelSpec, setup: PlanInput, gpu: Hardware) -> Iterator[str]:
     if not setup.has_rollouts:
         return
     room = memory.cache_bytes(shape, setup, int(gpu.memory_bytes))
@@ -189,9 +215,9 @@ def shape_problems(recipe: Recipe) -> list[str]:
         shape = shape_of(recipe)
     except UserError:
         return []
-    return [] if recipe.policy.dtensor_cfg.enabled else messages(Scope.SHAPE, shape, setup_of(recipe))
+    return [] if recipe.policy.dtensor_cfg.enabled else messages(Scope.SHAPE, shape, plan_input(recipe))
 
 
-def problems(shape: ModelSpec, setup: Setup, gpu: Hardware) -> list[str]:
+def problems(shape: ModelSpec, setup: PlanInput, gpu: Hardware) -> list[str]:
     """All messages for one layout on one kind of GPU."""
     return messages(Scope.SHAPE, shape, setup) or messages(Scope.MEMORY, shape, setup, gpu)

@@ -89,7 +89,7 @@ def _point(recipe: Recipe, base: Forecast, count: int) -> Point:
     best_weak = best_layouts(recipe, weak, number=1, further=grown)
     if not best_strong or not best_weak:
         return Point(count, note="no layout fits")
-    fits = accepted(recipe, [strong.setup], base.case.shape, base.case.hardware, 1)
+    fits = accepted(recipe, [strong.setup], base.scenario.shape, base.scenario.hardware, 1)
     return Point(
         count,
         own=strong if next(fits, None) else None,
@@ -119,21 +119,12 @@ def own_layout(points: Sequence[Point]) -> str:
 
 def draw_scaling(points: Sequence[Point], file: Path, title: str) -> None:
     """Step time, efficiency and GPU-hours against GPUs, as a PNG."""
-    from nemo_grpo.support.pictures import (
-        COLORS,
-        COMPANION,
-        DASHES,
-        INK,
-        new_figure,
-        set_title,
-        tidy,
-        write_png,
-    )
+    from nemo_grpo.support import pictures as look
 
     drawn = [(point, point.strong, point.weak) for point in points if point.strong and point.weak]
     gpus = [point.num_gpus for point, _, _ in drawn]
-    figure = new_figure(11, 3.6)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
+    figure = look.new_figure(11, 3.6)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=look.INK)
     panels = {
         "seconds per step": [(strong.step.seconds, weak.step.seconds) for _, strong, weak in drawn],
         "tokens/s/GPU, relative": [(p.strong_efficiency, p.weak_efficiency) for p, _, _ in drawn],
@@ -141,20 +132,24 @@ def draw_scaling(points: Sequence[Point], file: Path, title: str) -> None:
     }
     for axes, (name, values) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         lines = {"same batch": [strong for strong, _ in values], "batch grows": [weak for _, weak in values]}
-        for (label, line), color, dash, marker in zip(lines.items(), COLORS, DASHES, "os", strict=False):
+        for (label, line), color, dash, marker in zip(
+            lines.items(), look.COLORS, look.DASHES, "os", strict=False
+        ):
             axes.plot(gpus, line, color=color, ls=dash, marker=marker, ms=4.5, lw=1.9, label=label)
         axes.set_xscale("log", base=2)
         axes.set_xticks(gpus, [str(count) for count in gpus])
         axes.minorticks_off()
         axes.yaxis.set_major_formatter("{x:,g}")
-        axes.set_xlabel("GPUs", fontsize=9, color=INK)
-        set_title(axes, name)
-        tidy(axes)
+        axes.set_xlabel("GPUs", fontsize=9, color=look.INK)
+        look.set_title(axes, name)
+        look.tidy(axes)
     own = [(point.num_gpus, point.own.step.seconds) for point in points if point.own]
     steps = figure.axes[0]
     label = "recipe's own layout"
-    steps.plot([n for n, _ in own], [s for _, s in own], color=COMPANION, ls=DASHES[2], lw=1.3, label=label)
+    steps.plot(
+        [n for n, _ in own], [s for _, s in own], color=look.COMPANION, ls=look.DASHES[2], lw=1.3, label=label
+    )
     steps.legend(frameon=False, fontsize=8.5, handlelength=3)
     for axes in figure.axes:
         axes.set_ylim(bottom=0)
-    write_png(figure, file, dpi=130)
+    look.write_png(figure, file, dpi=130)

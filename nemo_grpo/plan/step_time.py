@@ -4,12 +4,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nemo_grpo.models import ModelSpec
-from nemo_grpo.plan.case import Case
+from nemo_grpo.plan.inputs import PlanInput
 from nemo_grpo.plan.parameters import model_parameters
 from nemo_grpo.plan.rollout_time import rollout_seconds, steady_seconds
-from nemo_grpo.plan.setup import Setup
+from nemo_grpo.plan.scenario import Scenario
 from nemo_grpo.plan.training_time import model_flops, scoring_seconds, swap_seconds, update_seconds
-from nemo_grpo.plan.workload import Workload
 from nemo_grpo.recipe.layout import Layout
 
 STORAGE = 2e9
@@ -20,27 +19,27 @@ ROUTES = 1e9
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step.
+    """One step of a scenario.
 
     Attributes: phases: name -> seconds. They follow each other; where rollouts run ahead, those of `rollout`
                 go on beside the others.
                 steady: seconds per step of engines that never run out of responses.
-                waits: rollouts that run ahead have to end before a refit.
-                age: steps that rollouts may run ahead; 0: they take turns with training.
                 validation, checkpoint: seconds of one.
     """
 
+    scenario: Scenario
     phases: dict[str, float]
     steady: float
-    age: int
-    waits: bool
     validation: float
     checkpoint: float
-    tokens: float
-    num_gpus: int
-    num_training_gpus: int
-    update_flops: float
-    peak_flops: float
+
+    @property
+    def age(self) -> int:
+        return self.scenario.work.trajectory_age
+
+    @property
+    def num_gpus(self) -> int:
+        return self.scenario.setup.num_nodes * self.scenario.setup.gpus_per_node
 
     @property
     def rollout(self) -> float:
@@ -60,7 +59,7 @@ class StepTime:
         without in_flight_weight_updates), both begin after one refit and end before the next, whatever A.
         """
         both = self.rollout + self.training
-        if self.age and self.waits:
+        if self.age and self.scenario.work.waits_for_rollouts:
             refit = self.phases["refit"]
             return max(self.rollout, self.training - refit) + refit
         return max(self.training, self.steady, both / (self.age + 1)) if self.age else both
@@ -68,67 +67,57 @@ class StepTime:
     @property
     def tokens_per_second_per_gpu(self) -> float:
         """Tokens of prompts and trained responses, over all GPUs, as NeMo-RL counts."""
-        return self.tokens / self.seconds / self.num_gpus
+        return self.scenario.work.tokens / self.seconds / self.num_gpus
 
     @property
     def mfu(self) -> float:
         """FLOPs of the update's three forward passes over its seconds and the training GPUs' BF16 peak."""
-        seconds = sum(self.phases[name] for name in UPDATE)
-        return self.update_flops / (seconds * self.peak_flops * self.num_training_gpus)
+        scenario, seconds = self.scenario, sum(self.phases[name] for name in UPDATE)
+        flops = 3 * scenario.work.tokens * model_flops(scenario.shape, scenario.work.lengths.attended)
+        return flops / (seconds * scenario.hardware.bf16_flops * scenario.setup.world_size)
 
 
 ROLLOUT = ("prefill", "decode", "tail")
 UPDATE = ("forward and backward", "pipeline bubble", "gradients", "optimizer")
 
 
-def step_time(case: Case) -> StepTime:
+def step_time(scenario: Scenario) -> StepTime:
     """The time of one step of a cluster recipe.
 
     Each formula stands in the module of its phase. Rewards and the like are a fixed time and one per sample.
     """
-    setup, work, eff = case.setup, case.work, case.eff
-    rollout, steady, validation = _rollout(replace(case, setup=_of_rollouts(setup)))
+    setup, work, eff = scenario.setup, scenario.work, scenario.eff
+    rollout, steady, validation = _rollout(replace(scenario, setup=_of_rollouts(setup)))
     phases = dict(rollout)
-    phases["scoring"] = work.scoring_passes * scoring_seconds(case)
-    phases |= update_seconds(case)
-    phases["refit"] = refit_seconds(case)
-    phases["swaps to the host"] = swap_seconds(case, reference=work.scoring_passes > 1)
-    routes = route_seconds(case) if setup.replays_routes else 0.0
-    phases["rewards, data, logs"] = routes + case.host * (
+    phases["scoring"] = work.scoring_passes * scoring_seconds(scenario)
+    phases |= update_seconds(scenario)
+    phases["refit"] = refit_seconds(scenario)
+    phases["swaps to the host"] = swap_seconds(scenario, reference=work.scoring_passes > 1)
+    routes = route_seconds(scenario) if setup.replays_routes else 0.0
+    phases["rewards, data, logs"] = routes + scenario.hardware.host_slowdown * (
         eff.step + eff.sample * work.num_samples * work.num_draws
     )
-    return StepTime(
-        phases=phases,
-        validation=validation,
-        checkpoint=checkpoint_seconds(case.shape, setup, saves_optimizer=work.saves_optimizer),
-        steady=steady + phases["refit"],
-        age=work.trajectory_age,
-        waits=work.waits_for_rollouts,
-        tokens=work.tokens,
-        num_gpus=setup.num_nodes * setup.gpus_per_node,
-        num_training_gpus=setup.world_size,
-        update_flops=3 * work.tokens * model_flops(case.shape, work.lengths.attended),
-        peak_flops=case.hardware.bf16_flops,
-    )
+    checkpoint = checkpoint_seconds(scenario.shape, setup, saves_optimizer=work.saves_optimizer)
+    return StepTime(scenario, phases, steady + phases["refit"], validation, checkpoint)
 
 
-def _of_rollouts(setup: Setup) -> Setup:
+def _of_rollouts(setup: PlanInput) -> PlanInput:
     """The same for all layouts of training, so that a search computes each kind of rollout once."""
     return replace(setup, layout=Layout(), recompute=(), train_tokens=1, score_tokens=1, num_microbatches=1)
 
 
 @lru_cache(maxsize=256)
-def _rollout(case: Case) -> tuple[dict[str, float], float, float]:
-    return rollout_seconds(case), steady_seconds(case), validation_seconds(case)
+def _rollout(scenario: Scenario) -> tuple[dict[str, float], float, float]:
+    return rollout_seconds(scenario), steady_seconds(scenario), validation_seconds(scenario)
 
 
-def validation_seconds(case: Case) -> float:
+def validation_seconds(scenario: Scenario) -> float:
     """A rollout of the validation samples."""
-    work = case.work
+    work = scenario.work
     if not work.val_samples:
         return 0.0
     samples = replace(work, num_samples=work.val_samples, group_size=1, num_draws=1.0, trajectory_age=0)
-    return sum(rollout_seconds(replace(case, work=samples)).values())
+    return sum(rollout_seconds(replace(scenario, work=samples)).values())
 
 
 def num_tensors(shape: ModelSpec) -> int:
@@ -137,7 +126,7 @@ def num_tensors(shape: ModelSpec) -> int:
     return 3 + 9 * (shape.num_layers - shape.num_sparse_layers) + per_sparse * shape.num_sparse_layers
 
 
-def refit_seconds(case: Case) -> float:
+def refit_seconds(scenario: Scenario) -> float:
     """NeMo-RL gathers each tensor of the Hugging Face model on every rank and hands it to the engine there.
 
     2 x parameters over the network where ranks of several NVLink domains share the model or rollouts have
@@ -145,10 +134,10 @@ def refit_seconds(case: Case) -> float:
     Engines that share the GPUs load each tensor when it has come, and are put to sleep and woken besides;
     those on other GPUs load one packed buffer while the next is on its way (nemo_rl/utils/packed_tensor.py).
     """
-    shape, setup, hardware, eff = case.shape, case.setup, case.hardware, case.eff
+    shape, setup, hardware, eff = scenario.shape, scenario.setup, scenario.hardware, scenario.eff
     layout, num_bytes = setup.layout, 2 * model_parameters(shape)
     shared = max(layout.tensor * layout.expert_tensor, layout.expert) * layout.pipeline
-    if setup.num_rollout_gpus or shared > case.domain:
+    if setup.num_rollout_gpus or shared > scenario.domain:
         moved = num_bytes / (hardware.network_bandwidth * eff.link)
     else:
         moved = num_bytes / (hardware.nvlink_bandwidth * eff.link) if shared > 1 else 0.0
@@ -156,26 +145,19 @@ def refit_seconds(case: Case) -> float:
     return max(loaded, moved) if setup.num_rollout_gpus else eff.refit + loaded + moved
 
 
-def route_seconds(case: Case) -> float:
+def route_seconds(scenario: Scenario) -> float:
     """Router replay: the K experts that each token chose in each sparse layer, at `ROUTES`.
 
     An expert's number has 1 byte up to 128 experts and 2 above (nemo_rl/models/generation/interfaces.py).
     They go from the engines through Ray's object store to the driver, and from there to the ranks that train.
     """
-    shape = case.shape
+    shape = scenario.shape
     width = 1 if shape.num_experts <= 128 else 2
-    num_bytes = case.work.tokens * shape.num_sparse_layers * shape.num_experts_per_token * width
+    num_bytes = scenario.work.tokens * shape.num_sparse_layers * shape.num_experts_per_token * width
     return 2 * num_bytes / ROUTES
 
 
-def checkpoint_seconds(shape: ModelSpec, setup: Setup, *, saves_optimizer: bool) -> float:
+def checkpoint_seconds(shape: ModelSpec, setup: PlanInput, *, saves_optimizer: bool) -> float:
     """2 bytes per parameter, and 12 of optimizer state, at `STORAGE` per training node."""
     num_bytes = model_parameters(shape) * (14 if saves_optimizer else 2)
     return num_bytes / (STORAGE * max(setup.world_size // setup.gpus_per_node, 1))
-
-
-def run_seconds(step: StepTime, work: Workload) -> float:
-    """The whole run: its steps, validations and checkpoints."""
-    validations = work.num_steps // work.val_period if work.val_period else 0
-    saves = -(-work.num_steps // work.save_period) if work.save_period else 0
-    return work.num_steps * step.seconds + validations * step.validation + saves * step.checkpoint

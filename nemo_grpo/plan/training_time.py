@@ -5,36 +5,27 @@ recomputation once more (Narayanan et al., 2104.04473, appendix). Causal attenti
 matrix. Stages work in 1F1B, whose bubble is (p - 1) microbatches of the slowest stage (same, section 2.2).
 """
 
-from dataclasses import dataclass
 from math import ceil
 
 from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan import memory
-from nemo_grpo.plan.case import Case, exchange_seconds, gather_seconds
 from nemo_grpo.plan.parameters import mixer_sizes, stage_counts
+from nemo_grpo.plan.scenario import Scenario, exchange_seconds, gather_seconds
 
 
-@dataclass(frozen=True)
-class Microbatches:
-    """Microbatches into which a data-parallel rank cuts its sequences of one update.
+def microbatches(scenario: Scenario, capacity: int) -> tuple[int, float]:
+    """A data-parallel rank's microbatches of one update, and the tokens of one, padding too, before CP.
 
-    Attributes: number: of microbatches.  tokens: of one, padding too, before CP divides them.
+    Packed rows hold whole sequences, padded ones have the longest length.
     """
-
-    number: int
-    tokens: float
-
-
-def microbatches(case: Case, capacity: int) -> Microbatches:
-    """Microbatches of one update; packed rows hold whole sequences, padded ones have the longest length."""
-    setup, work = case.setup, case.work
+    setup, work = scenario.setup, scenario.work
     sequences = max(work.num_samples / work.num_updates / setup.data_parallel, 1.0)  # others wait for one
     if not setup.packed:
         number = max(round(sequences * setup.max_length / capacity), 1)
-        return Microbatches(number, sequences * setup.max_length / number)
+        return number, sequences * setup.max_length / number
     tokens = sequences * work.lengths.mean_sequence
     rows = max(ceil(tokens / work.lengths.packed(capacity)), 1)
-    return Microbatches(rows, tokens / rows)
+    return rows, tokens / rows
 
 
 def layer_flops(shape: ModelSpec, attended: float, *, is_dense: bool = True) -> tuple[float, float, float]:
@@ -66,28 +57,28 @@ def model_flops(shape: ModelSpec, attended: float) -> float:
     return dense + shape.num_sparse_layers * sum(layer_flops(shape, attended, is_dense=False)) + head
 
 
-def layer_seconds(case: Case, tokens: float, *, is_dense: bool) -> tuple[float, float]:
+def layer_seconds(scenario: Scenario, tokens: float, *, is_dense: bool) -> tuple[float, float]:
     """One layer's forward pass over a microbatch's tokens / CP: (kernels, collectives of TP, CP and EP).
 
     Routing is taken as balanced: each of the TP x EP ranks computes its share of the experts' products.
     With FP8 the products run at its peak, after their inputs are read and written once more to quantize
     them: the gain falls with the width of the matrices.
     """
-    setup, hardware, eff, layout = case.setup, case.hardware, case.eff, case.setup.layout
-    products, scores, experts = layer_flops(case.shape, case.work.lengths.attended, is_dense=is_dense)
+    setup, hardware, eff, layout = scenario.setup, scenario.hardware, scenario.eff, scenario.setup.layout
+    products, scores, experts = layer_flops(scenario.shape, scenario.work.lengths.attended, is_dense=is_dense)
     flops = hardware.fp8_flops if setup.fp8_training else hardware.bf16_flops
     kernels = tokens * products / layout.tensor / (flops * eff.matrix)
     kernels += tokens * scores / layout.tensor / (hardware.bf16_flops * eff.matrix)
     kernels += tokens * experts / layout.tensor / (flops * eff.grouped)
     if setup.fp8_training:
-        kernels += tokens * _quantized(case, is_dense) / (hardware.memory_bandwidth * eff.memory)
-    kernels = max(kernels, case.host * eff.layer if is_dense else eff.expert_layer)
-    return kernels, _layer_talk(case, tokens, is_dense=is_dense)
+        kernels += tokens * _quantized(scenario, is_dense) / (hardware.memory_bandwidth * eff.memory)
+    kernels = max(kernels, hardware.host_slowdown * eff.layer if is_dense else eff.expert_layer)
+    return kernels, _layer_talk(scenario, tokens, is_dense=is_dense)
 
 
-def _quantized(case: Case, is_dense: bool) -> float:
+def _quantized(scenario: Scenario, is_dense: bool) -> float:
     """Bytes per token to quantize the inputs of a layer's products: read 2, write 1, and transposed 1."""
-    shape, t = case.shape, case.setup.layout.tensor
+    shape, t = scenario.shape, scenario.setup.layout.tensor
     h = shape.hidden_size
     width = 2 * h + (shape.query_size + (shape.dense_ffn_size or shape.ffn_size)) / t
     if not is_dense:
@@ -95,45 +86,45 @@ def _quantized(case: Case, is_dense: bool) -> float:
     return 4 * width
 
 
-def _layer_talk(case: Case, tokens: float, *, is_dense: bool) -> float:
+def _layer_talk(scenario: Scenario, tokens: float, *, is_dense: bool) -> float:
     """TP: an all-gather and a reduce-scatter around attention and feed-forward (2205.05198, section 4.2.2).
 
     CP: the ring passes the keys and values of the other ranks. EP: tokens go to their experts and return.
     """
-    shape, layout = case.shape, case.setup.layout
+    shape, layout = scenario.shape, scenario.setup.layout
     width = 2 * shape.hidden_size * tokens
     t, c, model_parallel = layout.tensor, layout.context, layout.tensor * layout.context
-    seconds = 4 * gather_seconds(case, width, t, t)
+    seconds = 4 * gather_seconds(scenario, width, t, t)
     if c > 1:
         passed = 2 * 2 * shape.key_value_size / t * tokens * c
-        seconds += gather_seconds(case, passed, c, model_parallel)
+        seconds += gather_seconds(scenario, passed, c, model_parallel)
     if not is_dense and layout.expert > 1:
         sent = shape.num_experts_per_token * width / (t if layout.sequence_parallel else 1)
-        seconds += 2 * exchange_seconds(case, sent, layout.expert, layout.expert_tensor)
+        seconds += 2 * exchange_seconds(scenario, sent, layout.expert, layout.expert_tensor)
     return seconds
 
 
-def head_seconds(case: Case, tokens: float) -> float:
+def head_seconds(scenario: Scenario, tokens: float) -> float:
     """Logits of the last stage and their logprobs: the product, then three passes over FP32 logits."""
-    shape, hardware, eff = case.shape, case.hardware, case.eff
-    width = shape.vocab_size / case.setup.layout.tensor
+    shape, hardware, eff = scenario.shape, scenario.hardware, scenario.eff
+    width = shape.vocab_size / scenario.setup.layout.tensor
     product = 2 * tokens * width * shape.hidden_size / (hardware.bf16_flops * eff.matrix)
     return product + 3 * 4 * tokens * width / (hardware.memory_bandwidth * eff.memory)
 
 
-def stage_seconds(case: Case, tokens: float) -> float:
+def stage_seconds(scenario: Scenario, tokens: float) -> float:
     """The slowest stage's forward pass over one microbatch."""
-    shape, layout = case.shape, case.setup.layout
+    shape, layout = scenario.shape, scenario.setup.layout
     has_dense = shape.num_dense_layers or not shape.num_experts
-    dense = sum(layer_seconds(case, tokens, is_dense=True)) if has_dense else 0.0
-    sparse = sum(layer_seconds(case, tokens, is_dense=False)) if shape.num_experts else 0.0
+    dense = sum(layer_seconds(scenario, tokens, is_dense=True)) if has_dense else 0.0
+    sparse = sum(layer_seconds(scenario, tokens, is_dense=False)) if shape.num_experts else 0.0
     dealt, left, slowest = layout.stage_layers(shape.num_layers), shape.num_dense_layers, 0.0
     for stage, layers in enumerate(dealt):
         num_dense = min(left, layers) if shape.num_experts else layers
         left -= num_dense
         seconds = num_dense * dense + (layers - num_dense) * sparse
         if stage == len(dealt) - 1:
-            seconds += head_seconds(case, tokens)
+            seconds += head_seconds(scenario, tokens)
         slowest = max(slowest, seconds)
     return slowest
 
@@ -143,49 +134,49 @@ def bubble(stages: int, number: int) -> float:
     return (number + stages - 1) / number
 
 
-def scoring_seconds(case: Case) -> float:
+def scoring_seconds(scenario: Scenario) -> float:
     """One forward pass over all of the step's sequences."""
-    layout = case.setup.layout
-    cut = microbatches(case, case.setup.score_tokens)
-    number = cut.number * case.work.num_updates
-    return number * bubble(layout.pipeline, number) * stage_seconds(case, cut.tokens / layout.context)
+    layout = scenario.setup.layout
+    number, tokens = microbatches(scenario, scenario.setup.score_tokens)
+    number *= scenario.work.num_updates
+    return number * bubble(layout.pipeline, number) * stage_seconds(scenario, tokens / layout.context)
 
 
-def update_seconds(case: Case) -> dict[str, float]:
+def update_seconds(scenario: Scenario) -> dict[str, float]:
     """All updates of a step: forward and backward, the pipeline's bubble, gradients, the optimizer.
 
     Backward is two forward passes, and recomputation another; selective recomputation of attention alone
     repeats its scores, which is neglected. The reduce-scatter of the gradients and the all-gather of the
     parameters overlap with the last microbatch's backward pass and the next update's first forward pass.
     """
-    setup, layout, num_updates = case.setup, case.setup.layout, case.work.num_updates
-    cut = microbatches(case, setup.train_tokens)
-    one = stage_seconds(case, cut.tokens / layout.context)
+    setup, layout, num_updates = scenario.setup, scenario.setup.layout, scenario.work.num_updates
+    number, tokens = microbatches(scenario, setup.train_tokens)
+    one = stage_seconds(scenario, tokens / layout.context)
     passes = 4 if "full" in setup.recompute else 3
-    busy = cut.number * passes * one
-    stage = memory.heaviest_stage(case.shape, setup)
-    reduced = max(_gradient_seconds(case, stage) - passes * one, 0.0)
+    busy = number * passes * one
+    stage = memory.heaviest_stage(scenario.shape, setup)
+    reduced = max(_gradient_seconds(scenario, stage) - passes * one, 0.0)
     return {
         "forward and backward": num_updates * busy,
-        "pipeline bubble": num_updates * busy * (bubble(layout.pipeline, cut.number) - 1),
+        "pipeline bubble": num_updates * busy * (bubble(layout.pipeline, number) - 1),
         "gradients": num_updates * reduced,
-        "optimizer": num_updates * _optimizer_seconds(case, stage),
+        "optimizer": num_updates * _optimizer_seconds(scenario, stage),
     }
 
 
-def _gradient_seconds(case: Case, stage: int) -> float:
+def _gradient_seconds(scenario: Scenario, stage: int) -> float:
     """Reduce-scatter of the gradients and all-gather of BF16 parameters over the ranks that share a part."""
-    setup, counts = case.setup, memory.trained_counts(case.shape, case.setup, stage)
+    setup, counts = scenario.setup, memory.trained_counts(scenario.shape, scenario.setup, stage)
     per_parameter = setup.grad_bytes + 2
     world = setup.world_size // setup.layout.pipeline
-    dense = gather_seconds(case, per_parameter * counts.dense, setup.shards, world)
-    return dense + gather_seconds(case, per_parameter * counts.expert, setup.expert_shards, world)
+    dense = gather_seconds(scenario, per_parameter * counts.dense, setup.shards, world)
+    return dense + gather_seconds(scenario, per_parameter * counts.expert, setup.expert_shards, world)
 
 
-def _optimizer_seconds(case: Case, stage: int) -> float:
+def _optimizer_seconds(scenario: Scenario, stage: int) -> float:
     """Adam reads and writes its state and reads gradients; what is offloaded goes over the host's bus."""
-    setup, hardware, eff = case.setup, case.hardware, case.eff
-    counts = memory.trained_counts(case.shape, setup, stage)
+    setup, hardware, eff = scenario.setup, scenario.hardware, scenario.eff
+    counts = memory.trained_counts(scenario.shape, setup, stage)
     each = memory.optimizer_bytes_per_parameter(setup)
     shards, expert_shards = (setup.shards, setup.expert_shards) if setup.distributed_optimizer else (1, 1)
     moved = (2 * each + setup.grad_bytes) * (counts.dense / shards + counts.expert / expert_shards)
@@ -194,12 +185,12 @@ def _optimizer_seconds(case: Case, stage: int) -> float:
     return moved * (1 - away) / rate + moved * away / (hardware.host_bandwidth * eff.link)
 
 
-def swap_seconds(case: Case, *, reference: bool) -> float:
+def swap_seconds(scenario: Scenario, *, reference: bool) -> float:
     """Moves over the host's bus per step: the optimizer out and in where rollouts share the GPUs, and the
     reference policy's weights in and the policy's back.
     """
-    shape, setup = case.shape, case.setup
+    shape, setup = scenario.shape, scenario.setup
     stage = memory.heaviest_stage(shape, setup)
     state = 0.0 if setup.num_rollout_gpus else 2.0 * memory.optimizer_bytes(shape, setup, stage)
     weights = 2 * 2 * stage_counts(shape, setup.layout, stage).total if reference else 0
-    return (state + weights) / (case.hardware.host_bandwidth * case.eff.link)
+    return (state + weights) / (scenario.hardware.host_bandwidth * scenario.eff.link)

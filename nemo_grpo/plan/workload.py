@@ -23,14 +23,12 @@ class Workload:
     """One step, and the run around it.
 
     Attributes: num_samples: responses that are trained.  group_size: responses that share a prompt.
-                num_updates: optimizer updates per step.
-                scoring_passes: forward passes over the step before the updates.
+                num_updates, scoring_passes: optimizer updates per step, and forward passes before them.
                 num_draws: times that num_samples responses are sampled, on average, for one step.
                 trajectory_age: steps that rollouts may run ahead of training; 0: they take turns.
                 waits_for_rollouts: those that run ahead have to end before the engines get new weights.
                 acceptance: probability of a drafted token whose predecessors were accepted.
-                num_steps: of the run.  or_passes: see `Recipe`.
-                val_period, val_samples: responses sampled every val_period steps.
+                val_samples: responses sampled every val_period steps.  or_passes: see `Recipe`.
                 save_period: steps between checkpoints; 0: none.  saves_optimizer: with optimizer state.
     """
 
@@ -52,7 +50,6 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Tokens of prompts and trained responses."""
         return self.num_samples * self.lengths.mean_sequence
 
 
@@ -64,7 +61,10 @@ def workload_of(
     Args: signal: share of groups whose rewards differ.  acceptance: of drafted tokens.
     """
     grpo, vllm = recipe.grpo, recipe.policy.generation.vllm_cfg
-    ahead = grpo.async_grpo
+    ahead, num_draws = grpo.async_grpo, 1.0
+    if grpo.use_dynamic_sampling:
+        threshold, most = recipe.loss_fn.resampling(grpo.dynamic_sampling_max_gen_batches)
+        num_draws = expected_draws(signal, threshold, most, grpo.num_prompts_per_step)
     in_flight = vllm.async_engine and ahead is not None and ahead.in_flight_weight_updates
     return Workload(
         num_samples=recipe.num_sequences_per_step,
@@ -72,7 +72,7 @@ def workload_of(
         num_updates=max(recipe.num_updates_per_step, 1),
         lengths=lengths,
         scoring_passes=scoring_passes(recipe),
-        num_draws=_draws(recipe, signal),
+        num_draws=num_draws,
         trajectory_age=recipe.rollouts_ahead,
         waits_for_rollouts=not (in_flight or recipe.has_single_controller),
         acceptance=acceptance,
@@ -113,10 +113,3 @@ def expected_draws(signal: float, threshold: float, max_draws: int, num_groups: 
         if missed < 1e-6:
             break
     return expected
-
-
-def _draws(recipe: Recipe, signal: float) -> float:
-    if not recipe.grpo.use_dynamic_sampling:
-        return 1.0
-    threshold, most = recipe.loss_fn.resampling(recipe.grpo.dynamic_sampling_max_gen_batches)
-    return expected_draws(signal, threshold, most, recipe.grpo.num_prompts_per_step)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
 
+from nemo_grpo.engine.launch import reserved_port
 from nemo_grpo.rehearsal import WARM
 from nemo_grpo.rehearsal.environment import HERE, WARM_MODULES, Stack, background
 from nemo_grpo.support.errors import how_ended
-from nemo_grpo.support.ports import reserved_port
 
 log = logging.getLogger(__name__)
 

@@ -47,7 +47,6 @@ class Difference:
 
     @property
     def mean(self) -> float:
-        """Mean over the seeds."""
         return statistics.mean(self.by_seed.values())
 
     @property
@@ -114,19 +113,18 @@ def _probability_within(angle: float, df: int) -> float:
 # ------------------------------------------------------------------ figures of a pair of runs
 
 
-def _at_last_common_step(key: str) -> Pair:
+def _at_common_steps(key: str, pick: Callable[[Points], float]) -> Pair:
     def of(baseline: RunLog, run: RunLog) -> tuple[float, float] | None:
         ours, theirs = run.points(key), baseline.points(key)
         common = ours.keys() & theirs.keys()
-        return (theirs[max(common)], ours[max(common)]) if common else None
+        kept = [{step: points[step] for step in common} for points in (theirs, ours)]
+        return (pick(kept[0]), pick(kept[1])) if common else None
 
     return of
 
 
-def _best(baseline: RunLog, run: RunLog) -> tuple[float, float] | None:
-    ours, theirs = run.points(ACCURACY), baseline.points(ACCURACY)
-    common = ours.keys() & theirs.keys()
-    return (max(theirs[s] for s in common), max(ours[s] for s in common)) if common else None
+def _last(points: Points) -> float:
+    return points[max(points)]
 
 
 def _at_same_rollouts(baseline: RunLog, run: RunLog) -> tuple[float, float] | None:
@@ -161,11 +159,11 @@ def compare_groups(groups: Sequence[RunGroup], baseline: str) -> list[Paired]:
         return []
     passes = pass_key(groups)
     figures: dict[str, Pair] = {
-        FINAL: _at_last_common_step(ACCURACY),
-        "best": _best,
-        passes.rpartition("/")[2]: _at_last_common_step(passes),
+        FINAL: _at_common_steps(ACCURACY, _last),
+        "best": _at_common_steps(ACCURACY, lambda points: max(points.values())),
+        passes.rpartition("/")[2]: _at_common_steps(passes, _last),
         SAME_ROLLOUTS: _at_same_rollouts,
-        "tokens trained": _at_last_common_step("tokens/trained"),
+        "tokens trained": _at_common_steps("tokens/trained", _last),
     }
     return [
         Paired(
@@ -190,33 +188,26 @@ def _pair(reference: RunGroup, group: RunGroup, of: Pair) -> Difference | None:
 def paired_table(paired: Sequence[Paired], baseline: str) -> tuple[list[str], list[list[str]]]:
     """Head and rows as texts: a column per figure that any setting has."""
     names = list(dict.fromkeys(name for one in paired for name in one.differences))
-    rows = [
-        [
-            one.label,
-            *(
-                one.differences[name].cell(0 if name.startswith("tokens") else 3)
-                if name in one.differences
-                else "-"
-                for name in names
-            ),
-        ]
-        for one in paired
-    ]
-    return [f"minus {baseline}", *names], rows
+    digits = {name: 0 if name.startswith("tokens") else 3 for name in names}
+
+    def cell(one: Paired, name: str) -> str:
+        return one.differences[name].cell(digits[name]) if name in one.differences else "-"
+
+    return [f"minus {baseline}", *names], [[one.label, *(cell(one, n) for n in names)] for one in paired]
 
 
 def sentences(paired: Sequence[Paired], baseline: str) -> list[str]:
     """A line per setting: its verdict by final accuracy, and by accuracy at the same rollouts."""
-    return [f"{one.label} against {baseline}: {_verdicts(one)}." for one in paired]
-
-
-def _verdicts(one: Paired) -> str:
-    told = [
-        f"{one.differences[name].verdict} by accuracy after the same {what}, {one.differences[name].cell()}"
-        for name, what in ((FINAL, "steps"), (SAME_ROLLOUTS, "rollouts"))
-        if name in one.differences
-    ]
-    return "; ".join(told) or "cannot tell, no seed in common with a validation"
+    lines = []
+    for one in paired:
+        told = [
+            f"{found.verdict} by accuracy after the same {what}, {found.cell()}"
+            for name, what in ((FINAL, "steps"), (SAME_ROLLOUTS, "rollouts"))
+            if (found := one.differences.get(name))
+        ]
+        verdicts = "; ".join(told) or "cannot tell, no seed in common with a validation"
+        lines.append(f"{one.label} against {baseline}: {verdicts}.")
+    return lines
 
 
 def paired_records(paired: Sequence[Paired], baseline: str) -> dict[str, Any]:
@@ -255,11 +246,13 @@ def draw_forest(paired: Sequence[Paired], baseline: str, path: Path) -> None:
         for row, found in there:
             low, high = found.interval or (found.mean, found.mean)
             axes.plot([low, high], [height - row] * 2, color=color, lw=1.8, solid_capstyle="butt")
-            fill = color if _excludes_zero(found) else "white"
+            fill = "white" if low <= 0 <= high or found.interval is None else color
             axes.plot(found.mean, height - row, marker=marker, ms=6, color=color, mfc=fill, ls="")
         if there:
             axes.plot([], [], color=color, marker=marker, ms=6, mfc="white", lw=1.8, label=label)
-    axes.set_yticks([-row for row in range(len(paired))], [_row_name(one) for one in paired])
+    seeds = [max((len(d.by_seed) for d in one.differences.values()), default=0) for one in paired]
+    names = [f"{one.label} (n={number})" for one, number in zip(paired, seeds, strict=True)]
+    axes.set_yticks([-row for row in range(len(paired))], names)
     axes.set_ylim(0.6 - len(paired), 0.6)
     label = "difference in held-out accuracy,\nmean and 95 % interval over paired seeds; filled: excludes 0"
     axes.set_xlabel(label, fontsize=9, color=INK)
@@ -270,11 +263,3 @@ def draw_forest(paired: Sequence[Paired], baseline: str, path: Path) -> None:
     tidy(axes)
     axes.grid(visible=False, axis="y")
     write_png(figure, path, dpi=200)
-
-
-def _excludes_zero(found: Difference) -> bool:
-    return found.interval is not None and not found.interval[0] <= 0 <= found.interval[1]
-
-
-def _row_name(one: Paired) -> str:
-    return f"{one.label} (n={max((len(found.by_seed) for found in one.differences.values()), default=0)})"

@@ -78,8 +78,10 @@ def write_group_report(
     """As `write_report`, for labelled groups; ``paired``: the others against the group ``baseline``."""
     output = Path(output)
     try:
-        if output.is_file() and not _is_report(output):
-            raise UserError(f"{output} exists and is not a report; remove it, or choose another -o")
+        if output.is_file():
+            with output.open("rb") as file:
+                if file.read(len(HEAD)) not in (HEAD, b""):
+                    raise UserError(f"{output} exists and is not a report; remove it, or choose another -o")
         draw(groups, output.parent / PLOTS)
         if paired:
             draw_forest(paired, baseline, output.parent / PLOTS / FOREST)
@@ -87,11 +89,6 @@ def write_group_report(
     except OSError as error:
         raise UserError(f"{output} cannot be written ({error.strerror}); choose another -o") from None
     return output
-
-
-def _is_report(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(len(HEAD)) in (HEAD, b"")
 
 
 def draw(groups: Sequence[RunGroup], folder: Path) -> None:

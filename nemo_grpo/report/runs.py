@@ -185,8 +185,6 @@ def group_runs(runs: Sequence[RunLog]) -> list[RunGroup]:
 
     A group is labelled by its variant; if several groups share one, also by engine and by the settings
     that differ.
-
-    Raises: UserError: two runs have the same settings and seed; a deviation over seeds needs different ones.
     """
     members: dict[str, list[RunLog]] = {}
     for run in runs:

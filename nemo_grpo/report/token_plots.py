@@ -85,12 +85,8 @@ def gradient_rows(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]
     """Evenness of the gradient norm (TR-GRPO Figure 3), mean over seeds: a row per group."""
     rows = []
     for group in groups:
-        norms = [
-            np.array(list(points.values()))
-            for run in group.runs
-            if len(points := run.points("grad_norm")) > 1
-        ]
-        if norms:
+        curves = [list(run.points("grad_norm").values()) for run in group.runs]
+        if norms := [np.array(curve) for curve in curves if len(curve) > 1]:
             numbers = np.mean([gradient_spread(norm) for norm in norms], axis=0)
             rows.append([group.label, *(f"{value:.3g}" for value in numbers)])
     return ["setting", "mean", "std", "std / mean", "largest / median", "spikes per 100 steps"], rows

@@ -95,7 +95,10 @@ def _module(name: str, key: str, reference: str) -> ModuleType:
 
 def _file_module(file: str, key: str, reference: str) -> ModuleType:
     """The file as a module under a name of its own, which a change of its text changes."""
-    text = _FILES.get(file) if not Path(file).is_file() else _read(file, key, reference)
+    try:
+        text = Path(file).read_text(encoding="utf-8") if Path(file).is_file() else _FILES.get(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{key}={reference}: {file} cannot be read ({error})") from None
     if text is None:
         raise UserError(
             f"{key}={reference}: there is no file {Path(file).absolute()}; a path is relative to the working "
@@ -107,13 +110,6 @@ def _file_module(file: str, key: str, reference: str) -> ModuleType:
     if name not in sys.modules:
         _run(text, file, name, f"{key}={reference}")
     return sys.modules[name]
-
-
-def _read(file: str, key: str, reference: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{key}={reference}: {file} cannot be read ({error})") from None
 
 
 def _run(text: str, file: str, name: str, what: str) -> None:

@@ -37,6 +37,10 @@ def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+def nothing(*_args: Any) -> None:
+    """Return at once: on a CPU everything is done."""
+
+
 class Event:
     """The part of torch.cuda.Event that is used on a CPU, on the host's clock."""
 
@@ -46,14 +50,10 @@ class Event:
     def record(self, *_args: Any) -> None:
         self.at = time.perf_counter()
 
-    def wait(self, *_args: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
     def query(self) -> bool:
         return True
+
+    wait = synchronize = nothing
 
     def elapsed_time(self, end: Event) -> float:
         return (end.at - self.at) * 1e3
@@ -68,23 +68,13 @@ class Stream:
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
 
-    def wait_stream(self, _stream: Any) -> None:
-        pass
-
-    def wait_event(self, _event: Any) -> None:
-        pass
+    wait_stream = wait_event = synchronize = __exit__ = nothing
 
     def record_event(self, event: Any = None) -> Any:
         return event or Event()
-
-    def synchronize(self) -> None:
-        pass
 
     def query(self) -> bool:
         return True
 
     def __enter__(self) -> Stream:
         return self
-
-    def __exit__(self, *_exc: Any) -> None:
-        pass

@@ -118,11 +118,8 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of a tensor with NaN or inf."""
-    wrong = (
-        n for n, t in tensors.items() if t.numel() and not all(bound.isfinite() for bound in t.aminmax())
-    )
-    return next(wrong, None)
+    filled = ((name, tensor) for name, tensor in tensors.items() if tensor.numel())
+    return next((name for name, tensor in filled if not all(b.isfinite() for b in tensor.aminmax())), None)
 
 
 def _check_trained(tensors: Mapping[str, Tensor], target: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UNREADABLE
 from nemo_grpo.support.model_folder import is_hub_name, read_config
 
@@ -38,11 +39,9 @@ class Training:
     metrics: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
-    def value(self, kind: type, *path: str) -> Any:
+    def value(self, kind: type, key: str) -> Any:
         """A value of the recipe; None if it is not there, or of another kind."""
-        found: Any = self.recipe
-        for name in path:
-            found = found.get(name) if isinstance(found, Mapping) else None
+        found = value_of(self.recipe, key)
         return found if isinstance(found, kind) and str(found).isprintable() else None
 
 
@@ -84,7 +83,7 @@ def base_model(training: Training, folder: Path) -> tuple[str, dict[str, Any]]:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    stated = training.value(str, "policy", "model_name")
+    stated = training.value(str, "policy.model_name")
     own = Path(stated) if stated and Path(stated).is_dir() else folder
     head, cached = _first([own / CARD]), None
     hub = stated if stated and is_hub_name(stated) else _on_hub(own, head)
@@ -111,8 +110,8 @@ def write_card(folder: Path, training: Training, source: Path, *, is_adapter: bo
     """Write the card of a model, or of PEFT's matrices, into its folder. Args: source: see `base_model`."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    (name, known), variant = base_model(training, source), training.value(str, "loss_fn", "variant")
-    made = not training.value(str, "policy", "model_name") and training.value(dict, "nemo_grpo", "warm_start")
+    (name, known), variant = base_model(training, source), training.value(str, "loss_fn.variant")
+    made = not training.value(str, "policy.model_name") and training.value(dict, "nemo_grpo.warm_start")
     license = (
         known.get("license_name") or known.get("license") or "the base model's, which was not known here"
     )
@@ -123,13 +122,13 @@ def write_card(folder: Path, training: Training, source: Path, *, is_adapter: bo
         pipeline_tag="image-text-to-text" if has_images else "text-generation",
         tags=["reinforcement-learning", TAG, *([variant] if variant else [])],
     )
-    files = training.value(list, "nemo_grpo", "task", "train_files") or ()
+    files = training.value(list, "nemo_grpo.task.train_files") or ()
     rows = {
         "base model": "made for the run" if made else name,
         "license": None if made else license,
-        "recipe": training.value(str, "nemo_grpo", "run_name"),
+        "recipe": training.value(str, "nemo_grpo.run_name"),
         "variant": variant,
-        "task": training.value(str, "nemo_grpo", "task", "name"),
+        "task": training.value(str, "nemo_grpo.task.name"),
         "data": ", ".join(Path(file).name for file in files if isinstance(file, str)) or None,
         "step": training.step,
         **{name: f"{value:.6g}" for name, value in training.metrics.items()},

@@ -134,7 +134,7 @@ class _Lines:
     ) -> None:
         self.description, self.total, self.every_seconds = description, total, every_seconds
         self.done = self.first = done
-        self.show, self.metered = _bytes if in_bytes else _units, metered
+        self.in_bytes, self.metered = in_bytes, metered
         self.start = self.last_line = time.monotonic()
         self.lock = threading.Lock()
 
@@ -148,14 +148,8 @@ class _Lines:
                 return
             self.last_line = now
             rate = (self.done - self.first) / max(now - self.start, 1e-9)
-            shown = self.show(self.done, self.total, rate, now - self.start)
+            shown = f"{self.done}/{self.total}, {now - self.start:.0f} s"
+            if self.in_bytes:
+                shown = f"{self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s"
             left = f", {(self.total - self.done) / rate:.0f} s left" if rate and not self.metered else ""
             log.info("%s %s%s%s", self.description, shown, left, f", {note}" if note else "")
-
-
-def _units(done: int, total: int, _rate: float, seconds: float) -> str:
-    return f"{done}/{total}, {seconds:.0f} s"
-
-
-def _bytes(done: int, total: int, rate: float, _seconds: float) -> str:
-    return f"{done / 1e9:.2f} of {total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s"

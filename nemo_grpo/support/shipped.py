@@ -48,7 +48,12 @@ def recipe_file(given: str | Path) -> Path:
     """
     file = Path(given) if Path(given).exists() else named(str(given))
     if file is None:
-        raise UserError(f"{given}: No such file, nor a shipped recipe of that name{_nearest(str(given))}")
+        known = {name.rpartition("/")[2] for name in recipe_names()}
+        near = did_you_mean(Path(_bare(str(given))).name, known)
+        raise UserError(
+            f"{given}: No such file, nor a shipped recipe of that name"
+            f"{near if near.startswith('; did') else ''}; `nemo-grpo recipe list` shows them"
+        )
     return file
 
 
@@ -78,8 +83,3 @@ def beside(file: Path, name: str) -> Path:
 def _bare(name: str) -> str:
     """A name without scheme, of which a `Path` keeps one slash, and ending."""
     return re.sub(f"^{SCHEME[:-1]}/*", "", name).removesuffix(".yaml")
-
-
-def _nearest(name: str) -> str:
-    near = did_you_mean(Path(_bare(name)).name, {known.rpartition("/")[2] for known in recipe_names()})
-    return f"{near if near.startswith('; did') else ''}; `nemo-grpo recipe list` shows them"

@@ -1,9 +1,25 @@
-"""Problems, their prompts and their rewards. Imports neither torch nor an engine."""
+"""Problems, their prompts and their rewards, and the tasks by name. Imports neither torch nor an engine."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.extensions import is_reference, load_class
 from nemo_grpo.tasks.base import Problem, Task, TaskConfig
-from nemo_grpo.tasks.presets import PRESETS
-from nemo_grpo.tasks.prompts import Prompt, chat_messages, encode_prompt
-from nemo_grpo.tasks.registry import TASKS, parse_task
+from nemo_grpo.tasks.knights_knaves import KnightsKnavesConfig
+from nemo_grpo.tasks.logic import LogicConfig
+from nemo_grpo.tasks.mathematics import MathConfig
+from nemo_grpo.tasks.prompts import PRESETS, Prompt, chat_messages, encode_prompt
+from nemo_grpo.tasks.search_qa import SearchQAConfig
+from nemo_grpo.tasks.vision import (
+    VisionClassificationConfig,
+    VisionCountingConfig,
+    VisionGroundingConfig,
+    VisionMathConfig,
+)
+from nemo_grpo.tasks.word_problems import WordProblemsConfig
 
 __all__ = [
     "PRESETS",
@@ -16,3 +32,54 @@ __all__ = [
     "encode_prompt",
     "parse_task",
 ]
+
+TASKS: dict[str, type[TaskConfig]] = {
+    config.model_fields["name"].default: config
+    for config in (
+        KnightsKnavesConfig,
+        WordProblemsConfig,
+        MathConfig,
+        LogicConfig,
+        SearchQAConfig,
+        VisionGroundingConfig,
+        VisionClassificationConfig,
+        VisionCountingConfig,
+        VisionMathConfig,
+    )
+}
+"""Name -> configuration class. To add a task, write its file and add its class here."""
+
+
+def parse_task(section: Mapping[str, Any]) -> TaskConfig:
+    """The task configuration that a recipe's ``nemo_grpo.task`` section describes.
+
+    Args:    section: ``name`` and that task's parameters; an own task's name is ``my_file.py:MyTaskConfig``.
+    Returns: the frozen configuration; ``build()`` makes the task.
+    Raises:  UserError: no name, an unknown name or parameter, or a value that breaks a rule.
+    """
+    name = section.get("name")
+    if not isinstance(name, str):
+        raise UserError(f"nemo_grpo.task needs a name (one of {', '.join(sorted(TASKS))}); got {name!r}")
+    if is_reference(name):
+        config = load_class(name, TaskConfig, "nemo_grpo.task.name")
+    elif name in TASKS:
+        config = TASKS[name]
+    else:
+        raise UserError(f"unknown task nemo_grpo.task.name={name!r}{did_you_mean(name, TASKS)}")
+    for key in section:
+        if key not in config.model_fields:
+            owners = [other for other, known in TASKS.items() if key in known.model_fields]
+            hint = did_you_mean(str(key), config.model_fields)
+            if owners:
+                hint = (
+                    f", but for {', '.join(owners)}; ~nemo_grpo.task.{key} removes an inherited one, "
+                    "_override_: true in the section all of them"
+                )
+            raise UserError(f"unknown key nemo_grpo.task.{key} for task {name!r}{hint}")
+    try:
+        return config.model_validate(dict(section))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        rule = "it must be a list, such as [a, b]" if first["type"] == "tuple_type" else first["msg"]
+        raise UserError(f"nemo_grpo.task.{where}={first['input']!r}: {rule}") from error

@@ -10,11 +10,7 @@ from nemo_grpo.tasks.response import TAGS
 
 @dataclass(frozen=True)
 class Episode:
-    """State of one response between two turns.
-
-    Attributes: num_turns: turns of the policy so far.  num_searches: calls that were carried out.
-                num_errors: calls that were malformed.
-    """
+    """State of one response between two turns of the policy: turns, calls, and calls that were malformed."""
 
     num_turns: int = 0
     num_searches: int = 0

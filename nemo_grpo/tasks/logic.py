@@ -8,7 +8,6 @@ import hashlib
 import random
 import re
 import unicodedata
-from functools import cache
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -113,7 +112,6 @@ class LogicFiles(_Graded, FileTask):
     """Puzzles from JSONL files; the answer is ``(1) Zoey is a knight`` and so on, one line each."""
 
     def __init__(self, config: LogicConfig) -> None:
-        """Raises: UserError: see `read_problems`, or an answer without any role."""
         super().__init__(config)
         self.check_answers(parse_roles, "gives nobody's role")
 
@@ -196,13 +194,9 @@ def graded(reference: Roles, answer: str) -> float:
     lower = answer.lower()
     if lower.count("knight") + lower.count("knave") != len(reference):
         return UNREADABLE
-    claims = {name: _claim(name).search(answer) for name in reference}
+    said_of = r"\b{}\b\s+is\s+a\s+\b(knight|knave)\b"
+    claims = {name: re.search(said_of.format(re.escape(name)), answer, re.IGNORECASE) for name in reference}
     if not all(claims.values()):
         return UNREADABLE
     said = {name: claim[1].lower() == "knight" for name, claim in claims.items() if claim}
     return ALL_RIGHT if said == reference else COMPLETE
-
-
-@cache
-def _claim(name: str) -> re.Pattern[str]:
-    return re.compile(rf"\b{re.escape(name)}\b\s+is\s+a\s+\b(knight|knave)\b", re.IGNORECASE)

@@ -18,8 +18,8 @@ from nemo_grpo.tasks.base import Problem
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig, solution_of
 from nemo_grpo.tasks.rewards.final_answer import MAX_CHARS, MAX_DEPTH, final_answer, normalized
 from nemo_grpo.tasks.rewards.format_reward import FORMS, Form, demonstrated_form, with_opened_think
+from nemo_grpo.tasks.rewards.latex import plain, readable
 from nemo_grpo.tasks.rewards.math_grader import SHARED, answer_of
-from nemo_grpo.tasks.rewards.notation import plain, readable
 
 log = logging.getLogger(__name__)
 

@@ -1,14 +1,17 @@
 """From a problem to prompt tokens: the recipe's system text and template, the tokenizer's chat template."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from nemo_grpo.support.errors import UserError, did_you_mean, first_line
 from nemo_grpo.tasks.base import Problem
-from nemo_grpo.tasks.presets import PRESETS
 
+PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
+"""The papers' prompts by name: fields of `Prompt`."""
 SLOT = "{question}"
 IMAGES = "vision tasks need the cluster engine (NeMo-RL), whose processor encodes images"
 

@@ -6,7 +6,6 @@ validation question starts from.
 """
 
 import random
-from dataclasses import dataclass
 
 from nemo_grpo.tasks.base import Problem, check_num_validation, distinct, is_held_out, stream
 from nemo_grpo.tasks.retriever import Passage
@@ -28,20 +27,8 @@ VALUES: dict[str, tuple[str, ...]] = {
 FRIEND = "friend"
 
 
-@dataclass(frozen=True)
-class Person:
-    """One person; ``facts`` maps the relations of `VALUES` to values, ``friend`` is another person's name."""
-
-    name: str
-    friend: str
-    facts: dict[str, str]
-
-    def fact(self, relation: str) -> str:
-        return self.friend if relation == FRIEND else self.facts[relation]
-
-
 class Facts:
-    """All people, the same ones in every run.
+    """All people by name, each with the relations of `VALUES` and a friend's name; the same in every run.
 
     Args: hops: number of facts that a question needs, drawn uniformly; 1: a person's, 2: a friend's.
     """
@@ -51,23 +38,19 @@ class Facts:
         names = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
         rng = stream(name, "people")
         self.people = {
-            name: Person(
-                name,
-                rng.choice([other for other in names if other != name]),
-                {relation: rng.choice(values) for relation, values in VALUES.items()},
-            )
+            name: {FRIEND: rng.choice([other for other in names if other != name])}
+            | {relation: rng.choice(values) for relation, values in VALUES.items()}
             for name in names
         }
         self._asked = {
-            held_out: [person for person in self.people.values() if is_held_out(person.name) == held_out]
-            for held_out in (False, True)
+            held_out: [name for name in names if is_held_out(name) == held_out] for held_out in (False, True)
         }
 
     def passages(self) -> list[Passage]:
         """One for each fact."""
         return [
             # Titled, so that a person's own passages come before those that only mention the name.
-            Passage(f"{name}/{relation}", name, f"The {relation} of {name} is {person.fact(relation)}.")
+            Passage(f"{name}/{relation}", name, f"The {relation} of {name} is {person[relation]}.")
             for name, person in self.people.items()
             for relation in (*VALUES, FRIEND)
         ]
@@ -83,21 +66,19 @@ class Facts:
 
     def queries(self, problem: Problem) -> list[str]:
         """Searches that lead to the answer, one for each hop."""
-        person, relation, hops = (problem.metadata[key] for key in ("person", "relation", "hops"))
-        start = self.people[person]
+        name, relation, hops = (problem.metadata[key] for key in ("person", "relation", "hops"))
         if hops == 1:
-            return [f"{relation} of {start.name}"]
-        return [f"{FRIEND} of {start.name}", f"{relation} of {start.friend}"]
+            return [f"{relation} of {name}"]
+        return [f"{FRIEND} of {name}", f"{relation} of {self.people[name][FRIEND]}"]
 
     def _draw(self, rng: random.Random, *, held_out: bool) -> Problem:
-        person, relation = rng.choice(self._asked[held_out]), rng.choice(list(VALUES))
+        name, relation = rng.choice(self._asked[held_out]), rng.choice(list(VALUES))
         hops = rng.choice(self.hops)
-        whose = person.name if hops == 1 else f"the {FRIEND} of {person.name}"
-        asked = person if hops == 1 else self.people[person.friend]
-        answer = asked.fact(relation)
+        whose = name if hops == 1 else f"the {FRIEND} of {name}"
+        answer = self.people[name if hops == 1 else self.people[name][FRIEND]][relation]
         return Problem(
-            id=f"{relation}-{hops}-{person.name}".lower().replace(" ", "-"),
+            id=f"{relation}-{hops}-{name}".lower().replace(" ", "-"),
             question=f"What is the {relation} of {whose}?",
             answer=answer,
-            metadata={"answers": [answer], "person": person.name, "relation": relation, "hops": hops},
+            metadata={"answers": [answer], "person": name, "relation": relation, "hops": hops},
         )

@@ -91,10 +91,7 @@ class SearchQA:
     tags: ClassVar[tuple[str, ...]] = SEARCH_TAGS
 
     def __init__(self, config: SearchQAConfig, retriever: Retriever | None = None) -> None:
-        """``retriever``: instead of the one that the configuration names.
-
-        Raises: UserError: invalid files, or neither corpus nor retriever for their questions.
-        """
+        """``retriever``: instead of the one that the configuration names."""
         self.config = config
         from_files = bool(config.train_files or config.validation_files)
         if from_files and retriever is None and config.corpus is None and config.retriever_url is None:
@@ -105,7 +102,12 @@ class SearchQA:
         self._source = FileTask(config) if from_files else Facts(config.name, config.hops)
         if isinstance(self._source, FileTask):
             for problem in (*self._source.train, *self._source.validation):
-                _check_answers(problem)
+                further = problem.metadata.get("answers", [])
+                if not (isinstance(further, list) and all(isinstance(answer, str) for answer in further)):
+                    raise UserError(
+                        f"problem {problem.id!r}: metadata.answers={further!r} must be a list of texts, "
+                        "which are accepted besides its answer"
+                    )
             self.num_train_problems = self._source.num_train_problems
         if retriever is not None:
             self.retriever = retriever
@@ -154,7 +156,9 @@ class SearchQA:
         calls = [find_call(turn, self.config.max_query_chars) for turn in turns]
         over = [episode.num_turns + 1 >= self.config.max_turns for episode in episodes]
         queries = [
-            call[1] for call, last in zip(calls, over, strict=True) if call and _searches(call) and not last
+            call[1]
+            for call, last in zip(calls, over, strict=True)
+            if call and call[0] == "search" and not last
         ]
         found = iter(self.retriever.search(queries, self.config.top_k) if queries else ())
         observed = []
@@ -162,7 +166,7 @@ class SearchQA:
             after = replace(episode, num_turns=episode.num_turns + 1)
             if call is None or last:
                 observed.append(Observed(after, None))
-            elif _searches(call):
+            elif call[0] == "search":
                 after = replace(after, num_searches=after.num_searches + 1)
                 observed.append(Observed(after, self._render(next(found), reserved)))
             else:
@@ -181,7 +185,9 @@ class SearchQA:
             for rank, passage in enumerate(passages, 1)
         ]
         text = "\n".join(lines)[: self.config.max_information_chars]
-        return _information(_harmless(text, reserved) or NO_PASSAGE)
+        # no passage can imitate our tags, chat markers and reserved texts
+        without_tags = _TAG.sub(r"(\1\2)", text).replace("<|", "< |")
+        return _information(_TAG.sub(r"(\1\2)", broken_up(without_tags, reserved)) or NO_PASSAGE)
 
     # ------------------------------------------------------------------ the reward
 
@@ -242,27 +248,8 @@ def accepted_answers(problem: Problem) -> list[str]:
     return [problem.answer, *problem.metadata.get("answers", [])]
 
 
-def _check_answers(problem: Problem) -> None:
-    further = problem.metadata.get("answers", [])
-    if not (isinstance(further, list) and all(isinstance(answer, str) for answer in further)):
-        raise UserError(
-            f"problem {problem.id!r}: metadata.answers={further!r} must be a list of texts, which are "
-            "accepted besides its answer"
-        )
-
-
-def _searches(call: Call | None) -> bool:
-    return call is not None and call[0] == "search"
-
-
 def _information(text: str) -> str:
     return f"\n<information>{text}</information>\n"
-
-
-def _harmless(text: str, reserved: Sequence[str]) -> str:
-    """Break up our tags, chat markers and reserved texts, so that no passage can imitate them."""
-    without_tags = _TAG.sub(r"(\1\2)", text).replace("<|", "< |")
-    return _TAG.sub(r"(\1\2)", broken_up(without_tags, reserved))
 
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")

@@ -16,7 +16,12 @@ def reserved_texts(tokenizer: Any) -> tuple[str, ...]:
     spaces are ordinary text.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    marks = [token.content for token in added if token.special or _like_a_mark(token.content)]
+    ends = [(token, {token.content[:1], token.content[-1:]}) for token in added]
+    marks = [
+        token.content
+        for token, both in ends
+        if token.special or not any(end.isalnum() or end.isspace() for end in both)
+    ]
     special = map(str, getattr(tokenizer, "all_special_tokens", ()))
     return tuple(sorted({text for text in (*marks, *special) if text.strip()}))
 
@@ -86,16 +91,12 @@ _PLAIN = re.compile(r"[ -~]*")
 @lru_cache(maxsize=4096)
 def _folded(character: str, unseen: str) -> str:
     """Fold a character as normalisers may; one that is not seen becomes ``unseen``."""
-    return "".join(_seen(part, unseen) for part in unicodedata.normalize("NFKD", character))
-
-
-def _seen(character: str, unseen: str) -> str:
-    if character.isspace():
-        return " "
-    kind = unicodedata.category(character)
-    if kind == "Mn":
-        return ""
-    return unseen if kind[0] == "C" or character == "\ufffd" else character
+    folded = ""
+    for part in unicodedata.normalize("NFKD", character):
+        kind = unicodedata.category(part)
+        is_unseen = kind[0] == "C" or part == "\ufffd"
+        folded += " " if part.isspace() else "" if kind == "Mn" else unseen if is_unseen else part
+    return folded
 
 
 @lru_cache(maxsize=8)
@@ -105,7 +106,3 @@ def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
     }
     both = {text for text in (*marks, *folded) if len(text) > 1 and text.strip()}
     return re.compile("|".join(map(re.escape, sorted(both, key=len, reverse=True))), re.IGNORECASE)
-
-
-def _like_a_mark(text: str) -> bool:
-    return not any(end.isalnum() or end.isspace() for end in (text[:1], text[-1:]))

@@ -5,6 +5,7 @@ Problems are JSONL with ``metadata.images``, paths relative to the file. Answers
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from pathlib import Path
@@ -15,13 +16,6 @@ from nemo_grpo.tasks.base import FORMAT, Answered, Problem, Task
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
 from nemo_grpo.tasks.mathematics import MathFiles
 from nemo_grpo.tasks.response import extract_answer, format_reward
-from nemo_grpo.tasks.rewards.boxes import (
-    Box,
-    generalized_iou,
-    intersection_over_union,
-    parse_box,
-    shared_and_union,
-)
 from nemo_grpo.tasks.rewards.format_reward import Form, with_opened_think
 
 _NO_COUNT = "<>\u2264\u2265\u2260\u2248\u00b1"
@@ -30,6 +24,10 @@ _COUNT = re.compile(
 )
 _SIGN = re.compile(r"(?<=\w)[+#]+(?!\w)|(?<!\w)-(?=\d)|(?<=\d)\.(?=\d)")
 """Signs that make another label: ``C++``, ``A+``, ``-5``, ``1.5``."""
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom."""
+_NUMBER = re.compile(r"(?<![\w.])-?\d{1,9}(?:\.\d{1,9})?(?!\w|\.\d)")
+MAX_NUMBERS = 4
 _COLORS = ("red", "green", "blue", "black")
 
 
@@ -49,7 +47,6 @@ class VisionGrounding(_Vision):
     """Answer: ``(x1,y1),(x2,y2)`` in pixels, as Qwen2.5-VL writes boxes."""
 
     def __init__(self, config: VisionGroundingConfig) -> None:
-        """Raises: UserError: a reference is not a box."""
         super().__init__(config)
         self.check_answers(parse_box, "is not a box of 4 numbers")
 
@@ -79,7 +76,6 @@ class VisionClassification(_Vision):
     """
 
     def __init__(self, config: VisionConfig) -> None:
-        """Raises: UserError: choices are not a list of texts."""
         super().__init__(config)
         for problem in (*self.train, *self.validation):
             choices = problem.metadata.get("choices") or []
@@ -93,14 +89,16 @@ class VisionClassification(_Vision):
         return None if answer is None else _label(answer)
 
     def is_right(self, problem: Problem, response: str) -> bool:
-        return self.extract(response) in _right_answers(problem)
+        label, choices = _label(problem.answer), problem.metadata.get("choices") or []
+        number = ord(label) - ord("a") if len(label) == 1 else -1
+        words = [_label(choices[number])] if 0 <= number < len(choices) else []
+        return self.extract(response) in [label, *words]
 
 
 class VisionCounting(_Vision):
     """Answer: a whole number, the only one in the answer block."""
 
     def __init__(self, config: VisionConfig) -> None:
-        """Raises: UserError: a reference is not a whole number."""
         super().__init__(config)
         self.check_answers(_count, "is not a whole number")
 
@@ -122,8 +120,7 @@ class VisionConfig(FileTaskConfig):
     """The prompt ends with ``<think>``, by its response_prefix or by the chat template."""
 
     def build(self) -> Task:
-        built: Task = self.task(self)
-        return built
+        return self.task(self)  # type: ignore[no-any-return]
 
     def made_up_problem(self, number: int, folder: Path) -> Problem:
         """Make a picture of 56 x 56 pixels with a colored square, and ask about it."""
@@ -196,6 +193,51 @@ class VisionMathConfig(VisionConfig):
         return f"Of {values}: what is the square's color + {times}?", str(value + times)
 
 
+def parse_box(answer: str) -> Box | None:
+    """The four numbers of an answer such as ``(10,20),(30,40)`` or ``[10, 20, 30, 40]``.
+
+    Returns: the box with its corners in order; None unless there are exactly four numbers.
+    """
+    numbers = []
+    for match in _NUMBER.finditer(answer):
+        numbers.append(float(match[0]))
+        if len(numbers) > MAX_NUMBERS:
+            return None
+    if len(numbers) != MAX_NUMBERS:
+        return None
+    x1, y1, x2, y2 = numbers
+    return min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)
+
+
+def intersection_over_union(a: Box, b: Box) -> float:
+    """Area of the intersection over area of the union, in [0, 1]; 0 where both boxes are empty."""
+    shared, union = shared_and_union(a, b)
+    return shared / union if union > 0 and math.isfinite(union) else 0.0
+
+
+def generalized_iou(a: Box, b: Box) -> float:
+    """IoU less the part of the boxes' hull that neither covers, in [-1, 1]; 0 where both boxes are empty."""
+    _, union = shared_and_union(a, b)
+    hull = _area((min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])))
+    if not 0 < hull < math.inf:
+        return 0.0
+    return intersection_over_union(a, b) - (hull - union) / hull
+
+
+def shared_and_union(a: Box, b: Box | None) -> tuple[float, float]:
+    """Areas of intersection and union; of one box alone 0 and its own area."""
+    if b is None:
+        return 0.0, _area(a)
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
+    shared = max(0.0, width) * max(0.0, height)
+    return shared, _area(a) + _area(b) - shared
+
+
+def _area(box: Box) -> float:
+    return (box[2] - box[0]) * (box[3] - box[1])
+
+
 def _boxes(problem: Problem, response: str) -> tuple[Box, Box | None]:
     reference = parse_box(problem.answer)
     assert reference is not None
@@ -204,12 +246,6 @@ def _boxes(problem: Problem, response: str) -> tuple[Box, Box | None]:
 
 def _iou(reference: Box, box: Box | None) -> float:
     return 0.0 if box is None else intersection_over_union(reference, box)
-
-
-def _right_answers(problem: Problem) -> list[str]:
-    label, choices = _label(problem.answer), problem.metadata.get("choices") or []
-    number = ord(label) - ord("a") if len(label) == 1 else -1
-    return [label, *([_label(choices[number])] if 0 <= number < len(choices) else [])]
 
 
 def _label(answer: str) -> str:

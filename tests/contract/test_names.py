@@ -18,10 +18,8 @@ WORDS = {"math", "logic", "gpg", "grpo"}
 """Names that mean other things too: only as a text of their own, and ``grpo``, a section, only as a value."""
 ALLOWED = {
     "nemo_grpo/data/sources.py": {"math"},  # an alias of a data set
-    "nemo_grpo/tasks/presets.py": {"cw_grpo", "gpg", "search_qa"},  # prompts, named after papers
-    "nemo_grpo/evaluate/benchmarks.py": {"cw_grpo", "gpg", *TASKS},  # defaults of prepared sets
+    "nemo_grpo/evaluate/benchmarks.py": {"math"},  # the task of files without a manifest
     "nemo_grpo/cli/eval.py": {"cw_grpo", "erpo", "tr_grpo"},  # its help lists the protocols
-    "nemo_grpo/support/aliases.py": {"gspo"},  # what a key of other trainers becomes
     "nemo_grpo/rehearsal/tiny_data.py": {"math"},  # an environment of NeMo-RL's
     "nemo_grpo/cli/compare.py": {"cw_grpo", "tr_grpo", "erpo"},  # what it compares unless told otherwise
 }
@@ -52,7 +50,7 @@ def own_file(path: str) -> set[str]:
 
 @pytest.mark.parametrize("package", ["nemo_grpo", "checkpoints_conv"])
 def test_names_of_variants_and_tasks_stand_in_their_own_files(package):
-    registries = {"nemo_grpo/variants/__init__.py", "nemo_grpo/tasks/registry.py"}
+    registries = {"nemo_grpo/variants/__init__.py", "nemo_grpo/tasks/__init__.py"}
     strangers = {}
     for path in sorted((ROOT / package).rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()

@@ -11,9 +11,9 @@ import pytest
 from pydantic import BaseModel
 
 from nemo_grpo.plan.hardware import HARDWARE
+from nemo_grpo.plan.inputs import plan_input
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.plan.rules import problems
-from nemo_grpo.plan.setup import setup_of
 from nemo_grpo.recipe import Recipe, advice, load_recipe, load_recipe_dict, refuse_unsupported, validation
 from nemo_grpo.recipe.keys import is_known, known_keys, sections
 from nemo_grpo.recipe.layout import Layout
@@ -429,7 +429,7 @@ def refusals(base: str, overrides: str = "", gpu: str = "h100") -> list[str]:
             refuse_unsupported(recipe)
         if base in ("embedded", "cluster"):  # models that are not published
             return []
-        return problems(shape_of(recipe), setup_of(recipe), HARDWARE[gpu])
+        return problems(shape_of(recipe), plan_input(recipe), HARDWARE[gpu])
     except UserError as error:
         lines = str(error).splitlines()
         return [line.strip() for line in lines[1:]] or lines

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from megatron_without_gpu import our_worker, stock_worker
 from torch import Tensor
 
-from nemo_grpo.support.ports import free_port
+from nemo_grpo.engine.launch import free_port
 
 VOCAB, LENGTHS, WIDTH = 16, [5, 8, 3], 10
 

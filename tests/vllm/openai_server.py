@@ -8,7 +8,7 @@ import time
 import urllib.request
 from contextlib import contextmanager
 
-from nemo_grpo.support.ports import free_port
+from nemo_grpo.engine.launch import free_port
 
 PATIENCE = 240
 

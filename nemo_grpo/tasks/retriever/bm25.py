@@ -29,10 +29,7 @@ class BM25Retriever:
 
     @classmethod
     def in_memory(cls, passages: Sequence[Passage]) -> Self:
-        """Over passages in memory; nothing is written.
-
-        Raises: UserError: bm25s is not installed.
-        """
+        """Over passages in memory; nothing is written."""
         return cls(passages, _build(passages))
 
     @classmethod
@@ -43,13 +40,8 @@ class BM25Retriever:
         Raises: UserError: bm25s is not installed, the file holds no corpus, or the folder cannot be written.
         """
         bm25s, corpus = _bm25s(), Corpus(path)
-        key = {
-            "kind": "bm25",
-            "bm25s": bm25s.__version__,
-            "stopwords": STOPWORDS,
-            "form": _FORM,
-            **corpus.fingerprint,
-        }
+        key = {"kind": "bm25", "bm25s": bm25s.__version__, "stopwords": STOPWORDS, "form": _FORM}
+        key |= corpus.fingerprint
         folder = Path(cache) if cache is not None else Path(f"{path}.bm25")
         built = index_folder(folder, key, lambda target: _build(corpus).save(target, show_progress=False))
         return cls(corpus, bm25s.BM25.load(built, mmap=True, show_progress=False))

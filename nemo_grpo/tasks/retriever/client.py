@@ -42,7 +42,9 @@ class RetrieverClient:
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         found: list[list[Passage]] = []
         for start in range(0, len(queries), QUERIES_PER_REQUEST):
-            found += self._request(list(map(_encodable, queries[start : start + QUERIES_PER_REQUEST])), top_k)
+            part = queries[start : start + QUERIES_PER_REQUEST]
+            # without halves of characters, which JSON cannot carry
+            found += self._request([query.encode(errors="replace").decode() for query in part], top_k)
         return found
 
     def _request(self, queries: list[str], top_k: int) -> list[list[Passage]]:
@@ -83,11 +85,6 @@ def _passage(item: Mapping[str, Any], index: int) -> Passage:
     """One entry of the answer: a document with its score, or from a service without scores by itself."""
     found = passage_of(item.get("document", item), index, "the retriever's answer")
     return replace(found, score=float(item.get("score", 0.0)))
-
-
-def _encodable(query: str) -> str:
-    """Drop halves of characters, which JSON cannot carry."""
-    return query.encode(errors="replace").decode()
 
 
 def _said(error: urllib.error.HTTPError) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,6 @@ class Corpus(Sequence[Passage]):
         where = f"corpus {self.path}:{self._numbers[index]}"
         return passage_of(parse_object(line, where), index, where)
 
-    def __iter__(self) -> Iterator[Passage]:
-        return (self[index] for index in range(len(self)))
-
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
@@ -75,7 +72,6 @@ def passage_of(entry: Mapping[str, Any], index: int, where: str) -> Passage:
     """The passage of a corpus's line or a service's document.
 
     Args:   index: stands in for a missing id.  where: for messages.
-    Raises: UserError: it has neither text nor contents.
     """
     title, text = entry.get("title") or "", entry.get("text")
     if text is None and isinstance(entry.get("contents"), str):

@@ -23,7 +23,6 @@ def index_folder(folder: Path, key: Mapping[str, Any], build: Callable[[Path], N
     two concurrent builds both end with a complete one.
 
     Args:   key: all that the index depends on, as JSON values.
-    Raises: UserError: the folder cannot be written, or holds something other than an index.
     """
     if _key_of(folder) == dict(key):
         return folder

@@ -10,7 +10,7 @@ import re
 from itertools import accumulate
 
 from nemo_grpo.tasks.response import last_answer, outside_thinking
-from nemo_grpo.tasks.rewards.notation import CONJUNCTION, WRAPPER, plain
+from nemo_grpo.tasks.rewards.latex import CONJUNCTION, WRAPPER, plain
 
 MAX_CHARS = 1000
 """Longer texts are not answers: no reference is nearly as long, and graders would take long."""

@@ -11,7 +11,7 @@ import sys
 from collections import OrderedDict
 
 from nemo_grpo.tasks.rewards.final_answer import last_boxed, normalized
-from nemo_grpo.tasks.rewards.notation import plain, readable, words_of
+from nemo_grpo.tasks.rewards.latex import plain, readable, words_of
 from nemo_grpo.tasks.rewards.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)

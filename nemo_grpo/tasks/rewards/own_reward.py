@@ -52,7 +52,6 @@ class OwnReward:
     """
 
     def __init__(self, reference: str) -> None:
-        """Raises: UserError: see `parameters_of`."""
         self.reference = reference
         self.parameters = parameters_of(reference)
         self.batched = self.parameters[0] in BATCH
@@ -84,10 +83,7 @@ class OwnReward:
         return values
 
     def try_on(self, prompt: str, responses: Sequence[str], problem: Problem) -> None:
-        """Call the function on responses to a problem: on each, or on the list if it takes lists.
-
-        Raises: UserError: it fails, or a value is not finite.
-        """
+        """Call the function on responses to a problem: on each, or on the list if it takes lists."""
         for tried in [list(responses)] if self.batched else [[response] for response in responses]:
             count = len(tried)
             values, errors = self._values([prompt] * count, tried, [problem] * count)

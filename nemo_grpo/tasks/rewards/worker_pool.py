@@ -4,9 +4,8 @@ A worker is a plain subprocess: no fork of a threaded process, no import of the 
 engine, evaluation, notebooks and Ray actors can all have one. A request that takes too much time or memory,
 or that crashes the worker, has no reply; the next one gets a new worker. No verdict depends on the machine's
 load: the limit is on CPU time, and a worker stands still only if it could have run. Workers exit with their
-parent: at the end of their input, or by their own time limit. Pools of multiprocessing, and pebble's on top
-of it, give less: they import the caller's main module or fork its threads, and a daemonic caller may not have
-one.
+parent: at the end of their input, or by their own time limit. Pools of multiprocessing import the caller's
+main module or fork its threads, and a daemonic caller may not have one.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from test_runner import PROBLEMS, SAMPLING, SCRIPT, CharacterTokenizer, ScriptedGenerator
 
-from nemo_grpo.evaluate.benchmarks import Benchmark, opens_think
+from nemo_grpo.evaluate.benchmarks import Benchmark
 from nemo_grpo.evaluate.config import EvalConfig
 from nemo_grpo.evaluate.render import groups, table
 from nemo_grpo.evaluate.response_cache import ResponseLog
@@ -114,8 +114,10 @@ def test_puzzles_are_also_counted_by_size(evaluated):
 
 def test_responses_to_an_open_think_block_are_read_as_such():
     task = parse_task({"name": "math"}).build()
-    assert opens_think(task, "<user>1+1?<assistant><think>\n").config.think_is_open
-    assert opens_think(task, "Think in <think> tags. 1+1?") is task
+    for prefix, is_open in (("<think>\n", True), ("Think in <think> tags.", False)):
+        prompt = Prompt(use_chat_template=False, response_prefix=prefix)
+        asked = Benchmark("math", task, PROBLEMS, prompt, "none", path=Path("math.jsonl"))
+        assert asked.as_prompted(CharacterTokenizer()).config.think_is_open == is_open
 
 
 def test_a_prompt_that_does_not_fit_is_named():

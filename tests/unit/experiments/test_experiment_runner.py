@@ -19,10 +19,9 @@ from rich.console import Console
 
 from nemo_grpo.cli.compare import comparison, show_results
 from nemo_grpo.engine.inputs import keep_inputs, model_files
-from nemo_grpo.experiments.experiment import run_experiment
-from nemo_grpo.experiments.jobs import Job, Setting, make_jobs
+from nemo_grpo.experiments.jobs import Job, Setting, Status, make_jobs
 from nemo_grpo.experiments.results import finished_groups, write_results
-from nemo_grpo.experiments.runner import Status, check_unchanged, run_jobs
+from nemo_grpo.experiments.runner import check_unchanged, run_experiment, run_jobs
 from nemo_grpo.experiments.sweep import sweep_variants, with_overrides
 from nemo_grpo.report.summary import table
 from nemo_grpo.support.errors import UserError, how_ended

@@ -28,7 +28,7 @@ def test_time_without_a_start_a_step_and_a_checkpoint_is_refused() -> None:
     def verdict(seconds: float, signal: str = "B:USR1@1") -> tuple[bool, str]:
         return time_verdict(recipe, "h100", timedelta(seconds=seconds), signal)
 
-    least = 85 + step / (1 + found.seen.worst) + save
+    least = 85 + step / (1 + found.error.worst) + save
     assert not verdict(least - 1)[0]
     assert verdict(least + 1)[0]
     assert "about 10 of 1100 steps" in verdict(85 + 10 * step + save + 1)[1]

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
+from nemo_grpo.engine.launch import free_port
 from nemo_grpo.nemorl import compat, start_checks
 from nemo_grpo.nemorl.host_api import HEAD, V0_7_0
 from nemo_grpo.nemorl.policy import STOCK_WORKER
 from nemo_grpo.support.errors import UserError
-from nemo_grpo.support.ports import free_port
 
 UV = "uv run --locked --extra mcore --directory /src"
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from nemo_grpo.plan import plan_recipe
-from nemo_grpo.plan.forecast import Assumptions, Forecast, at_scale
+from nemo_grpo.plan.forecast import Assumptions, Forecast, at_scale, for_time
 from nemo_grpo.plan.hardware import HARDWARE, hardware_of
+from nemo_grpo.plan.inputs import plan_input
 from nemo_grpo.plan.layouts import _rollouts, best_layouts
 from nemo_grpo.plan.lengths import Lengths, of_mean, read_lengths
 from nemo_grpo.plan.presets import PRESETS
-from nemo_grpo.plan.remedies import for_memory, for_time
+from nemo_grpo.plan.rules import for_memory
 from nemo_grpo.plan.scaling import Point, own_layout, scaling
-from nemo_grpo.plan.setup import setup_of
 from nemo_grpo.plan.workload import expected_draws, scoring_passes, workload_of
 from nemo_grpo.recipe import Recipe, load_recipe, load_recipe_dict
 from nemo_grpo.recipe.layout import Layout
@@ -121,7 +121,7 @@ def test_scoring_passes_follow_the_variant() -> None:
 
 def test_setup_follows_the_recipes_own_keys() -> None:
     """Speculative decoding, MX weights and router replay."""
-    plain = setup_of(load_recipe(LARGE))
+    plain = plan_input(load_recipe(LARGE))
     assert (plain.draft_tokens, plain.vllm_mx, plain.replays_routes) == (0, False, False)
     vllm, drafts = "policy.generation.vllm_cfg", "policy.generation.vllm_kwargs.speculative_config"
     keys = [
@@ -133,11 +133,11 @@ def test_setup_follows_the_recipes_own_keys() -> None:
         "cluster.segment_size=2",
         "loss_fn.use_importance_sampling_correction=true",
     ]
-    setup = setup_of(load_recipe(LARGE, keys))
+    setup = plan_input(load_recipe(LARGE, keys))
     assert (setup.draft_tokens, setup.draft_layers) == (3, 1)
     assert (setup.vllm_mx, setup.vllm_bf16_attention, setup.replays_routes) == (True, True, True)
     assert (plain.segment_nodes, setup.segment_nodes) == (0, 2)
-    setup = setup_of(load_recipe(LARGE, [f"{drafts}={{method: ngram, num_speculative_tokens: 2}}"]))
+    setup = plan_input(load_recipe(LARGE, [f"{drafts}={{method: ngram, num_speculative_tokens: 2}}"]))
     assert (setup.draft_tokens, setup.draft_layers) == (2, 0)
 
 
@@ -307,7 +307,10 @@ def test_own_layout_stops_paying_where_less_than_half_of_the_gpus_help(base: For
     def point(num_gpus: int, own: float | None) -> Point:
         def taking(seconds: float) -> Forecast:
             phases = {"prefill": 0, "decode": seconds, "tail": 0}
-            return replace(base, step=replace(base.step, phases=phases, num_gpus=num_gpus))
+            setup = replace(base.setup, num_nodes=1, gpus_per_node=num_gpus)
+            return replace(
+                base, step=replace(base.step, phases=phases, scenario=replace(base.scenario, setup=setup))
+            )
 
         return Point(num_gpus, own=taking(own) if own else None, strong=taking(10), weak=taking(10))
 
@@ -340,7 +343,7 @@ def test_bottleneck_of_two_sides_is_of_the_longer_one(limit: int, side: str) -> 
 
 def test_padded_microbatches_have_the_longest_length() -> None:
     padded = ["policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=2"]
-    setup = setup_of(recipe := load_recipe(SMALL, [*padded, "policy.logprob_batch_size=3"]))
+    setup = plan_input(recipe := load_recipe(SMALL, [*padded, "policy.logprob_batch_size=3"]))
     longest = recipe.policy.max_total_sequence_length
     assert (setup.train_tokens, setup.score_tokens) == (2 * longest, 3 * longest)
 
@@ -393,7 +396,7 @@ def test_rollouts_that_run_ahead_are_not_advised_again(base: Forecast) -> None:
 
 def test_penalty_can_be_left_out_only_where_nothing_else_needs_the_reference(recipe: Recipe) -> None:
     penalty = ["loss_fn.reference_policy_kl_penalty=0.01"]
-    assert not setup_of(recipe).has_penalty
-    assert setup_of(load_recipe(LARGE, penalty)).has_penalty
+    assert not plan_input(recipe).has_penalty
+    assert plan_input(load_recipe(LARGE, penalty)).has_penalty
     erpo = next((RECIPES / "erpo").glob("*-1n8g.yaml"))
-    assert setup_of(load_recipe(erpo)).has_penalty is False  # its advantages compare with the reference
+    assert plan_input(load_recipe(erpo)).has_penalty is False  # its advantages compare with the reference

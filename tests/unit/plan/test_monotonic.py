@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.plan.toys import SETUP
 
-from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.hardware import HARDWARE
 from nemo_grpo.plan.lengths import of_mean
 from nemo_grpo.plan.presets import PRESETS
+from nemo_grpo.plan.scenario import Scenario
 from nemo_grpo.plan.step_time import step_time
 from nemo_grpo.plan.workload import Workload
 from nemo_grpo.recipe.layout import Layout
@@ -19,7 +19,7 @@ RATES = ("bf16_flops", "memory_bandwidth", "nvlink_bandwidth", "network_bandwidt
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn) -> Scenario:
     """A model on up to 512 H100, colocated or one step ahead."""
     name = draw(st.sampled_from(MODELS))
     tp, pp, cp = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 2, 4), (1, 2)))
@@ -42,12 +42,12 @@ def cases(draw: st.DrawFn) -> Case:
     lengths = of_mean(draw(st.sampled_from((200, 1000, 3000))), 3968)
     prompts = draw(st.sampled_from((64, 256)))
     work = Workload(prompts * 8, 8, 1, lengths, draw(st.integers(0, 2)), trajectory_age=ahead)
-    return Case(PRESETS[name], setup, work, HARDWARE["h100"])
+    return Scenario(PRESETS[name], setup, work, HARDWARE["h100"])
 
 
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.sampled_from(RATES), st.floats(1.1, 4))
-def test_faster_hardware_is_never_slower(case: Case, rate: str, factor: float) -> None:
+def test_faster_hardware_is_never_slower(case: Scenario, rate: str, factor: float) -> None:
     faster = replace(case.hardware, **{rate: factor * getattr(case.hardware, rate)})
     one, other = step_time(case), step_time(replace(case, hardware=faster))
     assert other.seconds <= one.seconds * (1 + 1e-9)
@@ -55,7 +55,7 @@ def test_faster_hardware_is_never_slower(case: Case, rate: str, factor: float) -
 
 @settings(max_examples=30, deadline=None)
 @given(cases())
-def test_more_recomputation_is_never_faster(case: Case) -> None:
+def test_more_recomputation_is_never_faster(case: Scenario) -> None:
     kept, again = (
         step_time(replace(case, setup=replace(case.setup, recompute=recompute)))
         for recompute in ((), ("full",))
@@ -66,7 +66,7 @@ def test_more_recomputation_is_never_faster(case: Case) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(cases())
-def test_longer_responses_and_more_passes_are_never_faster(case: Case) -> None:
+def test_longer_responses_and_more_passes_are_never_faster(case: Scenario) -> None:
     """Where the cache holds one longer response less, the rollout may take up to 2 % less."""
     work = case.work
     longer = replace(work, lengths=of_mean(work.lengths.mean * 1.2, 3968))
@@ -78,7 +78,7 @@ def test_longer_responses_and_more_passes_are_never_faster(case: Case) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(cases())
-def test_a_larger_batch_never_lowers_throughput_per_gpu(case: Case) -> None:
+def test_a_larger_batch_never_lowers_throughput_per_gpu(case: Scenario) -> None:
     """Twice the responses on the same GPUs: fixed times are shared by more tokens.
 
     Rows are whole, so that a rank may get one row more than its share: 2 % are allowed for that.

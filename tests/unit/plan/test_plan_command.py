@@ -15,9 +15,9 @@ from nemo_grpo.models import read_spec
 from nemo_grpo.plan import HARDWARE, plan_recipe
 from nemo_grpo.plan.efficiency import PUBLISHED
 from nemo_grpo.plan.forecast import Assumptions
+from nemo_grpo.plan.inputs import plan_input
 from nemo_grpo.plan.presets import PRESETS, shape_of
 from nemo_grpo.plan.rules import training_fits_in_memory
-from nemo_grpo.plan.setup import setup_of
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support import pictures
 from nemo_grpo.support.errors import UserError
@@ -128,7 +128,7 @@ def test_plan_of_an_embedded_recipe_counts_its_engine() -> None:
 @pytest.mark.parametrize("embedded", [True, False])
 def test_offloading_is_a_remedy_only_where_there_is_an_engine_that_has_it(embedded: bool) -> None:
     setup = replace(
-        setup_of(load_recipe(RECIPES / "quickstart.yaml")), embedded=embedded, distributed_optimizer=False
+        plan_input(load_recipe(RECIPES / "quickstart.yaml")), embedded=embedded, distributed_optimizer=False
     )
     (message,) = training_fits_in_memory(PRESETS["Qwen/Qwen2.5-32B"], setup, HARDWARE["h100"])
     assert "most of it optimizer" in message

@@ -7,13 +7,14 @@ from unit.plan.toys import CASE, EXPERTS, FREE, GPU, MATRICES, PARAMETERS, PEAK,
 
 from benchmarks.published_rows import FOLDER, predicted, read_blind, row_of
 from nemo_grpo.models import ModelSpec
-from nemo_grpo.plan import case as collectives
 from nemo_grpo.plan import rollout_time, training_time
+from nemo_grpo.plan import scenario as collectives
 from nemo_grpo.plan import step_time as transfer_time
-from nemo_grpo.plan.efficiency import FITTED
+from nemo_grpo.plan.efficiency import FITTED, OTHER
+from nemo_grpo.plan.forecast import Forecast
+from nemo_grpo.plan.inputs import PlanInput
 from nemo_grpo.plan.presets import PRESETS
-from nemo_grpo.plan.setup import Setup
-from nemo_grpo.plan.step_time import StepTime, run_seconds, step_time
+from nemo_grpo.plan.step_time import StepTime, step_time
 from nemo_grpo.recipe.layout import Layout
 
 DEEPSEEK = PRESETS["deepseek-ai/DeepSeek-V3"]
@@ -108,7 +109,7 @@ def test_fp8_weights_have_scales_and_may_leave_attention_alone() -> None:
     fp8 = replace(SETUP, vllm_fp8=True)
     feed_forward, attention = 384, 192
 
-    def dense(setup: Setup) -> float:
+    def dense(setup: PlanInput) -> float:
         return rollout_time.engine_of(replace(CASE, setup=setup)).dense
 
     assert dense(fp8) == MATRICES
@@ -264,7 +265,8 @@ def test_checkpoint_is_written_by_all_nodes() -> None:
 
 def step(age: int, rollout: float, training: float, steady: float) -> StepTime:
     phases = {"prefill": 0.0, "decode": rollout, "tail": 0.0, "forward and backward": training}
-    return StepTime(phases, steady, age, False, 5.0, 7.0, 1000, 4, 2, 3e6, 1e6)
+    case = replace(CASE, work=replace(WORK, trajectory_age=age), setup=replace(SETUP, gpus_per_node=4))
+    return StepTime(case, phases, steady, 5.0, 7.0)
 
 
 def test_a_step_in_turn_is_a_sum_and_one_ahead_overlaps() -> None:
@@ -275,7 +277,10 @@ def test_a_step_in_turn_is_a_sum_and_one_ahead_overlaps() -> None:
 
 
 def test_rollouts_that_a_refit_waits_for_overlap_with_training_alone() -> None:
-    waits = replace(step(4, 30, 20, 0), waits=True)
+    waits = step(4, 30, 20, 0)
+    waits = replace(
+        waits, scenario=replace(waits.scenario, work=replace(waits.scenario.work, waits_for_rollouts=True))
+    )
     waits = replace(waits, phases=waits.phases | {"refit": 5.0})
     assert waits.seconds == 30 + 5
     assert replace(waits, phases=waits.phases | {"decode": 10.0}).seconds == 20 + 5
@@ -295,12 +300,14 @@ def test_router_replay_moves_the_chosen_experts() -> None:
 
 def test_throughput_mfu_and_the_run() -> None:
     one = step(0, 30, 20, 0)
-    assert one.tokens_per_second_per_gpu == 1000 / 50 / 4
+    assert one.tokens_per_second_per_gpu == 80 / 50 / 4
     one = replace(one, phases=one.phases | {"pipeline bubble": 0.0, "gradients": 0.0, "optimizer": 5.0})
-    assert one.mfu == 3e6 / (25 * 2 * 1e6)
+    flops = training_time.model_flops(SMALL, WORK.lengths.attended)
+    assert one.mfu == pytest.approx(3 * 80 * flops / (25 * 4 * PEAK))
     # 10 steps of 55 s, 2 validations of 5 s, 4 checkpoints of 7 s
     work = replace(WORK, num_steps=10, val_period=5, save_period=3)
-    assert run_seconds(one, work) == 550 + 10 + 28
+    one = replace(one, scenario=replace(one.scenario, work=work))
+    assert Forecast(one, OTHER).run_seconds == 550 + 10 + 28
 
 
 def test_scoring_passes_and_fixed_times_are_phases() -> None:

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from nemo_grpo.models import ModelSpec
-from nemo_grpo.plan.case import Case
 from nemo_grpo.plan.efficiency import Efficiency
 from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.inputs import PlanInput
 from nemo_grpo.plan.lengths import Lengths
-from nemo_grpo.plan.setup import Setup
+from nemo_grpo.plan.scenario import Scenario
 from nemo_grpo.plan.workload import Workload
 from nemo_grpo.recipe.layout import Layout
 
@@ -61,7 +61,7 @@ FREE = Efficiency(
 )
 """Peaks are reached, and nothing has a fixed time."""
 
-SETUP = Setup(
+SETUP = PlanInput(
     layout=Layout(),
     num_nodes=1,
     gpus_per_node=1,
@@ -90,4 +90,4 @@ SETUP = Setup(
 )
 LENGTHS = Lengths(prompt=4, responses=(6.0, 6.0), limit=6)
 WORK = Workload(num_samples=8, group_size=4, num_updates=1, lengths=LENGTHS, scoring_passes=1)
-CASE = Case(SMALL, SETUP, WORK, GPU, FREE)
+CASE = Scenario(SMALL, SETUP, WORK, GPU, FREE)

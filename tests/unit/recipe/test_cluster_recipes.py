@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from nemo_grpo.plan.hardware import HARDWARE
+from nemo_grpo.plan.inputs import plan_input
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.plan.rules import problems
-from nemo_grpo.plan.setup import setup_of
 from nemo_grpo.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -28,7 +28,7 @@ def test_cluster_recipe_is_what_its_name_says_and_fits_its_gpus(path: Path) -> N
     assert recipe.loss_fn.variant == name["variant"]
     assert (recipe.cluster.num_nodes, recipe.cluster.gpus_per_node) == (int(name["nodes"]), int(name["gpus"]))
     assert (fp8 is not None and fp8.enabled) == bool(name["fp8"])
-    assert problems(shape_of(recipe), setup_of(recipe), HARDWARE["h100"]) == []
+    assert problems(shape_of(recipe), plan_input(recipe), HARDWARE["h100"]) == []
 
 
 @pytest.mark.parametrize("path", CLUSTER, ids=lambda path: path.stem)

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
-from nemo_grpo.tasks.rewards.boxes import generalized_iou, intersection_over_union, parse_box
+from nemo_grpo.tasks.vision import generalized_iou, intersection_over_union, parse_box
 
 
 def score(name, answer, response, **parameters):

@@ -18,20 +18,17 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "a_proj", "b_proj", "self_
 
 
 @dataclass(frozen=True)
-class Setup:
+class PlanInput:
     """Everything beside the model's shape that memory depends on.
 
     Attributes: train_tokens, score_tokens: of one microbatch, before context parallelism divides them.
                 num_microbatches: of one update on one data-parallel rank, at least.
                 recompute: "none", "full", or the modules that selective recomputation leaves out.
-                lora_dim: 0 without adapters.
                 num_rollout_gpus: of their own; 0: rollouts share the GPUs that train.
                 logprob_chunk: tokens whose logits are held in FP32 at once; 0: all of a microbatch.
                 embedded: the recipe is the embedded engine's, which has no offloading.
-                vllm_max_sequences: that an engine decodes at once.
                 precision_bytes: of a parameter.  keeps_reference: the engine holds the reference policy too.
                 has_penalty: a KL penalty alone needs the reference policy.
-                packed: microbatches are packed by tokens; else padded.
                 vllm_mx: FP8 with a scale per 32 numbers.  vllm_bf16_attention: FP8 leaves attention alone.
                 draft_tokens: that an engine drafts before each pass.  draft_layers: of the model that does;
                     0: none, as with n-grams.
@@ -83,7 +80,6 @@ class Setup:
 
     @property
     def world_size(self) -> int:
-        """GPUs that train."""
         return self.num_nodes * self.gpus_per_node - self.num_rollout_gpus
 
     @property
@@ -104,15 +100,17 @@ class Setup:
         return max(self.world_size // (layout.pipeline * layout.expert * layout.expert_tensor), 1)
 
 
-def setup_of(recipe: Recipe) -> Setup:
+def plan_input(recipe: Recipe) -> PlanInput:
     """The planner's view of a recipe."""
     p, m = recipe.policy, recipe.policy.megatron_cfg
     fp8, lora = m.fp8_in_use, m.lora_in_use
     cluster = recipe.nemo_grpo.target == "cluster"
     longest = p.max_total_sequence_length
     per_rank = p.train_global_batch_size // max(recipe.data_parallel_size, 1)
+    is_selective = m.recompute_granularity == "selective"
+    recompute = tuple(m.recompute_modules or ("core_attn",)) if is_selective else ("full",)
     fp32_gradients = not cluster or m.distributed_data_parallel_config.grad_reduce_in_fp32
-    return Setup(
+    return PlanInput(
         layout=p.layout,
         num_nodes=recipe.cluster.num_nodes,
         gpus_per_node=recipe.cluster.gpus_per_node,
@@ -121,7 +119,7 @@ def setup_of(recipe: Recipe) -> Setup:
         score_tokens=p.logprob_mb_tokens or longest * p.logprob_batch_size,
         num_microbatches=max(per_rank // p.train_micro_batch_size, 1),
         max_length=longest,
-        recompute=_recompute(recipe),
+        recompute=recompute if m.activation_checkpointing else (),
         grad_bytes=4 if fp32_gradients else 2,
         optimizer=m.optimizer.optimizer,
         distributed_optimizer=m.optimizer.use_distributed_optimizer,
@@ -163,12 +161,3 @@ def _sampling(recipe: Recipe) -> dict[str, Any]:
         "stop_token_ids": tuple(sampler.stop_token_ids or ()),
         "draft_layers": 0 if drafts and drafts.method == "ngram" else 1,
     }
-
-
-def _recompute(recipe: Recipe) -> tuple[str, ...]:
-    m = recipe.policy.megatron_cfg
-    if not m.activation_checkpointing:
-        return ()
-    if m.recompute_granularity == "selective":
-        return tuple(m.recompute_modules or ("core_attn",))
-    return ("full",)

@@ -1,4 +1,4 @@
-"""The case that is timed, and its collectives by the ring's volume: a rank sends (n - 1) / n of the whole.
+"""A timed scenario, and its collectives by the ring's volume: a rank sends (n - 1) / n of the whole.
 
 Chan et al., "Collective communication: theory, practice, and experience" (2007), large messages; the least
 time is fitted. Ranks are numbered as megatron-core does: TP innermost, then CP, EP, DP, PP.
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan.efficiency import FITTED, Efficiency
 from nemo_grpo.plan.hardware import Hardware
-from nemo_grpo.plan.setup import Setup
+from nemo_grpo.plan.inputs import PlanInput
 from nemo_grpo.plan.workload import Workload
 
 
 @dataclass(frozen=True)
-class Case:
+class Scenario:
     """A model, its layout, what a step of it computes, the GPUs, and what of their peaks is reached."""
 
     shape: ModelSpec
-    setup: Setup
+    setup: PlanInput
     work: Workload
     hardware: Hardware
     eff: Efficiency = FITTED
@@ -35,25 +35,20 @@ class Case:
             return whole
         return min(max(setup.segment_nodes, 1) * setup.gpus_per_node, whole)
 
-    @property
-    def host(self) -> float:
-        """Factor of the host's own work."""
-        return self.hardware.host_slowdown
 
-
-def gather_seconds(case: Case, num_bytes: float, ranks: int, span: int) -> float:
+def gather_seconds(scenario: Scenario, num_bytes: float, ranks: int, span: int) -> float:
     """All-gather, or reduce-scatter, of num_bytes in all: (n - 1) / n bytes / bandwidth.
 
     Args: span: consecutive GPUs among which the ranks lie.
     """
     if ranks == 1:
         return 0.0
-    hardware = case.hardware
-    bandwidth = hardware.nvlink_bandwidth if span <= case.domain else hardware.network_bandwidth
-    return num_bytes * (ranks - 1) / ranks / (bandwidth * case.eff.link)
+    hardware = scenario.hardware
+    bandwidth = hardware.nvlink_bandwidth if span <= scenario.domain else hardware.network_bandwidth
+    return num_bytes * (ranks - 1) / ranks / (bandwidth * scenario.eff.link)
 
 
-def reduce_seconds(case: Case, num_bytes: float, ranks: int) -> float:
+def reduce_seconds(scenario: Scenario, num_bytes: float, ranks: int) -> float:
     """All-reduce of num_bytes over consecutive GPUs, with its least time.
 
     Inside a domain 2 (n - 1) / n bytes / NVLink; across domains each NVLink domain reduces first and every
@@ -61,8 +56,8 @@ def reduce_seconds(case: Case, num_bytes: float, ranks: int) -> float:
     """
     if ranks == 1:
         return 0.0
-    hardware, eff = case.hardware, case.eff
-    near = min(ranks, case.domain)
+    hardware, eff = scenario.hardware, scenario.eff
+    near = min(ranks, scenario.domain)
     domains = -(-ranks // near)
     seconds = 2 * num_bytes * (near - 1) / near / (hardware.nvlink_bandwidth * eff.link)
     if domains == 1:
@@ -71,13 +66,13 @@ def reduce_seconds(case: Case, num_bytes: float, ranks: int) -> float:
     return eff.far_hop + seconds + far
 
 
-def exchange_seconds(case: Case, num_bytes: float, ranks: int, stride: int) -> float:
+def exchange_seconds(scenario: Scenario, num_bytes: float, ranks: int, stride: int) -> float:
     """All-to-all in which each rank sends num_bytes, evenly, to ranks ``stride`` GPUs apart.
 
     The share (n - local) / n goes over the network, (local - 1) / n over NVLink, at the same time.
     """
-    hardware, eff = case.hardware, case.eff
-    local = min(ranks, max(case.domain // stride, 1))
+    hardware, eff = scenario.hardware, scenario.eff
+    local = min(ranks, max(scenario.domain // stride, 1))
     far = num_bytes * (ranks - local) / ranks / (hardware.network_bandwidth * eff.link)
     near = num_bytes * (local - 1) / ranks / (hardware.nvlink_bandwidth * eff.link)
     return max(far, near)

@@ -13,21 +13,11 @@ _CHARACTERS = str.maketrans(
 _SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
 _ROOT = re.compile("\u221a" r"\s?(?:\(([^()]*)\)|(\d+|[A-Za-z]))")
 _MIXED = re.compile(r"(?<![\w./^])(\d+)(?:\s+(\d+)/(\d+)(?![\w./])|\s*\\frac\{(\d+)\}\{(\d+)\})")
-_COMMANDS = {"dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "lt": "<", "gt": ">", "ne": r"\neq"}
-_COMMANDS |= {
-    "leq": r"\le",
-    "leqslant": r"\le",
-    "geq": r"\ge",
-    "geqslant": r"\ge",
-    "varnothing": r"\emptyset",
-}
-_COMMANDS |= {
-    "lbrace": r"\{",
-    "rbrace": r"\}",
-    "left": "",
-    "right": "",
-    "displaystyle": "",
-    "degree": r"^\circ",
+_COMMANDS = {
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
+    **{"lt": "<", "gt": ">", "ne": r"\neq", "leq": r"\le", "leqslant": r"\le", "geq": r"\ge"},
+    **{"geqslant": r"\ge", "varnothing": r"\emptyset", "lbrace": r"\{", "rbrace": r"\}"},
+    **{"degree": r"^\circ", "left": "", "right": "", "displaystyle": ""},
 }
 _SPELLINGS = tuple(
     (re.compile(pattern), spelling)
