@@ -5,11 +5,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nemo_grpo.core.advantages import implausible_advantage
+from nemo_grpo.core.advantages import implausible_advantage, overlong_penalty
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.random import step_seed
 from nemo_grpo.core.resampling import accumulate_groups
-from nemo_grpo.core.reward_shaping import overlong_penalty
 from nemo_grpo.engine.megatron.results import Scores
 from nemo_grpo.engine.records import Clock, mean_metrics, mean_scores, sample_rows, signal_shares
 from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
