@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from nemo_grpo.engine.checkpoint import CheckpointStore
+from nemo_grpo.engine.checkpoint_store import CheckpointStore
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED, stop_on_signals
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.registry import Scope

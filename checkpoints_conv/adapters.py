@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import TorchDistReader
-from checkpoints_conv.hf_model import open_model
 from checkpoints_conv.job import run_parallel
-from checkpoints_conv.locate import ADAPTER, Place, locate_beside_adapters
+from checkpoints_conv.locate import ADAPTER, Place, locate_beside_adapters, open_model
 from checkpoints_conv.run_config import RUN_CONFIG, check_run_config, read_section
 from checkpoints_conv.verify import gaps_of
 from nemo_grpo.models import Family, family_for
@@ -74,10 +73,9 @@ def open_adapted(
 ) -> Iterator[Adapted]:
     """Within the block, a checkpoint's adapters and the base, of which nothing else was trained.
 
-    Args:   config_folder: whose config.json describes the adapted model.
-            alpha: None: from the checkpoint's run_config.yaml.
-            by_peft: PEFT will apply the adapters.
-    Raises: UserError: there are no adapters, they do not fit the base, or something else was trained.
+    Args: config_folder: whose config.json describes the adapted model.
+          alpha: None: from the checkpoint's run_config.yaml.
+          by_peft: PEFT will apply the adapters.
     """
     with open_model(base) as (family, weights), closing(TorchDistReader(megatron_checkpoint)) as reader:
         if by_peft and family.prefix:
@@ -95,10 +93,7 @@ def open_adapted(
 
 
 def _check_fits(described: Family, folder: Path, family: Family, base: Path) -> None:
-    """Compare a config.json with the base's; the training may have overridden what shapes do not tell.
-
-    Raises: UserError: it is of another architecture or of other sizes.
-    """
+    """Compare a config.json with the base's; the training may have overridden what shapes do not tell."""
     (found, wanted) = (
         {
             "model_type": one.spec.model_type,
@@ -121,8 +116,6 @@ def _check_peft_applies(family: Family, adapters: Iterable[Unit]) -> None:
 
     It takes every ``gate_proj``, ``up_proj`` and ``down_proj`` for the routed experts', also those of dense
     layers and shared experts, and adapts no router but Qwen3-MoE's.
-
-    Raises: UserError: there are such adapters.
     """
     names = [name for unit in adapters for name in unit.hf if ".mlp." in name]
     if names and family.spec.num_experts and family.spec.model_type != "qwen3_moe":
@@ -135,10 +128,7 @@ def _check_peft_applies(family: Family, adapters: Iterable[Unit]) -> None:
 def _check_nothing_is_lost(
     family: Family, weights: SafetensorsFolder, reader: TorchDistReader, num_workers: int
 ) -> None:
-    """A checkpoint may hold the frozen base beside the adapters, and nothing else.
-
-    Raises: UserError: a tensor is neither an adapter nor, in its dtype, the base's.
-    """
+    """A checkpoint may hold the frozen base beside the adapters, and nothing else."""
     places, lost = locate_beside_adapters(family, reader)
 
     def compare(place: Place) -> None:
@@ -158,10 +148,7 @@ def _check_nothing_is_lost(
 
 
 def _find(family: Family, reader: TorchDistReader) -> dict[Unit, Adapter]:
-    """Every adapted unit of a checkpoint, with its adapter.
-
-    Raises: UserError: there is none, or one is on a layer or of a kind that is not supported.
-    """
+    """Every adapted unit of a checkpoint, with its adapter."""
     stored = {name: key.shape for name, key in reader.weights.items() if ADAPTER in name}
     found: dict[Unit, Adapter] = {}
     known: set[str] = set()

@@ -22,8 +22,8 @@ from checkpoints_conv.formats.dtypes import (
 from checkpoints_conv.formats.pieces import PIECE_BYTES, Buffer
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter, WrittenChunk, chunk_is_whole
-from checkpoints_conv.hf_model import open_model
 from checkpoints_conv.job import Job, flush_behind, run_parallel
+from checkpoints_conv.locate import open_model
 from checkpoints_conv.run_config import write_bridge_files
 from nemo_grpo.models import Family
 from nemo_grpo.models.family import Unit

@@ -44,10 +44,9 @@ class Job:
     ) -> None:
         """Check that the output may be written; nothing is created yet.
 
-        Args:   source: folder that is converted; it must not change between attempts.
-                settings: whatever changes the result; a resumed job must have the same.
-                also_read: further folders that the output must not replace.
-        Raises: UserError: the output or an unfinished conversion exists and neither option allows it.
+        Args: source: folder that is converted; it must not change between attempts.
+              settings: whatever changes the result; a resumed job must have the same.
+              also_read: further folders that the output must not replace.
         """
         self.output = output.absolute()
         if not self.output.name:
@@ -102,10 +101,7 @@ class Job:
             )
 
     def __enter__(self) -> Self:
-        """Create or reopen the partial folder and lock it.
-
-        Raises: UserError: another process writes there, or the settings differ from the first attempt's.
-        """
+        """Create or reopen the partial folder and lock it."""
         with self._can_be_made():
             self.partial.mkdir(parents=True, exist_ok=True)
             self._lock = (self.partial / "lock").open("w")
@@ -158,8 +154,7 @@ class Job:
     def need_space(self, num_bytes: int, *, reuses: bool = False) -> None:
         """Refuse to start what cannot fit.
 
-        Args:   reuses: the bytes go where an interrupted attempt's lie.
-        Raises: UserError: less than ``num_bytes`` are free.
+        Args: reuses: the bytes go where an interrupted attempt's lie.
         """
         free = shutil.disk_usage(self.partial).free
         if free < num_bytes - (self.num_allocated() if reuses else 0):
@@ -171,8 +166,7 @@ class Job:
     def finish(self, sha256: bool = False) -> None:
         """Flush everything to disk and give the output its name.
 
-        Args:   sha256: also write ``SHA256SUMS``.
-        Raises: UserError: the output has appeared meanwhile and may not be replaced.
+        Args: sha256: also write ``SHA256SUMS``.
         """
         if sha256:
             write_sha256(self.data)
@@ -192,18 +186,16 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the lock. A failed job leaves its partial folder for ``--resume`` if anything was done.
-
-        Raises: UserError: instead of the system's error, when the disk is full.
-        """
+        """Release the lock. A failed job leaves its partial folder for ``--resume`` if anything was done."""
         self._lock.close()
         if error is not None and not self.num_recorded:
             shutil.rmtree(self.partial, ignore_errors=True)
         elif error is not None:
-            remedy = (
-                "go on with --resume if source and options stay as they are, else start over with --force"
+            log.warning(
+                "%s is not finished; go on with --resume if source and options stay as they are, else start "
+                "over with --force",
+                self.output,
             )
-            log.warning("%s is not finished; %s", self.output, remedy)
         if isinstance(error, OSError) and error.errno in _FULL:
             raise UserError(
                 f"the disk of {self.output.parent} is full; free some space and run again with --resume"
@@ -241,10 +233,7 @@ def run_parallel(items: Iterable[Item], work: Callable[[Item], None], num_worker
 
 @contextlib.contextmanager
 def flush_behind(descriptors: Sequence[int], every_seconds: float = 0.2) -> Iterator[None]:
-    """Have what is written to these files go to the disk meanwhile, so that little is left for the end.
-
-    Raises: OSError: a file could not be flushed; the system says so once, so it must not be lost here.
-    """
+    """Have what is written to these files go to the disk meanwhile, so that little is left for the end."""
     stop = threading.Event()
 
     def flush() -> None:
@@ -258,7 +247,7 @@ def flush_behind(descriptors: Sequence[int], every_seconds: float = 0.2) -> Iter
             yield
         finally:
             stop.set()
-        future.result()
+        future.result()  # the system says once that a file could not be flushed
 
 
 def fingerprint(source: Path) -> dict[str, Any]:
@@ -272,17 +261,12 @@ def fingerprint(source: Path) -> dict[str, Any]:
 
 
 _RESULTS = (
-    "config.json",
-    "adapter_config.json",
-    "*.safetensors",
-    ".metadata",
-    "iter_*",
-    "latest_checkpointed_iteration.txt",
+    *("config.json", "adapter_config.json", "*.safetensors"),
+    *(".metadata", "iter_*", "latest_checkpointed_iteration.txt"),
 )
+"""Files of a model folder or a Megatron checkpoint, one of which a folder has that --force may replace."""
 
 
 def _may_be_replaced(output: Path) -> bool:
-    """True for an empty folder, and for a model folder or a Megatron checkpoint."""
-    if not output.is_dir():
-        return False
-    return not any(output.iterdir()) or any(next(output.glob(name), None) for name in _RESULTS)
+    is_empty = output.is_dir() and not any(output.iterdir())
+    return is_empty or any(next(output.glob(name), None) for name in _RESULTS)

@@ -1,24 +1,58 @@
-"""Places of a model's pieces in a torch_dist checkpoint."""
+"""A model's pieces in a Hugging Face folder and in a torch_dist checkpoint, as its config.json says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints_conv.formats.dtypes import WEIGHT_DTYPES
-from checkpoints_conv.formats.pieces import same
+from checkpoints_conv.formats.pieces import Buffer, same
+from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
 from checkpoints_conv.run_config import RUN_CONFIG, check_run_config
-from nemo_grpo.models import Family
+from nemo_grpo.models import Family, family_for
 from nemo_grpo.models.family import Unit, refuse_shape, refuse_unmatched, refuse_untied
+from nemo_grpo.models.shared_mappings import HF_OUTPUT
 from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.model_folder import check_no_other_weights, hf_config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ADAPTER = ".adapter."
+_ROWS = 64
+"""Rows of two embeddings compared at a time."""
+
+
+@contextmanager
+def open_model(folder: Path) -> Iterator[tuple[Family, SafetensorsFolder]]:
+    """Within the block, a model's family and its weights."""
+    config = hf_config(folder)
+    family = family_for(config)
+    check_no_other_weights(folder, config)
+    with closing(SafetensorsFolder(folder, family.pieces, family.aliases)) as weights:
+        family.check_hf(weights.shapes)
+        if family.tied and HF_OUTPUT in weights.tensors:
+            names = (family.hf_embedding, HF_OUTPUT)
+            sides = (partial(weights.read_rows, name, buffer=Buffer()) for name in names)
+            _check_tied(*(weights.shapes[name] for name in names), *sides)
+        yield family, weights
+
+
+def _check_tied(
+    shape: tuple[int, ...], other: tuple[int, ...], *sides: Callable[[int, int], memoryview]
+) -> None:
+    """Compare two embeddings, each given by (first row, number of rows) -> bytes."""
+    if shape != other:
+        refuse_untied()
+    for first in range(0, shape[0], _ROWS):
+        one, two = (read(first, min(_ROWS, shape[0] - first)) for read in sides)
+        if not same(one, two):
+            refuse_untied()
 
 
 @dataclass(frozen=True)
@@ -41,10 +75,7 @@ class Place:
 
 
 def locate(family: Family, reader: TorchDistReader) -> list[Place]:
-    """Find every unit of the model, and that nothing else is there.
-
-    Raises: UserError: tensors are missing or left over, or sizes differ from config.json.
-    """
+    """Find every unit of the model, and that nothing else is there."""
     check_run_config(family, reader.folder / RUN_CONFIG)
     stored = {name: key.shape for name, key in reader.weights.items()}
     if any(ADAPTER in name for name in stored):
@@ -55,10 +86,7 @@ def locate(family: Family, reader: TorchDistReader) -> list[Place]:
 
 
 def locate_beside_adapters(family: Family, reader: TorchDistReader) -> tuple[list[Place], set[str]]:
-    """Find the model's own units in a checkpoint of adapters, and the names of what is neither.
-
-    Raises: UserError: sizes differ from config.json.
-    """
+    """Find the model's own units in a checkpoint of adapters, and the names of what is neither."""
     stored = {name: key.shape for name, key in reader.weights.items() if ADAPTER not in name}
     names, _missing, extra = _match(family, stored)
     return _places(family, reader, names), extra
@@ -94,21 +122,14 @@ def _places(family: Family, reader: TorchDistReader, names: Mapping[Unit, str]) 
                 f"{name} is stored as {reader.keys[name].dtype}; save the weights in bf16, fp16 or fp32"
             )
     if family.tied and reader.weights.keys() >= set(family.tied_names):
-        _check_tied(reader, *family.tied_names)
+        shapes = [reader.keys[name].shape for name in family.tied_names]
+        both = (
+            reader.block(name, (0, 0), shape, 0)
+            for name, shape in zip(family.tied_names, shapes, strict=True)
+        )
+        with next(both) as embedding, next(both) as output:
+            _check_tied(*shapes, lambda _, count: embedding.read(count), lambda _, count: output.read(count))
     return places
-
-
-def _check_tied(reader: TorchDistReader, *names: str) -> None:
-    shape, other = (reader.keys[name].shape for name in names)
-    if other != shape:
-        refuse_untied()
-    both = (reader.block(name, (0, 0), shape, 0) for name in names)
-    rows, step = shape[0], 64
-    with next(both) as embedding, next(both) as output:
-        for row in range(0, rows, step):
-            count = min(step, rows - row)
-            if not same(embedding.read(count), output.read(count)):
-                refuse_untied()
 
 
 def _check_shape(unit: Unit, name: str, found: tuple[int, ...]) -> None:

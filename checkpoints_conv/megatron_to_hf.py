@@ -91,10 +91,7 @@ def _tensors(places: list[Place], reader: TorchDistReader, dtype: Dtype | None) 
 def shards(
     job: Job, planned: list[Planned], max_shard_bytes: int, name: str = "model"
 ) -> Iterator[tuple[SafetensorsWriter, set[str]]]:
-    """Within the block, a result's files, and the names of the tensors that an interrupted attempt finished.
-
-    Raises: UserError: the disk has no room for them.
-    """
+    """Yield a result's files, and the names of the tensors that an interrupted attempt finished."""
     job.need_space(sum(num_bytes_of(kind, shape) for _, kind, shape in planned), reuses=True)
     writer = SafetensorsWriter(job.data, planned, max_shard_bytes, name)
     try:

@@ -10,7 +10,7 @@ import yaml
 from checkpoints_conv.formats.archive import save, tensor_reference
 from checkpoints_conv.formats.dtypes import DTYPES, Dtype
 from checkpoints_conv.formats.torch_dist import LATEST
-from nemo_grpo.models import Family, ModelSpec
+from nemo_grpo.models import Family
 from nemo_grpo.support.errors import UserError, reading
 from nemo_grpo.support.nemo_folder import model_yaml
 
@@ -101,9 +101,7 @@ def unsaid(family: Family) -> list[str]:
 def check_run_config(family: Family, path: Path) -> None:
     """Compare what the checkpoint says of its model with config.json, where shapes do not tell.
 
-    Args:   path: of run_config.yaml; without it NeMo's model.yaml is compared, if there is one.
-
-    Raises: UserError: they differ.
+    Args: path: of run_config.yaml; without it NeMo's model.yaml is compared, if there is one.
     """
     if path.exists():
         section, compared = "model", COMPARED
@@ -136,14 +134,11 @@ def _plain(value: Any) -> Any:
 def _shown(value: Any) -> str:
     """A value as a message has it; a short YAML file can stand for a text of any length."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value[:8]))}]" if _is_flat(value) else "lists within lists"
+        is_flat = not any(isinstance(one, list) for one in value)
+        return f"[{', '.join(map(_shown, value[:8]))}]" if is_flat else "lists within lists"
     if isinstance(value, int) and value.bit_length() > 200:
         return "a number of many digits"
     return str(value)[:60] if isinstance(value, str | int | float) else type(value).__name__
-
-
-def _is_flat(values: list[Any]) -> bool:
-    return not any(isinstance(value, list) for value in values)
 
 
 class _Loader(yaml.SafeLoader):
@@ -155,10 +150,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_section(path: Path, section: str) -> dict[str, Any]:
-    """A section of a YAML file; empty if there is no such file or section.
-
-    Raises: UserError: the file is not YAML.
-    """
+    """A section of a YAML file; empty if there is no such file or section."""
     remedy = "restore it, or remove it to convert without it"
     with reading(path, "valid YAML", remedy, yaml.YAMLError):
         sections = yaml.load(path.read_text(), _Loader) if path.exists() else None
@@ -173,6 +165,10 @@ def read_section(path: Path, section: str) -> dict[str, Any]:
 def model_section(family: Family, dtype: Dtype) -> dict[str, Any]:
     """Build the section from which Megatron-Bridge's provider builds the model, from config.json."""
     config, spec = family.config, family.spec
+    if spec.hidden_act not in _ACTIVATIONS:
+        raise UserError(
+            f"hidden_act={spec.hidden_act!r} of config.json is not one of {', '.join(_ACTIVATIONS)}"
+        )
     return {
         "_target_": _PROVIDER,
         "num_layers": spec.num_layers,
@@ -188,7 +184,7 @@ def model_section(family: Family, dtype: Dtype) -> dict[str, Any]:
         "layernorm_epsilon": spec.norm_eps,
         "init_method_std": config.get("initializer_range", 0.02),
         "gated_linear_unit": True,
-        "activation_func": _reference(_activation(spec)),
+        "activation_func": _reference(_ACTIVATIONS[spec.hidden_act]),
         "add_bias_linear": False,
         "add_qkv_bias": spec.has_qkv_bias,
         "qk_layernorm": spec.has_qk_norm,
@@ -226,14 +222,5 @@ def _experts(family: Family) -> dict[str, Any]:
     }
 
 
-def _activation(spec: ModelSpec) -> str:
-    if spec.hidden_act not in _ACTIVATIONS:
-        raise UserError(
-            f"hidden_act={spec.hidden_act!r} of config.json is not one of {', '.join(_ACTIVATIONS)}"
-        )
-    return _ACTIVATIONS[spec.hidden_act]
-
-
 def _reference(name: str) -> dict[str, Any]:
-    """A Python object by name, as Megatron-Bridge writes it."""
     return {"_target_": name, "_call_": False}

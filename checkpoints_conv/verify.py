@@ -12,13 +12,12 @@ from checkpoints_conv.formats.dtypes import Dtype, byte_view, tensor_of
 from checkpoints_conv.formats.pieces import PIECE_BYTES, Buffer, same
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import TorchDistReader
-from checkpoints_conv.hf_model import open_model
 from checkpoints_conv.job import run_parallel
-from checkpoints_conv.locate import Place, locate
+from checkpoints_conv.locate import Place, locate, open_model
 from nemo_grpo.core.lazy import torch
 from nemo_grpo.models import family_for
 from nemo_grpo.models.family import Family
-from nemo_grpo.models.places import whole_name
+from nemo_grpo.models.stacked_tensors import whole_name
 from nemo_grpo.support.files import check_sha256
 from nemo_grpo.support.progress import progress
 
@@ -60,30 +59,20 @@ def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> C
         result.num_hashed = sum(check_sha256(folder) for folder in folders)
 
         def compare(place: Place) -> None:
-            _note(place, gaps_of(place, family, weights, reader), weights, reader, result, lock)
-            advance(amount=sum(weights.tensors[name].num_bytes for name in place.unit.hf))
+            gaps, dtype = gaps_of(place, family, weights, reader), reader.keys[place.name].dtype
+            stored = {name: weights.tensors[name] for name in place.unit.hf}
+            with lock:
+                result.compared |= set(map(whole_name, stored))
+                result.cast |= {(one.dtype, dtype) for one in stored.values()} - {(dtype, dtype)}
+                if gaps:
+                    worst = max(gaps, key=lambda gap: (math.isnan(gap), gap))
+                    result.different.update(dict.fromkeys(stored, worst))
+            advance(amount=sum(one.num_bytes for one in stored.values()))
 
         total = sum(weights.tensors[name].num_bytes for name in family.hf_shapes)
         with progress("verify", total, in_bytes=True) as advance:
             run_parallel(places, compare, num_workers)
     return result
-
-
-def _note(
-    place: Place,
-    gaps: list[float],
-    weights: SafetensorsFolder,
-    reader: TorchDistReader,
-    result: Comparison,
-    lock: threading.Lock,
-) -> None:
-    names, dtype = place.unit.hf, reader.keys[place.name].dtype
-    with lock:
-        result.compared |= {whole_name(name) for name in names}
-        result.cast |= {(weights.tensors[name].dtype, dtype) for name in names} - {(dtype, dtype)}
-        if gaps:
-            worst = max(gaps, key=lambda gap: (math.isnan(gap), gap))
-            result.different.update(dict.fromkeys(names, worst))
 
 
 def gaps_of(place: Place, family: Family, weights: SafetensorsFolder, reader: TorchDistReader) -> list[float]:

@@ -209,7 +209,7 @@ def peak_memory() -> Iterator[dict[str, int]]:
     """Within the block every lap of a step's clock notes the phase's peak of allocated memory, in bytes."""
     import torch
 
-    from nemo_grpo.engine.records import Clock
+    from nemo_grpo.engine.step_metrics import Clock
 
     lap, peaks = Clock.lap, dict[str, int]()
 

@@ -12,7 +12,7 @@ from benchmarks.agreement.recording import Case, StepResult, batches
 from nemo_grpo.engine import setup
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron.policy import MegatronPolicy, UpdateResult
-from nemo_grpo.engine.records import Clock
+from nemo_grpo.engine.step_metrics import Clock
 from nemo_grpo.support.distributed import is_rank_zero
 
 

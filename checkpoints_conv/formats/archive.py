@@ -146,10 +146,7 @@ class SavedTensor:
     """One saved tensor, read from front to end. Attributes: dtype, shape."""
 
     def __init__(self, file: Path, descriptor: int, start: int, length: int) -> None:
-        """Read the archive's directory and the tensor's layout.
-
-        Raises: UserError: the bytes are no such archive, or their pickle asks for anything else.
-        """
+        """Read the archive's directory and the tensor's layout."""
         self._where, self._descriptor, self._start = file, descriptor, start
         try:
             with zipfile.ZipFile(Section(descriptor, start, length)) as archive:
@@ -207,10 +204,7 @@ class SavedTensor:
         return byte_view(view.contiguous())
 
     def finish(self) -> None:
-        """Read what was not asked for, and compare the checksum.
-
-        Raises: UserError: the data do not match it, or the file ended early.
-        """
+        """Read what was not asked for, and compare the checksum."""
         self._check_until(self._size)
         if self._crc32 != self._expected:
             raise damaged(self._where, f"the chunk at byte {self._start} does not match its checksum")

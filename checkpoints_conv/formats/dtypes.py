@@ -53,10 +53,7 @@ _OPTIONS = {"bf16": DTYPES["bfloat16"], "fp16": DTYPES["float16"], "fp32": DTYPE
 
 
 def dtype_for(choice: str | torch.dtype | None) -> Dtype | None:
-    """The dtype of a ``--dtype`` value, or of torch; None keeps what is stored.
-
-    Raises: UserError: unknown name.
-    """
+    """The dtype of a ``--dtype`` value, or of torch; None keeps what is stored."""
     if choice is None:
         return None
     known = _OPTIONS | {name: dtype for dtype in WEIGHT_DTYPES for name in (dtype.name, str(dtype))}
@@ -66,10 +63,7 @@ def dtype_for(choice: str | torch.dtype | None) -> Dtype | None:
 
 
 def cast(data: memoryview, stored: Dtype, wanted: Dtype, name: str) -> memoryview:
-    """Numbers in another dtype; the same memory if it is the same.
-
-    Raises: UserError: a finite value became infinite (fp16 ends at 65504).
-    """
+    """Numbers in another dtype; the same memory if it is the same."""
     if stored == wanted:
         return data
     return byte_view(cast_tensor(tensor_of(data, stored), wanted, name))

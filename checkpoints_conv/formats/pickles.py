@@ -57,10 +57,7 @@ class RefusingUnpickler(pickle.Unpickler):
         self.allowed, self.where = allowed, where
 
     def find_class(self, module: str, name: str) -> Any:
-        """Answer from the list.
-
-        Raises: UserError: the name is not on it.
-        """
+        """Answer from the list."""
         try:
             return self.allowed[module, name]
         except KeyError:
@@ -79,8 +76,6 @@ def load_guarded(path: Path, allowed: dict[tuple[str, str], Any]) -> Any:
 
     Deeply nested keys overflow the C stack, others take for ever to hash, and a few bytes can ask for all of
     the memory; none of it is an exception.
-
-    Raises: UserError: it asks for code, or the child did not end well.  Exception: what it raises.
     """
 
     def load() -> Any:
@@ -127,10 +122,7 @@ def _limit(num_bytes: int) -> None:
 
 
 def check_of_tensor(pickled: bytes) -> None:
-    """Refuse a pickle that does more than to describe one tensor; these are too many for a child each.
-
-    Raises: ValueError: it is longer than any tensor's, has keys, or numbers its values without end.
-    """
+    """Refuse a pickle that does more than to describe one tensor; these are too many for a child each."""
     if len(pickled) > _MAX_TENSOR_PICKLE:
         raise ValueError(f"{len(pickled)} bytes describe one tensor")
     for opcode, argument, _ in pickletools.genops(pickled):

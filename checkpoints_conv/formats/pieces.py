@@ -44,10 +44,7 @@ def same(one: memoryview, other: memoryview) -> bool:
 
 
 def open_all(files: Iterable[Path]) -> dict[Path, int]:
-    """Descriptors of files to read, as many as the system allows; 512 ranks leave more than the usual 1024.
-
-    Raises: UserError: its limit is lower, or a file cannot be read.
-    """
+    """Open files to read, as many as the system allows; 512 ranks leave more than the usual 1024."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     descriptors: dict[Path, int] = {}

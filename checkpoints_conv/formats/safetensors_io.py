@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints_conv.formats import fp8, mxfp4
+from checkpoints_conv.formats import quantized
 from checkpoints_conv.formats.dtypes import DTYPES, WEIGHT_DTYPES, Dtype, byte_view, num_bytes_of, tensor_of
 from checkpoints_conv.formats.pieces import Buffer, close_all, damaged, open_all, read_into
-from nemo_grpo.models.places import grouped, is_numbered, whole_shape
+from nemo_grpo.models.stacked_tensors import grouped, is_numbered, whole_shape
 from nemo_grpo.support.errors import UserError, listed, reading
 from nemo_grpo.support.model_folder import INDEX, check_weights, weight_files, weight_map
 
@@ -33,7 +33,7 @@ class StoredTensor:
     """Place of one tensor.
 
     Attributes: dtype: as it is read.  offset: first byte within the file.
-                scales: of matrices in FP8 (`formats.fp8`) or MXFP4 (`formats.mxfp4`).
+                scales: of matrices in FP8 or MXFP4 (`formats.quantized`).
     """
 
     file: Path
@@ -63,7 +63,7 @@ class StoredTensor:
             return replace(self, shape=shape, offset=self.offset + first * self.row_bytes)
         assert self.is_mxfp4, self
         scales = self.scales.piece(first, self.scales.shape[1:])
-        codes = first * self.scales.row_bytes * mxfp4.BLOCK_BYTES
+        codes = first * self.scales.row_bytes * quantized.MXFP4_BYTES
         return replace(self, shape=shape, offset=self.offset + codes, scales=scales)
 
 
@@ -80,10 +80,9 @@ class SafetensorsFolder:
     ) -> None:
         """Read every header and check it against the file.
 
-        Args:   pieces: names and shapes of those in which tensors are to be read (`families.places`).
-                aliases: beginnings of names in files -> those in the tables.
-                decodes: FP8 and MXFP4 are read as bf16, and their scales are no tensors.
-        Raises: UserError: no safetensors, a shard of the index is missing, or a file is damaged.
+        Args: pieces: names and shapes of those in which tensors are to be read (`models.stacked_tensors`).
+              aliases: beginnings of names in files -> those in the tables.
+              decodes: FP8 and MXFP4 are read as bf16, and their scales are no tensors.
         """
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
@@ -139,61 +138,55 @@ class SafetensorsFolder:
         columns, blocks = stored.shape[1], stored.scales
         codes = bytearray(count * columns)
         self._fill(stored.file, stored.offset + first * columns, memoryview(codes))
-        above, below = first // fp8.BLOCK, (first + count - 1) // fp8.BLOCK + 1
+        above, below = first // quantized.FP8_BLOCK, (first + count - 1) // quantized.FP8_BLOCK + 1
         scales = bytearray((below - above) * blocks.row_bytes)
         self._read(blocks, above, below - above, memoryview(scales))
         coded = tensor_of(codes, DTYPES["float8_e4m3fn"], (count, columns))
         scaled = tensor_of(scales, blocks.dtype, (below - above, blocks.shape[1]))
-        data[:] = byte_view(fp8.decode(coded, scaled, first))
+        data[:] = byte_view(quantized.decode_fp8(coded, scaled, first))
 
     def _decoded(self, stored: StoredTensor, scales: StoredTensor) -> Tensor:
-        """An expert's matrix from MXFP4."""
-        codes, powers = bytearray(scales.num_bytes * mxfp4.BLOCK_BYTES), bytearray(scales.num_bytes)
+        codes, powers = bytearray(scales.num_bytes * quantized.MXFP4_BYTES), bytearray(scales.num_bytes)
         self._fill(stored.file, stored.offset, memoryview(codes))
         self._fill(scales.file, scales.offset, memoryview(powers))
-        blocks = tensor_of(codes, scales.dtype, (*scales.shape, mxfp4.BLOCK_BYTES))
-        return mxfp4.decode(blocks, tensor_of(powers, scales.dtype, scales.shape))
+        blocks = tensor_of(codes, scales.dtype, (*scales.shape, quantized.MXFP4_BYTES))
+        return quantized.decode_mxfp4(blocks, tensor_of(powers, scales.dtype, scales.shape))
 
     def _fill(self, file: Path, offset: int, data: memoryview) -> None:
         if read_into(self._descriptors[file], offset, data) != len(data):
             raise damaged(file, "it ends within a tensor")
 
     def _pair_scales(self) -> None:
-        """Put the scales of FP8 matrices into their places.
-
-        Raises: UserError: they are of other blocks.
-        """
-        for name in [name for name in self.tensors if name.endswith(fp8.SCALE)]:
-            scales, matrix = self.tensors[name], self.tensors.get(name.removesuffix(fp8.SCALE))
+        """Put the scales of FP8 matrices into their places."""
+        for name in [name for name in self.tensors if name.endswith(quantized.FP8_SCALE)]:
+            scales, matrix = self.tensors[name], self.tensors.get(name.removesuffix(quantized.FP8_SCALE))
             if matrix is None or matrix.dtype != DTYPES["float8_e4m3fn"]:
                 continue
-            if scales.shape != fp8.num_blocks(matrix.shape) or scales.dtype not in WEIGHT_DTYPES:
+            if scales.shape != quantized.fp8_scales_shape(matrix.shape) or scales.dtype not in WEIGHT_DTYPES:
+                size = quantized.FP8_BLOCK
                 raise UserError(
                     f"{name} is {scales.dtype} {list(scales.shape)}, not a number for each block of "
-                    f"{fp8.BLOCK} x {fp8.BLOCK}; dequantise the model to bf16 and convert that"
+                    f"{size} x {size}; dequantise the model to bf16 and convert that"
                 )
             decoded = replace(matrix, dtype=DTYPES["bfloat16"], scales=scales)
-            self.tensors[name.removesuffix(fp8.SCALE)] = decoded
+            self.tensors[name.removesuffix(quantized.FP8_SCALE)] = decoded
             del self.tensors[name]
 
     def _pair_blocks(self) -> None:
-        """Put the 4-bit numbers of MXFP4 matrices and their scales together.
-
-        Raises: UserError: they are of other blocks.
-        """
-        for name in [name for name in self.tensors if name.endswith(mxfp4.BLOCKS)]:
-            whole = name.removesuffix(mxfp4.BLOCKS)
-            blocks, scales = self.tensors[name], self.tensors.get(whole + mxfp4.SCALES)
+        """Put the 4-bit numbers of MXFP4 matrices and their scales together."""
+        for name in [name for name in self.tensors if name.endswith(quantized.MXFP4_BLOCKS)]:
+            whole = name.removesuffix(quantized.MXFP4_BLOCKS)
+            blocks, scales = self.tensors[name], self.tensors.get(whole + quantized.MXFP4_SCALES)
             if scales is None or blocks.dtype != DTYPES["uint8"]:
                 continue
-            shape = mxfp4.decoded_shape(blocks.shape, scales.shape)
+            shape = quantized.mxfp4_shape(blocks.shape, scales.shape)
             if shape is None or scales.dtype != DTYPES["uint8"]:
                 raise UserError(
                     f"{name} is {blocks.dtype} {list(blocks.shape)}, its scales {scales.dtype} "
                     f"{list(scales.shape)}: no MXFP4; dequantise the model to bf16 and convert that"
                 )
             self.tensors[whole] = replace(blocks, dtype=DTYPES["bfloat16"], shape=shape, scales=scales)
-            del self.tensors[name], self.tensors[whole + mxfp4.SCALES]
+            del self.tensors[name], self.tensors[whole + quantized.MXFP4_SCALES]
 
     def _take_apart(self, pieces: Mapping[str, tuple[int, ...]]) -> None:
         """Name the pieces of tensors; a tensor of another shape stays whole."""
@@ -222,10 +215,7 @@ class SafetensorsFolder:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, by name.
-
-    Raises: UserError: the file is truncated or its header is no safetensors header.
-    """
+    """The tensors of one file, by name."""
     further = TypeError, AttributeError, KeyError
     with (
         reading(file, "a safetensors file", "it may be truncated; copy or download it again", *further),

@@ -13,11 +13,11 @@ from typing import Any
 from checkpoints_conv.formats.dtypes import Dtype, check_finite, num_bytes_of
 from checkpoints_conv.formats.pieces import close_all, crc32_of, write_from
 from checkpoints_conv.formats.safetensors_io import StoredTensor
-from nemo_grpo.models.places import grouped, whole_name, whole_shape
+from nemo_grpo.models.stacked_tensors import grouped, whole_name, whole_shape
 from nemo_grpo.support.model_folder import INDEX
 
 Planned = tuple[str, Dtype, tuple[int, ...]]
-"""Name, dtype and shape of a tensor to be written, or of a piece (`families.places`)."""
+"""Name, dtype and shape of a tensor to be written, or of a piece (`models.stacked_tensors`)."""
 
 
 def plan_shards(tensors: Iterable[Planned], max_shard_bytes: int) -> list[list[Planned]]:
@@ -128,10 +128,7 @@ class TensorWriter:
         return self._done == self.stored.num_bytes
 
     def write(self, data: memoryview) -> None:
-        """Append whole numbers; they are checked, and their checksum is taken, while they are in the cache.
-
-        Raises: UserError: one is NaN or infinite.
-        """
+        """Append whole numbers, which are checked and summed while they are in the cache."""
         check_finite(data, self.stored.dtype, self.name)
         write_from(self._descriptor, self.stored.offset + self._done, data)
         self.crc32 = zlib.crc32(data, self.crc32)

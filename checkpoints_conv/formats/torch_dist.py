@@ -56,10 +56,7 @@ def _records(*names: str, kind: type[_Record] = _Record) -> dict[str, type[_Reco
 
 
 def _member_of(where: str, owner: Any, name: Any) -> _Enumeration:
-    """In place of the ``getattr`` with which Python 3.11.2, Debian 12's, pickles an enumeration's member.
-
-    Raises: UserError: anything else's attribute is asked for.
-    """
+    """In place of the ``getattr`` with which Python 3.11.2, Debian 12's, pickles an enumeration's member."""
     if not (isinstance(owner, type) and issubclass(owner, _Enumeration)):
         raise refused(where, f"an attribute ({name!r})")
     return owner(name)
@@ -97,8 +94,6 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 def find_checkpoint(path: Path) -> Path:
     """The torch_dist folder meant by a path: itself, its latest iteration, or the weights of a NeMo-RL
     step or a NeMo 2.0 folder.
-
-    Raises: UserError: there is none, or several and nothing says which is meant, or it cannot be read.
     """
     with reading(path, "a torch_dist checkpoint", "check its name and mode"):
         return _find(path)
@@ -172,10 +167,7 @@ class TorchDistReader:
     """Reads blocks of a checkpoint's tensors. Attributes: folder; keys: all tensors, optimizer's too."""
 
     def __init__(self, path: Path) -> None:
-        """Read ``.metadata`` and check that every file is as long as it says.
-
-        Raises: UserError: no checkpoint there, a file is missing or too short, or the metadata ask for code.
-        """
+        """Read ``.metadata`` and check that every file is as long as it says."""
         self.folder = find_checkpoint(path)
         self.keys, ends = _read_metadata(self.folder)
         for name, end in ends.items():
@@ -197,10 +189,9 @@ class TorchDistReader:
     def block(self, name: str, start: Sequence[int], sizes: Sequence[int], axis: int) -> Iterator[Block]:
         """Open a block of a key, to be read row by row. Leaving it compares the checksums.
 
-        Args:   start, sizes: of the block, one number per axis of the key: 1 before the rows' axis, all of
-                the key behind it.
-                axis: of the rows.
-        Raises: UserError: data are missing or damaged.
+        Args: start, sizes: of the block, one number per axis of the key: 1 before the rows' axis, all of
+              the key behind it.
+              axis: of the rows.
         """
         key = self.keys[name]
         assert all(size == 1 for size in sizes[:axis]), sizes

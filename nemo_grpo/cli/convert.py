@@ -133,7 +133,7 @@ def inspect(
     tensors: Annotated[bool, Option("--tensors", help="List every tensor.")] = False,
 ) -> None:
     """Show what a checkpoint holds, from headers alone; truncated files are found."""
-    from checkpoints_conv.summary import summarize
+    from checkpoints_conv.inspect import summarize
 
     summary = summarize(path)
     for label, value in summary.facts:

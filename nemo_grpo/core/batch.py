@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_grpo.core.checks import require
 from nemo_grpo.core.lazy import Tensor, torch
-from nemo_grpo.core.masking import zero_outside
+from nemo_grpo.core.statistics import zero_outside
 
 _NATS = (
     "next_token_logprobs",

@@ -85,7 +85,7 @@ def _apply(
 
 
 class _Shard:
-    """Which tokens of the vocabulary this rank's columns are, and how the ranks combine their parts."""
+    """This rank's part of the vocabulary, and the sums over the ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None, columns: int, vocab_size: int | None) -> None:
         self.group = group if group is not None and group.size() > 1 else None

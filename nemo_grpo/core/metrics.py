@@ -7,15 +7,8 @@ from nemo_grpo.core.statistics import percentiles, row_std, token_mean, token_st
 from nemo_grpo.core.surrogates import MAX_LOG_RATIO
 from nemo_grpo.core.token_weights import step_covariance
 
-COVARIANCE_SHARES = {
-    "p0.01": 0.0001,
-    "p1": 0.01,
-    "p20": 0.2,
-    "p50": 0.5,
-    "p80": 0.8,
-    "p99": 0.99,
-    "p99.99": 0.9999,
-}
+COVARIANCE_SHARES = {f"p{100 * share:g}": share for share in (0.0001, 0.01, 0.2, 0.5, 0.8, 0.99, 0.9999)}
+"""Percentiles of a step's covariances, by name (CW-GRPO Table 1)."""
 
 
 def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -> dict[str, Tensor]:

@@ -49,12 +49,6 @@ Terms = Callable[[PreparedBatch], TokenTerms]
 FurtherMetrics = Callable[[PreparedBatch, "dict[str, Tensor]"], "dict[str, Tensor]"]
 
 
-def _far_below(batch: TokenBatch) -> Tensor:
-    """[B, T]: 1 for tokens whose KL estimate is clamped, because the reference is that much likelier."""
-    assert batch.reference_policy_logprobs is not None
-    return (batch.reference_policy_logprobs - batch.kl_logprobs.detach()).gt_(MAX_LOG_RATIO)
-
-
 @dataclass(frozen=True)
 class Objective:
     """An algorithm, as two plain functions and a normalisation.
@@ -95,9 +89,7 @@ class Objective:
         Raises: ValueError: an optional tensor is missing that the variant needs, or a reward is not finite.
         """
         if self.needs_entropy and batch.entropies is None:
-            raise ValueError(
-                f"{self.name} needs TokenBatch.entropies (full-vocabulary entropy at scoring time)"
-            )
+            raise ValueError(f"{self.name} needs TokenBatch.entropies (full-vocabulary, at scoring time)")
         if self.needs_reference and batch.reference_policy_logprobs is None:
             raise ValueError(f"{self.name} needs TokenBatch.reference_policy_logprobs")
         clean = batch.clean()
@@ -137,9 +129,7 @@ class Objective:
         if not isinstance(prepared, PreparedBatch):
             raise TypeError(f"loss takes what prepare returns, not a {type(prepared).__name__}")
         if prepared.batch.next_token_logprobs is None:
-            raise ValueError(
-                "next_token_logprobs is missing: give the current policy's, as in PreparedBatch.select"
-            )
+            raise ValueError("next_token_logprobs is missing: give the current policy's to `select`")
         terms, metrics = self.token_terms(prepared)
         counts, beta = prepared.batch.counts, self.kl_penalty
         loss = -aggregate(
@@ -182,5 +172,8 @@ class Objective:
             terms = replace(terms, policy=weights * terms.policy)
             metrics |= {"loss/policy": -terms.policy.detach()} | about
         if terms.kl is not None:
-            metrics |= {"kl/reference": terms.kl.detach(), "kl/clamped_fraction": _far_below(prepared.batch)}
+            reference = prepared.batch.reference_policy_logprobs
+            assert reference is not None
+            far_below = (reference - prepared.batch.kl_logprobs.detach()).gt_(MAX_LOG_RATIO)
+            metrics |= {"kl/reference": terms.kl.detach(), "kl/clamped_fraction": far_below}
         return terms, metrics

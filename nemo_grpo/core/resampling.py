@@ -1,4 +1,4 @@
-"""Which groups make up a step: DAPO's dynamic sampling and GPG's threshold, as pure functions on groups."""
+"""Choice of a step's groups: DAPO's dynamic sampling and GPG's threshold, as pure functions on groups."""
 
 from __future__ import annotations
 

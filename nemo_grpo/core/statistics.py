@@ -9,15 +9,20 @@ from dataclasses import dataclass
 from typing import Self
 
 from nemo_grpo.core.lazy import Tensor, torch
-from nemo_grpo.core.masking import zero_outside
+
+
+def zero_outside(x: Tensor, mask: Tensor) -> Tensor:
+    """``x`` where ``mask`` is True, exactly 0 elsewhere; the gradient likewise. A product would keep NaN.
+
+    Args:    x: [..., T] floating point.  mask: bool, of x's shape.
+    Returns: of x's shape and dtype.
+    """
+    return torch.where(mask, x, x.new_zeros(()))
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Which group each row belongs to, numbered 0..num_groups-1.
-
-    Attributes: index: [B] int64.  num_groups: P.
-    """
+    """The group of each row, ``index`` [B] int64, of P = ``num_groups``."""
 
     index: Tensor
     num_groups: int
@@ -35,9 +40,8 @@ class Groups:
 
     def sum(self, rows: Tensor) -> Tensor:
         """[B] -> [P] float64: sum of each group's rows."""
-        return torch.zeros(self.num_groups, dtype=torch.float64, device=rows.device).index_add_(
-            0, self.index, rows.double()
-        )
+        empty = torch.zeros(self.num_groups, dtype=torch.float64, device=rows.device)
+        return empty.index_add_(0, self.index, rows.double())
 
     def mean(self, rows: Tensor, valid: Tensor) -> Tensor:
         """[B] -> [P] float64: mean of each group's valid rows; 0 if none."""
@@ -66,7 +70,6 @@ class Groups:
 
 
 def _finite(highest: Tensor) -> Tensor:
-    """The highest values, 0 where there was none."""
     return torch.where(highest.isfinite(), highest, 0.0)
 
 
@@ -142,11 +145,8 @@ def segment_zscore(x: Tensor, mask: Tensor, segments: Tensor, num_segments: int,
     count = torch.bincount(where, minlength=num_segments).clamp(min=1)
     std = (torch.bincount(where, weights=centred.square(), minlength=num_segments) / count).sqrt()
     z = _standardised(centred, tokens.spread(std), delta)
-    return (
-        torch.zeros(mask.numel(), dtype=x.dtype, device=x.device)
-        .index_copy_(0, places, z.to(x.dtype))
-        .view_as(mask)
-    )
+    out = torch.zeros(mask.numel(), dtype=x.dtype, device=x.device)
+    return out.index_copy_(0, places, z.to(x.dtype)).view_as(mask)
 
 
 def group_zscore(x: Tensor, mask: Tensor, groups: Groups, delta: float) -> Tensor:

@@ -4,7 +4,6 @@ from typing import Literal
 
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
-from nemo_grpo.core.masking import zero_outside
 from nemo_grpo.core.random import token_uniforms
 from nemo_grpo.core.statistics import (
     Groups,
@@ -15,6 +14,7 @@ from nemo_grpo.core.statistics import (
     token_centred,
     token_mean,
     token_std,
+    zero_outside,
 )
 
 Scope = Literal["group", "batch"]

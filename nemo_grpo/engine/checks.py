@@ -20,21 +20,16 @@ def check(recipe: Recipe, *, resume: bool) -> Recipe | None:
     """Refuse what can be refused without building anything.
 
     Returns: what a run that resumes began with.
-    Raises:  UserError: the recipe asks for what this engine or this machine does not have, or the run folder
-             cannot be written or exists and ``resume`` is False.
     """
     check_machine(recipe)
     check_recipe(recipe, continues=False).refuse()
     check_fp8_fits_the_model(recipe)
-    RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir).check(resume=resume)
+    RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir, resume=resume).check()
     return check_continuation(recipe) if resume else None
 
 
 def check_machine(recipe: Recipe) -> None:
-    """Refuse a recipe of the other engine, and what this machine lacks: FP8, a device, a tracker.
-
-    Raises: UserError: naming key, value and remedy.
-    """
+    """Refuse a recipe of the other engine, and what this machine lacks: FP8, a device, a tracker."""
     if recipe.nemo_grpo.target == "cluster":
         raise UserError(
             "nemo_grpo.target=cluster: this recipe is for NeMo-RL; `nemo-grpo launch RECIPE --time 04:00:00` "
@@ -47,10 +42,7 @@ def check_machine(recipe: Recipe) -> None:
 
 
 def check_fp8_fits_the_model(recipe: Recipe) -> None:
-    """Refuse widths of the model of policy.model_name that FP8 cannot have.
-
-    Raises: UserError: naming key, value and the sizes that fit.
-    """
+    """Refuse widths of the model of policy.model_name that FP8 cannot have."""
     name, megatron = recipe.policy.model_name, recipe.policy.megatron_cfg
     if name is None or not megatron.fp8_in_use:
         return
@@ -60,10 +52,7 @@ def check_fp8_fits_the_model(recipe: Recipe) -> None:
 
 
 def check_ranks(recipe: Recipe) -> None:
-    """Refuse a launch whose number of processes is not the recipe's.
-
-    Raises: UserError: see above.
-    """
+    """Refuse a launch whose number of processes is not the recipe's."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != recipe.world_size:
         raise UserError(
@@ -74,11 +63,7 @@ def check_ranks(recipe: Recipe) -> None:
 
 
 def choose_device(recipe: Recipe) -> torch.device:
-    """Return this rank's device; ``auto`` is CUDA where there is one, and LOCAL_RANK says which.
-
-    Raises: UserError: cuda is asked for and not there, there are fewer GPUs than ranks, or cpu is asked for
-            where megatron-core sees a GPU.
-    """
+    """Return this rank's device; ``auto`` is CUDA where there is one, and LOCAL_RANK says which."""
     wanted, found = recipe.nemo_grpo.engine.device, torch.cuda.is_available()
     if wanted == "cuda" and not found:
         raise UserError("nemo_grpo.engine.device=cuda: torch finds no CUDA device; use auto or cpu")

@@ -35,10 +35,7 @@ class Demonstrations:
         return self._of(problem, problem.id)
 
     def check(self, problems: Sequence[Problem] = ()) -> None:
-        """Encode all training demonstrations, of an endless stream the first ones, and these problems'.
-
-        Raises: UserError: see `demonstrated`.
-        """
+        """Encode all training demonstrations, of an endless stream the first ones, and these problems'."""
         for index in range(getattr(self.task, "num_train_problems", PROMPTS_CHECKED)):
             self.training(index)
         for problem in problems:
@@ -66,9 +63,8 @@ def demonstrated(
     What the task's environment says in between is context, as in a rollout. Nothing was sampled or scored:
     logprobs and reward are 0.
 
-    Args:   limit: longest sequence, tokens.  key: of the recipe, that sets it.
-            prompt_tokens: the prompt's, if they are more than `encode_prompt` gives: a prompt with images.
-    Raises: UserError: the task has no demonstration of it, or it is too long.
+    Args: limit: longest sequence, tokens.  key: of the recipe, that sets it.
+          prompt_tokens: the prompt's, if they are more than `encode_prompt` gives: a prompt with images.
     """
     if prompt_tokens is None:
         prompt_tokens = encode_prompt(tokenizer, prompt, problem)

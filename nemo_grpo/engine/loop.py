@@ -5,13 +5,13 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from nemo_grpo.engine import heap, validation
-from nemo_grpo.engine.records import note
+from nemo_grpo.engine import malloc, validation
 from nemo_grpo.engine.rollout import assemble
 from nemo_grpo.engine.run_folder import versions
 from nemo_grpo.engine.saving import TrainingAborted, export_policy
 from nemo_grpo.engine.setup import DTYPES, Parts
 from nemo_grpo.engine.signals import stop_on_signals
+from nemo_grpo.engine.step_metrics import note
 from nemo_grpo.engine.steps import reinforce, supervise
 from nemo_grpo.engine.trackers import Ended
 from nemo_grpo.report.stuck import Watch
@@ -100,7 +100,7 @@ def validate(parts: Parts) -> dict[str, float]:
 
     A supervised run has its loss per token on their demonstrations, too.
     """
-    heap.give_back()
+    malloc.give_back()
     start, metrics = time.monotonic(), dict[str, float]()
     if parts.demonstrations is not None:
         step = assemble([parts.demonstrations.held_out(problem) for problem in parts.problems])
@@ -119,10 +119,7 @@ def validate(parts: Parts) -> dict[str, float]:
 
 
 def save_if_due(parts: Parts, *, stopping: bool) -> None:
-    """Save after a step that the recipe names, and before the run ends.
-
-    Raises: TrainingAborted: too many steps in a row were not finite.
-    """
+    """Save after a step that the recipe names, and before the run ends."""
     checkpointing, state = parts.recipe.checkpointing, parts.state
     limit = parts.recipe.nemo_grpo.engine.max_consecutive_skipped_steps
     abort = state.skipped_in_a_row >= limit
@@ -141,7 +138,7 @@ def save_if_due(parts: Parts, *, stopping: bool) -> None:
 
 def export(parts: Parts) -> None:
     """Export the model and, with LoRA, its adapters."""
-    heap.give_back()
+    malloc.give_back()
     wanted = parts.recipe.nemo_grpo.export
     if wanted.hf:
         training = Training(parts.recipe.to_dict(), parts.state.step, parts.validated, versions())

@@ -44,8 +44,7 @@ class Findings:
     def refuse(self, *, missing: bool = True) -> None:
         """Raise what was found.
 
-        Args:   missing: also what is still to be written.
-        Raises: UserError: there is an error.
+        Args: missing: also what is still to be written.
         """
         if errors := [*self.errors, *(remedies(self.missing) if missing else ())]:
             raise RecipeErrors(errors)
@@ -75,10 +74,8 @@ def check_recipe(recipe: Recipe, *, continues: bool | None = None) -> Findings:
 def _messages(check: Callable[[Recipe], object], recipe: Recipe) -> list[str]:
     try:
         check(recipe)
-    except RecipeErrors as error:
-        return error.errors
     except UserError as error:
-        return [str(error)]
+        return error.errors if isinstance(error, RecipeErrors) else [str(error)]
     return []
 
 
@@ -90,10 +87,7 @@ def _check_engine(recipe: Recipe) -> None:
 
 
 def try_own_loss(recipe: Recipe) -> None:
-    """Run the quick part of `nemo-grpo variants check`, where the recipe's loss is the user's own.
-
-    Raises: UserError: a check does not hold.
-    """
+    """Run the quick part of `nemo-grpo variants check`, where the recipe's loss is the user's own."""
     if is_reference(recipe.loss_fn.variant):
         from nemo_grpo.variants.checking import try_out  # torch
 
@@ -101,10 +95,7 @@ def try_own_loss(recipe: Recipe) -> None:
 
 
 def try_own_rewards(recipe: Recipe) -> None:
-    """Call the recipe's own reward functions on a few of its problems.
-
-    Raises: UserError: see `Scorer.try_out`.
-    """
+    """Call the recipe's own reward functions on a few of its problems."""
     own = recipe.nemo_grpo
     if own.task is not None and any(map(is_reference, own.rewards)):
         with closing(Scorer(own.task.build(), own.rewards, own.prompt)) as scorer:
@@ -112,11 +103,9 @@ def try_own_rewards(recipe: Recipe) -> None:
 
 
 def _model_to_be_written(recipe: Recipe) -> list[str]:
-    """List the model's folder if it is missing and a command of this package writes it."""
     folder = Path(recipe.policy.model_name or ".")
-    if folder.exists() or recipe.nemo_grpo.target == "cluster":
-        return []
-    return [str(folder)] if _model_remedy(folder) else []
+    missing = recipe.nemo_grpo.target == "embedded" and not folder.exists()
+    return [str(folder)] if missing and _model_remedy(folder) else []
 
 
 def _model_remedy(folder: Path) -> str | None:
@@ -137,11 +126,7 @@ def _check_model(recipe: Recipe) -> None:
 
 
 def check_model_folder(folder: Path, setting: str) -> None:
-    """Refuse a folder from which training cannot start.
-
-    Raises: UserError: no such folder, config, weights or tokenizer are missing, or transformers would load
-            other weights; ``setting`` names the recipe key.
-    """
+    """Refuse a folder from which training cannot start."""
     if not folder.is_dir():
         remedy = _model_remedy(folder) or how_to_get(folder)
         raise UserError(f"{setting}={str(folder)!r} is not a folder; {remedy}")
@@ -196,12 +181,10 @@ def check_data(recipe: Recipe) -> Findings:
     if kept:
         epochs = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step / len(kept)
         found += f": {epochs:.3g} epochs of training"
-    notes = (*_repeated(recipe, len(kept)), *_dropped(len(trained), len(kept)))
-    return Findings(notes=notes, found=found)
+    return Findings(notes=tuple(_notes(recipe, len(trained), len(kept))), found=found)
 
 
 def _draw(recipe: Recipe) -> None:
-    """Ask the task for the problems that a run begins with."""
     task, grpo = recipe.task.build(), recipe.grpo
     task.train_problem(0, grpo.seed)
     if grpo.validates and grpo.max_val_samples is not None:
@@ -217,7 +200,6 @@ def missing_files(recipe: Recipe) -> list[str]:
 
 
 def _is_prepared(file: str) -> bool:
-    """True for a file that `nemo-grpo data prepare` writes."""
     return Path(file).suffix == ".jsonl" and Path(file).stem in SOURCES
 
 
@@ -241,18 +223,15 @@ def remedies(missing: Iterable[str]) -> Iterator[str]:
         )
 
 
-def _dropped(trained: int, kept: int) -> Iterator[str]:
+def _notes(recipe: Recipe, trained: int, kept: int) -> Iterator[str]:
+    prompts = recipe.grpo.num_prompts_per_step
+    if kept and prompts > kept:
+        yield (
+            f"grpo.num_prompts_per_step={prompts}: nemo_grpo.task.train_files has {kept} problems, so a step "
+            f"trains on some of them twice; use {kept} or fewer"
+        )
     if kept < trained:
         yield (
             f"nemo_grpo.task.train_files: {trained - kept} of {trained} problems are in validation_files, "
             f"too; training leaves them out and has {kept}"
-        )
-
-
-def _repeated(recipe: Recipe, available: int) -> Iterator[str]:
-    prompts = recipe.grpo.num_prompts_per_step
-    if available and prompts > available:
-        yield (
-            f"grpo.num_prompts_per_step={prompts}: nemo_grpo.task.train_files has {available} problems, so a "
-            f"step trains on some of them twice; use {available} or fewer"
         )

@@ -2,52 +2,31 @@
 
 from pathlib import Path
 
-from nemo_grpo.engine.inputs import check_inputs, data_files
+from nemo_grpo.engine.input_hashes import check_inputs, data_files
 from nemo_grpo.engine.run_folder import newest_checkpoint, own_copy
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.recipe import RECIPE_FILE
 from nemo_grpo.support.dotted import leaves
 from nemo_grpo.support.errors import UserError, reading
 
+
+def _keys(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}{name}" for name in names.split())
+
+
 PLACES = (
-    "checkpointing.",
-    "cluster.",
-    "data.num_workers",
-    "data_plane.",
-    "logger.",
-    "nemo_grpo.engine.",
-    "nemo_grpo.evaluation.",
-    "nemo_grpo.export.",
-    "nemo_grpo.max_failed_rewards",
-    "nemo_grpo.run_name",
-    "nemo_grpo.runs_dir",
-    "nemo_grpo.warm_start.cache_dir",
-    "policy.dynamic_batching.",
-    "policy.generation.colocated.",
-    "policy.generation.vllm_cfg.enable_expert_parallel",
-    "policy.generation.vllm_cfg.enforce_eager",
-    "policy.generation.vllm_cfg.env_vars",
-    "policy.generation.vllm_cfg.expert_parallel_size",
-    "policy.generation.vllm_cfg.gpu_memory_utilization",
-    "policy.generation.vllm_cfg.pipeline_parallel_size",
-    "policy.generation.vllm_cfg.tensor_parallel_size",
-    "policy.generation_batch_size",
-    "policy.logprob_batch_size",
-    "policy.make_sequence_length_divisible_by",
-    "policy.megatron_cfg.activation_checkpointing",
-    "policy.megatron_cfg.checkpoint.",
-    "policy.megatron_cfg.context_parallel_size",
-    "policy.megatron_cfg.empty_unused_memory_level",
-    "policy.megatron_cfg.env_vars",
-    "policy.megatron_cfg.expert_model_parallel_size",
-    "policy.megatron_cfg.expert_tensor_parallel_size",
-    "policy.megatron_cfg.num_layers_in_",
-    "policy.megatron_cfg.pipeline_model_parallel_size",
-    "policy.megatron_cfg.recompute_",
-    "policy.megatron_cfg.sequence_parallel",
-    "policy.megatron_cfg.tensor_model_parallel_size",
-    "policy.sequence_packing.",
-    "policy.train_micro_batch_size",
+    *_keys("", "checkpointing. cluster. data.num_workers data_plane. logger."),
+    *_keys("nemo_grpo.", "engine. evaluation. export. max_failed_rewards run_name runs_dir"),
+    *_keys("nemo_grpo.", "warm_start.cache_dir"),
+    *_keys("policy.", "dynamic_batching. generation_batch_size generation.colocated. logprob_batch_size"),
+    *_keys("policy.", "make_sequence_length_divisible_by sequence_packing. train_micro_batch_size"),
+    *_keys("policy.generation.vllm_cfg.", "enable_expert_parallel enforce_eager env_vars"),
+    *_keys("policy.generation.vllm_cfg.", "expert_parallel_size gpu_memory_utilization"),
+    *_keys("policy.generation.vllm_cfg.", "pipeline_parallel_size tensor_parallel_size"),
+    *_keys("policy.megatron_cfg.", "activation_checkpointing checkpoint. context_parallel_size"),
+    *_keys("policy.megatron_cfg.", "empty_unused_memory_level env_vars expert_model_parallel_size"),
+    *_keys("policy.megatron_cfg.", "expert_tensor_parallel_size num_layers_in_ pipeline_model_parallel_size"),
+    *_keys("policy.megatron_cfg.", "recompute_ sequence_parallel tensor_model_parallel_size"),
 )
 """Keys, or beginnings of keys: where and how a run goes on, not what it computes or measures."""
 
@@ -79,8 +58,6 @@ def check_same_run(
     Args:    resolved: the run's recipe.resolved.yaml; nothing is checked if it is not there.
              may_change: keys, or beginnings of keys.  remedy: other than undoing the change.
     Returns: the recipe in ``resolved``.
-    Raises:  UserError: naming the keys with both values, or the file of data or own code that has changed; or
-             the checkpoints are where the run does not look, or ``resolved`` cannot be read.
     """
     if not resolved.exists():
         return None
@@ -118,22 +95,15 @@ def check_same_run(
 
 
 def check_continuation(recipe: Recipe) -> Recipe | None:
-    """Refuse to go on from another recipe's checkpoint: that of the run, and of the checkpoints' folder.
-
-    Returns, Raises: as `check_same_run`.
-    """
+    """Refuse to go on from another recipe's checkpoint: that of the run, and of the checkpoints' folder."""
     folders = dict.fromkeys((recipe.run_dir, recipe.checkpoint_dir))
     found = [check_same_run(recipe, folder / RECIPE_FILE) for folder in folders]
     return next(filter(None, found), None)
 
 
 def _recorded(resolved: Path, recipe: Recipe, remedy: str) -> Recipe:
-    """The recipe in ``resolved``, which ``recipe`` often equals.
-
-    Raises: UserError: it cannot be read.
-    """
     with reading(resolved, "the recipe of a run", f"restore it, or {remedy}"):
-        if resolved.read_bytes() == recipe.to_yaml().encode():
+        if resolved.read_bytes() == recipe.to_yaml().encode():  # as it often is
             return recipe
     try:
         return load_recipe(resolved)

@@ -19,10 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def begin(recipe: Recipe, *, resume: bool = False) -> Parts:
-    """Check a recipe, find or make its starting policy, and set the run up for `train`.
-
-    Raises: UserError: see `check` and `set_up`.
-    """
+    """Check a recipe, find or make its starting policy, and set the run up for `train`."""
     began_as = check(recipe, resume=resume)
     return set_up(recipe, starting_policy(recipe), resume=resume, began_as=began_as)
 
@@ -31,9 +28,7 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
     """Train the recipe on as many ranks as it asks for, and draw its report.
 
     Args:    arguments: this command line, for the ranks.
-
     Returns: the process's exit code.
-    Raises:  UserError: the machine's state is refused; nothing was created then.
     """
     if recipe.world_size > 1 and not parallel.is_launched():
         check(recipe, resume=resume)  # once, before any rank starts

@@ -72,8 +72,6 @@ class RunFolder:
         """Keep other processes out of the run's folders, as far as they exist, until `close`.
 
         So are the folders of other runs in which these lie, such as ``runs/a`` for ``runs/a/checkpoints``.
-
-        Raises: UserError: one of them is in use.
         """
         own = [folder for folder in (self.path, self.checkpoints) if folder is not None]
         around = [parent for folder in own for parent in folder.parents if (parent / RECIPE_FILE).exists()]
@@ -81,12 +79,9 @@ class RunFolder:
             if self.leads and folder.is_dir() and folder not in self._locks:
                 self._locks[folder] = _locked(folder)
 
-    def check(self, *, resume: bool) -> None:
-        """Refuse a folder that this run may not use, before anything is created.
-
-        Raises: UserError: it exists and ``resume`` is False, or it cannot be written.
-        """
-        if self.path.exists() and not resume:
+    def check(self) -> None:
+        """Refuse a folder that this run may not use, before anything is created."""
+        if self.path.exists() and not self.resume:
             raise UserError(
                 f"run folder {self.path} exists; add --resume to continue it, or choose another "
                 "nemo_grpo.run_name"
@@ -97,11 +92,10 @@ class RunFolder:
                 f"run folder {self.path} cannot be created: {parent} is not a writable folder; "
                 "choose another nemo_grpo.runs_dir"
             )
-        if not resume:
-            self._refuse_checkpoints()
+        self._refuse_checkpoints()
 
     def _refuse_checkpoints(self) -> None:
-        if self.checkpoints is not None and checkpoints_in(self.checkpoints):
+        if not self.resume and self.checkpoints is not None and checkpoints_in(self.checkpoints):
             raise UserError(
                 f"checkpointing.checkpoint_dir={self.checkpoints} holds another run's checkpoints; add "
                 "--resume to continue it, or choose another folder"
@@ -122,8 +116,7 @@ class RunFolder:
         if not self.leads:
             return
         self.lock()
-        if not self.resume:  # another run may have saved, and ended, since `check`
-            self._refuse_checkpoints()
+        self._refuse_checkpoints()  # another run may have saved, and ended, since `check`
         try:
             self.path.mkdir(parents=True, exist_ok=self.resume)
             if self.checkpoints is not None:
@@ -187,12 +180,10 @@ class RunFolder:
         self._locks = {}
 
     def append_samples(self, rows: list[dict[str, Any]]) -> None:
-        """Add responses to samples.jsonl."""
         for row in rows:
             self._append(self.samples, row)
 
     def append_diagnostics(self, row: dict[str, Any]) -> None:
-        """Add one step's object to diagnostics.jsonl."""
         self._append(self.diagnostics, row)
 
     def _append(self, path: Path, row: dict[str, Any]) -> None:
@@ -207,7 +198,6 @@ class RunFolder:
 
 
 def _locked(folder: Path) -> int:
-    """Lock a folder; returns the descriptor that holds the lock until this process ends."""
     descriptor = os.open(folder / ".lock", os.O_CREAT | os.O_WRONLY)
     refusal = f"folder {folder} is in use by another run; wait for it or end it"
     try:
@@ -269,7 +259,6 @@ def _keep_rows_up_to(path: Path, step: int) -> None:
 
 
 def _step_of(line: str) -> float | None:
-    """A row's step; None: it is no row."""
     try:
         return float(json.loads(line)["step"])
     except (*UNREADABLE, LookupError, TypeError):

@@ -11,10 +11,9 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
-from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore
-from nemo_grpo.engine.megatron.checkpoint import begin_save, check_readable
+from nemo_grpo.engine.checkpoint_store import TOKENIZER, WEIGHTS, CheckpointStore
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
-from nemo_grpo.engine.megatron.writer import PendingWrite
+from nemo_grpo.engine.megatron.policy_checkpoint import PendingWrite, begin_save, check_readable
 from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.support import distributed
 from nemo_grpo.support.errors import UserError, first_line
@@ -45,37 +44,27 @@ class Saver:
     _under_way: tuple[int, dict[str, Any], PendingWrite] | None = field(default=None, init=False)
 
     def save(self, step: int, info: dict[str, Any]) -> None:
-        """Write a checkpoint of this moment, after the one that may be under way.
-
-        Raises: TrainingAborted: this one or that one could not be written.
-        """
+        """Write a checkpoint of this moment, after the one that may be under way."""
         self.finish()
         with self._explained(step):
             folder = self.store.begin(step)
             if self.store.leads:
                 copy_side_files(self.source, folder / TOKENIZER)
-            write = begin_save(self.policy, folder / WEIGHTS, step, behind=self.asynchronous)
+            write = begin_save(self.policy, folder / WEIGHTS, step, asynchronous=self.asynchronous)
             self._under_way = step, info, write
         self.saved = step
         if not self.asynchronous:
             self.finish()
 
     def finish_if_written(self) -> None:
-        """Complete the save under way if every rank has written its part; after each step.
-
-        Raises: TrainingAborted: it could not be written.
-        """
+        """Complete the save under way if every rank has written its part; after each step."""
         if self._under_way is not None:
             written = self._under_way[2].is_written()
             if not distributed.any_rank(not written, self.policy.device):
                 self.finish()
 
     def finish(self) -> None:
-        """Wait until the save under way, if there is one, is a complete checkpoint.
-
-        Raises: TrainingAborted: it could not be written.
-                UserError: it could not be read back.
-        """
+        """Wait until the save under way, if there is one, is a complete checkpoint."""
         if self._under_way is not None:
             (step, info, write), self._under_way = self._under_way, None
             with self._explained(step):
@@ -102,10 +91,7 @@ class Saver:
 def export_policy(
     policy: MegatronPolicy, source: Path, run: RunFolder, dtype: torch.dtype, training: Training
 ) -> None:
-    """Write the model and, with LoRA, its adapters as Hugging Face folders; every rank calls it.
-
-    Raises: TrainingAborted: the weights are not finite, or there is no room.
-    """
+    """Write the model and, with LoRA, its adapters as Hugging Face folders; every rank calls it."""
     tensors = list(policy.named_tensors())  # every rank takes part in gathering them
     with _export_explained(run):
         if run.leads:

@@ -4,22 +4,22 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nemo_grpo.engine import heap, validation
-from nemo_grpo.engine.checked_prompts import check_training_prompts
-from nemo_grpo.engine.checkpoint import WEIGHTS, CheckpointStore, read_info
+from nemo_grpo.engine import malloc, validation
+from nemo_grpo.engine.checkpoint_store import WEIGHTS, CheckpointStore, read_info
 from nemo_grpo.engine.checks import check_ranks, choose_device
 from nemo_grpo.engine.demonstrations import Demonstrations
-from nemo_grpo.engine.inputs import check_inputs, data_files, keep_inputs, model_files, used_when_resumed
+from nemo_grpo.engine.input_hashes import check_inputs, data_files, keep_inputs, model_files, resume_inputs
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import options, parallel
-from nemo_grpo.engine.megatron.checkpoint import load_policy
 from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
+from nemo_grpo.engine.megatron.policy_checkpoint import load_policy
 from nemo_grpo.engine.precision import choose_precision
 from nemo_grpo.engine.resume import ANOTHER_RUN
 from nemo_grpo.engine.run_folder import RunFolder
@@ -28,7 +28,7 @@ from nemo_grpo.engine.trackers import open_trackers
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.sampling.generate_distributed import DistributedGenerator
 from nemo_grpo.sampling.generators import build_local
-from nemo_grpo.sampling.prompting import encode_prompts
+from nemo_grpo.sampling.prompting import PROMPTS_CHECKED, encode_prompts
 from nemo_grpo.sampling.requests import Generator, SamplingParams
 from nemo_grpo.support import distributed
 from nemo_grpo.support.distributed import from_first_rank
@@ -84,22 +84,29 @@ class Parts:
         return self.state.step >= self.recipe.grpo.max_num_steps or self.state.reached_goal
 
     def encode(self, problems: list[Problem]) -> list[list[int]]:
-        """Return the token ids of the problems' prompts.
-
-        Raises: UserError: a prompt with its response is longer than the context.
-        """
-        return encode_prompts(problems, self.tokenizer, self.recipe.nemo_grpo.prompt, **self._limits)
+        """Return the token ids of the problems' prompts."""
+        return encode_prompts(
+            problems,
+            self.tokenizer,
+            self.recipe.nemo_grpo.prompt,
+            limit=self.recipe.policy.max_total_sequence_length,
+            max_new_tokens=self.sampling.max_new_tokens,
+            vocab_size=self.policy.hf.vocab_size,
+        )
 
     def check_training_data(self) -> None:
-        """Encode all training prompts or demonstrations, of an endless stream the first ones.
-
-        Raises: UserError: one cannot be used.
-        """
+        """Encode all training prompts or demonstrations, of an endless stream the first ones."""
         if self.demonstrations is not None:
             self.demonstrations.check(self.problems)
             return
-        seed, settings = self.recipe.grpo.seed, (self.recipe.nemo_grpo.prompt, self._limits)
-        from_first_rank(lambda: check_training_prompts(self.task, self.encode, seed, self.source, settings))
+        number, seed = getattr(self.task, "num_train_problems", PROMPTS_CHECKED), self.recipe.grpo.seed
+        problems = (self.task.train_problem(index, seed) for index in range(number))
+
+        def encode_all() -> None:
+            while some := list(islice(problems, PROMPTS_CHECKED)):
+                self.encode(some)
+
+        from_first_rank(encode_all)
 
     def restore(self, checkpoint: Path) -> None:
         """Continue from a checkpoint."""
@@ -113,7 +120,7 @@ class Parts:
 
     def save(self) -> None:
         """Write a checkpoint of this moment; with async_save it is complete some steps later."""
-        heap.give_back()
+        malloc.give_back()
         info = {"state": asdict(self.state), "metrics": self.validated, "unlogged": self.pending}
         self.saver.save(self.state.step, info)
 
@@ -137,25 +144,16 @@ class Parts:
                 log.error("step %d is saved, from which --resume continues", self.saver.saved)
             raise
 
-    @property
-    def _limits(self) -> dict[str, int]:
-        return {
-            "limit": self.recipe.policy.max_total_sequence_length,
-            "max_new_tokens": self.sampling.max_new_tokens,
-            "vocab_size": self.policy.hf.vocab_size,
-        }
-
 
 def set_up(recipe: Recipe, source: Path, *, resume: bool = False, began_as: Recipe | None = None) -> Parts:
     """Build model, sampler and optimizer, and open the run's folder.
 
-    Args:   recipe: that `check` accepts.  source: model folder to start from.
-            resume: continue from the newest checkpoint.  began_as: the recipe that the run began with.
-    Raises: UserError: a problem cannot be used, a file has changed, or a checkpoint does not fit.
+    Args: recipe: that `check` accepts.  source: model folder to start from.
+          resume: continue from the newest checkpoint.  began_as: the recipe that the run began with.
     """
     check_ranks(recipe)
     torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
-    heap.keep()
+    malloc.keep()
     device = choose_device(recipe)
     parallel.initialize(recipe.policy.megatron_cfg.layout, device, recipe.grpo.seed)
     leads = distributed.is_rank_zero()
@@ -167,7 +165,7 @@ def set_up(recipe: Recipe, source: Path, *, resume: bool = False, began_as: Reci
     parts = build(recipe, source, folder)
     inputs = from_first_rank(lambda: data_files(recipe) | model_files(source))
     if resume:
-        used = used_when_resumed(inputs, recipe, has_reference=parts.learner.objective.needs_reference)
+        used = resume_inputs(inputs, recipe, has_reference=parts.learner.objective.needs_reference)
         from_first_rank(lambda: check_inputs(folder.path, used, ANOTHER_RUN))
     parts.encode(parts.problems)  # a problem that cannot be used ends the run now, not at its turn
     parts.check_training_data()
@@ -190,10 +188,7 @@ def set_up(recipe: Recipe, source: Path, *, resume: bool = False, began_as: Reci
 
 
 def build(recipe: Recipe, source: Path, folder: RunFolder) -> Parts:
-    """Build the parts of a run; nothing is written.
-
-    Raises: UserError: a model, layout, task or reward that cannot be used.
-    """
+    """Build the parts of a run; nothing is written."""
     own, objective, task = recipe.nemo_grpo, recipe.loss_fn.build(), recipe.task.build()
     scorer = Scorer(task, own.rewards, own.prompt, own.max_failed_rewards)
     from_first_rank(lambda: make_ready(task))
@@ -227,18 +222,12 @@ def build(recipe: Recipe, source: Path, folder: RunFolder) -> Parts:
     )
 
 
-def lora_of(recipe: Recipe) -> LoRASettings | None:
-    """The recipe's LoRA settings; None: all weights are trained."""
-    peft = recipe.policy.megatron_cfg.lora_in_use
-    return None if peft is None else LoRASettings(peft.dim, peft.alpha, peft.layers)
-
-
 def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> MegatronPolicy:
     """Build the policy with the source's weights."""
     megatron = recipe.policy.megatron_cfg
     if (hint := options.fp8_hint(megatron)) and distributed.is_rank_zero():
         log.warning("%s", hint)
-    schedule = megatron.scheduler
+    schedule, peft = megatron.scheduler, megatron.lora_in_use
     if schedule.lr_decay_iters is None:
         num_updates = recipe.grpo.max_num_steps * recipe.num_updates_per_step
         decay = max(num_updates, schedule.lr_warmup_iters + 1)
@@ -251,7 +240,7 @@ def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> Megat
         dtype=DTYPES[recipe.policy.precision],
         device=choose_device(recipe),
         seed=recipe.grpo.seed,
-        lora=lora_of(recipe),
+        lora=LoRASettings(peft.dim, peft.alpha, peft.layers) if peft is not None else None,
         config_fields=options.config_fields(megatron),
     )
     policy.load_weights(load_weights(source), keep_reference=keep_reference)
@@ -260,9 +249,10 @@ def build_policy(recipe: Recipe, source: Path, *, keep_reference: bool) -> Megat
 
 def build_generator(recipe: Recipe, source: Path) -> Generator:
     """Build the sampler, shared between the ranks; its weights come from the policy."""
-    assert recipe.nemo_grpo.engine.generator != "vllm"  # `checks` has refused it
+    kind = recipe.nemo_grpo.engine.generator
+    assert kind != "vllm"  # `checks` has refused it
     generator = build_local(
-        recipe.nemo_grpo.engine.generator,
+        kind,
         load_config(source),
         DTYPES[recipe.policy.precision],
         choose_device(recipe),

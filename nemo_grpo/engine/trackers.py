@@ -29,7 +29,6 @@ IN_EVERY_STEP = ("time/step", "time/validation")
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 """Characters that mlflow refuses in a metric's name, such as the @ of pass@8."""
 
-
 Ended = Literal["FINISHED", "KILLED", "FAILED"]
 """End of a run's process, in mlflow's words: at its last step, asked to stop, by an error."""
 
@@ -40,39 +39,27 @@ class Tracker:
     def __init__(self, name: str, begin: Callable[[], Any]) -> None:
         """Args: name: for the log.  begin: opens a `TensorBoard`, `WandB` or `MLflow`."""
         self.name, self.failed = name, False
-        self.kind: Any = None
-
-        def work() -> None:
-            self.kind = begin()
-
-        self._try(work)
+        self.kind = self._try(begin)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
-        """The metrics of one step."""
         self._try(lambda: self.kind.log(row, step))
 
     def close(self, ended: Ended) -> None:
-        """Write what is left."""
         self._try(lambda: self.kind.close(ended))
 
-    def _try(self, work: Callable[[], object]) -> None:
-        if self.failed:
-            return
+    def _try(self, work: Callable[[], Any]) -> Any:
         try:
-            work()
+            return None if self.failed else work()
         except Exception as error:
             self.failed = True
             log.warning("%s gets no more metrics of this run: %s", self.name, error)
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Refuse trackers whose package is missing.
-
-    Raises: UserError: naming key and remedy.
-    """
+    """Refuse trackers whose package is missing."""
     for name, packages in PACKAGES.items():
         missing = [package for package in packages if importlib.util.find_spec(package) is None]
-        if _enabled(recipe, name) and missing:
+        if getattr(recipe.logger, f"{name}_enabled") and missing:
             raise UserError(
                 f"logger.{name}_enabled=true: {sys.executable} has no {missing[0]}; pip install "
                 f"'nemo-grpo[trackers]', or set it to false"
@@ -86,12 +73,8 @@ def open_trackers(recipe: Recipe, folder: Path, from_step: int) -> Iterator[Trac
     """
     kinds: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
     for name, kind in kinds.items():
-        if _enabled(recipe, name):
+        if getattr(recipe.logger, f"{name}_enabled"):
             yield Tracker(name, partial(kind, recipe, folder, from_step))
-
-
-def _enabled(recipe: Recipe, name: str) -> bool:
-    return bool(getattr(recipe.logger, f"{name}_enabled"))
 
 
 class TensorBoard:
@@ -186,8 +169,7 @@ def _has_login() -> bool:
         return False
 
 
-def _kept(file: Path, make: Any) -> str:
-    """The identity that a run has at a tracker, the same when it is continued."""
+def _kept(file: Path, make: Callable[[], str]) -> str:
     if not file.exists():
         file.write_text(make())
     return file.read_text()

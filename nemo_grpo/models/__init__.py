@@ -1,27 +1,27 @@
 """Model families: what sets each apart, and which Hugging Face tensors make up which Megatron tensor.
 
-To add one, declare it in `plain` or in a module of its own, and list the declaration in `FAMILIES`;
-converters, planner, embedded engine and decoder all read it from there.
+To add one, declare it in `FAMILIES`, or in a module of its own and list it there; converters, planner,
+embedded engine and decoder all read it from there.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_grpo.models import deepseek_v3, gemma3, glm4_moe, gpt_oss, plain, qwen2_vl, qwen3_5
-from nemo_grpo.models.declaration import Declaration, complete
+from nemo_grpo.models import deepseek_v3, gemma3, glm4_moe, gpt_oss, qwen2_vl, qwen3_5
+from nemo_grpo.models.config_validation import checked
 from nemo_grpo.models.family import Family
+from nemo_grpo.models.family_spec import FamilySpec, complete
 from nemo_grpo.models.spec import ModelSpec
-from nemo_grpo.models.values import checked
 from nemo_grpo.support.errors import UserError
 
 __all__ = ["COMPUTED", "FAMILIES", "Family", "ModelSpec", "family_for", "read_spec"]
 
-FAMILIES: tuple[Declaration, ...] = (
-    plain.LLAMA,
-    plain.MISTRAL,
-    plain.QWEN2,
-    plain.QWEN3,
-    plain.QWEN3_MOE,
+FAMILIES: tuple[FamilySpec, ...] = (
+    FamilySpec("LlamaForCausalLM", "llama"),  # Llama 3, 3.1, 3.2 (text) and 3.3
+    FamilySpec("MistralForCausalLM", "mistral"),
+    FamilySpec("Qwen2ForCausalLM", "qwen2", has_qkv_bias=True),  # and 2.5, Math, DeepSeek-R1-Distill-Qwen
+    FamilySpec("Qwen3ForCausalLM", "qwen3", has_qk_norm=True),
+    FamilySpec("Qwen3MoeForCausalLM", "qwen3_moe", has_qk_norm=True, is_computed=False),
     qwen2_vl.QWEN2_VL,
     qwen2_vl.QWEN2_5_VL,
     gemma3.FAMILY,
@@ -61,7 +61,7 @@ COMPUTED = tuple(family for family in FAMILIES if family.is_computed)
 
 
 def read_spec(
-    config: Mapping[str, Any], name: str = "the model", among: Sequence[Declaration] = FAMILIES
+    config: Mapping[str, Any], name: str = "the model", among: Sequence[FamilySpec] = FAMILIES
 ) -> ModelSpec:
     """The model of a config.json's content.
 
@@ -76,16 +76,11 @@ def family_for(config: dict[str, Any]) -> Family:
     Raises: UserError: see `read_spec`.
     """
     declaration, config = _declared(config, "the model", CONVERTED), checked(config, "the model")
-    spec = declaration.read(config, "the model")
-    assert declaration.table is not None
     with complete("the model"):
-        settings = declaration.settings(config, spec) if declaration.settings else {}
-    table = declaration.table(spec)
-    layers, aliases = declaration.stacks_layers, declaration.aliases
-    return Family(config, spec, table, settings, stacks_layers=layers, aliases=aliases)
+        return Family(config, declaration.read(config, "the model"), declaration)
 
 
-def _declared(config: Mapping[str, Any], name: str, among: Sequence[Declaration]) -> Declaration:
+def _declared(config: Mapping[str, Any], name: str, among: Sequence[FamilySpec]) -> FamilySpec:
     """By the architecture, or by the model type where the config names none."""
     config = checked(config, name)
     key = "architecture" if config.get("architectures") else "model_type"

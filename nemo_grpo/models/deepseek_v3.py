@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nemo_grpo.models.declaration import Declaration
-from nemo_grpo.models.parts import Entry, embeddings, gated, gated_mlp, layer_copy, routed_experts
+from nemo_grpo.models.family_spec import FamilySpec
+from nemo_grpo.models.shared_mappings import Entry, embeddings, gated, gated_mlp, layer_copy, routed_experts
 from nemo_grpo.models.spec import ModelSpec
 from nemo_grpo.support.errors import UserError
 
@@ -149,10 +149,7 @@ def layer_kinds(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_others(config: Mapping[str, Any], fixed: Mapping[str, Any], model: str) -> None:
-    """Refuse what Megatron-Bridge does not build, whatever config.json says.
-
-    Raises: UserError: a key has another value than the family's.
-    """
+    """Refuse what Megatron-Bridge does not build, whatever config.json says."""
     for key, value in fixed.items():
         if config.get(key, value) != value:
             found = str(config[key])[:80]
@@ -167,7 +164,7 @@ def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
     return {key: rope[hf_key] for hf_key, key in _YARN.items() if rope.get(hf_key) is not None}
 
 
-FAMILY = Declaration(
+FAMILY = FamilySpec(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     is_computed=False,

@@ -10,10 +10,11 @@ from itertools import product
 from typing import Any, NoReturn
 
 from nemo_grpo.core.lazy import Tensor, torch
+from nemo_grpo.models.family_spec import FamilySpec
 from nemo_grpo.models.ops import ONE_BELOW_THE_OTHER, Dims, Op, Rows
-from nemo_grpo.models.parts import EMBEDDING, HF_LAYER, HF_OUTPUT, OUTPUT, Entry
-from nemo_grpo.models.places import grouped, is_piece, whole_name, whole_shape
+from nemo_grpo.models.shared_mappings import EMBEDDING, HF_LAYER, HF_OUTPUT, OUTPUT, Entry
 from nemo_grpo.models.spec import ModelSpec
+from nemo_grpo.models.stacked_tensors import grouped, is_piece, whole_name, whole_shape
 from nemo_grpo.support.errors import UserError, listed
 
 log = logging.getLogger(__name__)
@@ -66,24 +67,15 @@ class Family:
 
     Attributes: config: config.json's content.  spec: what it says.  dims: sizes by letter.
                 entries: the table.  settings: of Megatron-Bridge's provider, the family's own.
-                aliases: as in `Declaration`.
-                num_layers, tied: from the spec.  stacks_layers: a checkpoint has a tensor's layers as one.
     """
 
-    def __init__(
-        self,
-        config: dict[str, Any],
-        spec: ModelSpec,
-        entries: Sequence[Entry],
-        settings: Mapping[str, Any] | None = None,
-        *,
-        aliases: Mapping[str, str] | None = None,
-        stacks_layers: bool = True,
-    ) -> None:
-        self.config, self.spec, self.entries, self.settings = config, spec, tuple(entries), settings or {}
-        self.dims, self.aliases = dims_of(spec), aliases or {}
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, declaration: FamilySpec) -> None:
+        assert declaration.table is not None
+        self.config, self.spec, self.entries = config, spec, declaration.table(spec)
+        self.settings = declaration.settings(config, spec) if declaration.settings else {}
+        self.dims, self.aliases = dims_of(spec), declaration.aliases
         self.num_layers, self.tied = spec.num_layers, spec.tied_embeddings
-        self.stacks_layers = stacks_layers
+        self.stacks_layers = declaration.stacks_layers
 
     @cached_property
     def prefix(self) -> str:
@@ -108,8 +100,7 @@ class Family:
     def to_megatron(self, hf: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(local-spec name, full tensor) with global layer numbers; shares memory where it can.
 
-        Args:   hf: every tensor of the model by its Hugging Face name.
-        Raises: UserError: tensors are missing or left over, or one has another shape than the config says.
+        Args: hf: every tensor of the model by its Hugging Face name.
         """
         self.check_hf({name: tuple(tensor.shape) for name, tensor in hf.items()})
         if self.tied and HF_OUTPUT in hf:
@@ -121,9 +112,8 @@ class Family:
     def to_hf(self, megatron: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor); views of the input where possible.
 
-        Args:   megatron: full tensors with global layer numbers, under local-spec or Transformer Engine
-                names; padded vocabulary rows are cut off.
-        Raises: UserError: tensors are missing or left over, or one has another shape than the config says.
+        Args: megatron: full tensors with global layer numbers, under local-spec or Transformer Engine
+              names; padded vocabulary rows are cut off.
         """
         names = {local: name for name in self.converted(megatron) if (local := local_name(name))}
         wanted = {entry.megatron.format(**numbers) for entry, numbers in self._instances()}
@@ -194,7 +184,7 @@ class Family:
         )
 
     def shape(self, letters: str) -> tuple[int, ...]:
-        """The shape that letters such as ``"q h"`` stand for."""
+        """Return the shape that letters such as ``"q h"`` stand for."""
         return tuple(self.dims[letter] for letter in letters.split())
 
     @cached_property
@@ -204,14 +194,11 @@ class Family:
 
     @cached_property
     def pieces(self) -> dict[str, tuple[int, ...]]:
-        """Those of `hf_shapes` that are pieces of tensors (`families.places`)."""
+        """Those of `hf_shapes` that are pieces of tensors (`models.stacked_tensors`)."""
         return {name: shape for name, shape in self.hf_shapes.items() if is_piece(name)}
 
     def check_hf(self, found: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare names and shapes of a Hugging Face checkpoint with the table.
-
-        Raises: UserError: naming what is missing, left over, or of another shape.
-        """
+        """Compare names and shapes of a Hugging Face checkpoint with the table."""
         expected = self.hf_shapes
         for whole, group in grouped(self.pieces.items()):
             if whole in found:  # not taken apart
@@ -261,19 +248,13 @@ def dims_of(spec: ModelSpec) -> dict[str, int]:
 
 
 def check_tied(embedding: Tensor, output: Tensor) -> None:
-    """Accept a stored copy of tied embeddings only if it is one.
-
-    Raises: UserError: the two differ.
-    """
+    """Refuse a stored copy of tied embeddings that is none."""
     if embedding.data_ptr() != output.data_ptr() and not torch.equal(embedding, output):
         refuse_untied()
 
 
 def refuse_untied() -> NoReturn:
-    """Say that embeddings which should be tied are not.
-
-    Raises: UserError: always.
-    """
+    """Say that embeddings which should be tied are not."""
     raise UserError(
         "config.json has tie_word_embeddings=true, but the output layer differs from the embedding; "
         "set tie_word_embeddings to false"
@@ -281,10 +262,7 @@ def refuse_untied() -> NoReturn:
 
 
 def refuse_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> NoReturn:
-    """Say that a tensor has another shape than config.json says.
-
-    Raises: UserError: always.
-    """
+    """Say that a tensor has another shape than config.json says."""
     raise UserError(
         f"{name} is {list(found)}, config.json says {list(expected)}; are the weights and config.json of the "
         "same model?"
@@ -292,10 +270,7 @@ def refuse_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> No
 
 
 def refuse_unmatched(side: str, missing: set[str], extra: set[str]) -> None:
-    """Raise if a name has no partner.
-
-    Raises: UserError: naming some of them.
-    """
+    """Raise if a name has no partner."""
     lists = {"missing": missing, "not known": extra}
     problems = [f"{what}: {listed(names)}" for what, names in lists.items() if names]
     if problems:

@@ -6,8 +6,8 @@ Its norms scale by 1 + w, which Hugging Face and Megatron-Bridge both store as w
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_grpo.models.declaration import Declaration, rotary
-from nemo_grpo.models.parts import Entry, attention, embeddings, gated_mlp, layer_copy
+from nemo_grpo.models.family_spec import FamilySpec, rotary
+from nemo_grpo.models.shared_mappings import Entry, attention, embeddings, gated_mlp, layer_copy
 from nemo_grpo.models.spec import ModelSpec
 from nemo_grpo.support.errors import UserError
 
@@ -50,10 +50,7 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
 
 
 def _check_layers(config: Mapping[str, Any]) -> None:
-    """Megatron-Bridge's model has the published pattern, whatever config.json says.
-
-    Raises: UserError: the layers have another.
-    """
+    """Refuse a pattern of layers that is not the published one, which Megatron-Bridge builds."""
     kinds = config.get("layer_types") or []
     expected = [
         "full_attention" if n % _PATTERN == 0 else "sliding_attention" for n in range(1, len(kinds) + 1)
@@ -66,11 +63,11 @@ def _check_layers(config: Mapping[str, Any]) -> None:
         )
 
 
-FAMILY = Declaration(
+FAMILY = FamilySpec(
     "Gemma3ForCausalLM",
     "gemma3_text",
     has_qk_norm=True,
-    has_post_norms=True,
+    fixed={"has_post_norms": True},
     is_computed=False,
     defaults={"tie_word_embeddings": True, "rope_theta": 1_000_000.0},
     table=_table,

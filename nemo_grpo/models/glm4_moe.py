@@ -8,9 +8,9 @@ layer, are left out.
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_grpo.models.declaration import Declaration
 from nemo_grpo.models.deepseek_v3 import LAYERS, dense_then_experts, layer_kinds, refuse_others
-from nemo_grpo.models.parts import Entry, attention, embeddings
+from nemo_grpo.models.family_spec import FamilySpec
+from nemo_grpo.models.shared_mappings import Entry, attention, embeddings
 from nemo_grpo.models.spec import ModelSpec
 
 _PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
@@ -40,7 +40,7 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-FAMILY = Declaration(
+FAMILY = FamilySpec(
     "Glm4MoeForCausalLM",
     "glm4_moe",
     has_qkv_bias="attention_bias",

@@ -7,10 +7,10 @@ every model of the family has in common, are Megatron-Bridge's.
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_grpo.models.declaration import Declaration
 from nemo_grpo.models.deepseek_v3 import refuse_others
+from nemo_grpo.models.family_spec import FamilySpec
 from nemo_grpo.models.ops import GATE_UP_IN_TURNS, ONE_BELOW_THE_OTHER, TRANSPOSED, Op
-from nemo_grpo.models.parts import (
+from nemo_grpo.models.shared_mappings import (
     HF_LAYER,
     LAYER,
     Entry,
@@ -95,12 +95,11 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-FAMILY = Declaration(
+FAMILY = FamilySpec(
     "GptOssForCausalLM",
     "gpt_oss",
     has_qkv_bias="attention_bias",
-    has_all_biases=True,
-    has_sinks=True,
+    fixed={"has_all_biases": True, "has_sinks": True},
     is_computed=False,
     defaults={"rope_theta": 150000.0, "rope_parameters": _YARN},
     expert_width="intermediate_size",

@@ -11,7 +11,7 @@ from typing import ClassVar
 from nemo_grpo.core.lazy import Tensor, torch
 
 Dims = Mapping[str, int]
-"""Sizes of one model by their letters; `families.family` lists the letters."""
+"""Sizes of one model by their letters; `models.family` lists the letters."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Op:
     @property
     def contiguous(self) -> bool:
         """True if every part lies in the whole as one block of rows, in the order of the parts."""
-        return self.turns is None
+        return self.turns is None and self.keeps_order
 
     def blocks(self, rows: Sequence[int], dims: Dims, most: int | None = None) -> Iterator[Rows]:
         """The parts' rows in their order in the whole.
@@ -96,11 +96,6 @@ class GatedQKV(Op):
 
     keeps_order: ClassVar[bool] = False
 
-    @property
-    def contiguous(self) -> bool:
-        """Parts take turns."""
-        return False
-
     def blocks(self, rows: Sequence[int], dims: Dims, most: int | None = None) -> Iterator[Rows]:
         """As in `Op`; a head's queries and its gate are blocks of their own."""
         groups, width = dims["groups"], dims["d"]
@@ -127,11 +122,6 @@ class OneSubtracted(Op):
     moves_rows: ClassVar[bool] = False
     keeps_order: ClassVar[bool] = False
 
-    @property
-    def contiguous(self) -> bool:
-        """One part, which changes."""
-        return False
-
     def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
         """w -> w - 1."""
         return parts[0] - 1
@@ -151,11 +141,6 @@ class Transposed(Op):
     takes_turns: bool = False
     moves_rows: ClassVar[bool] = False
     keeps_order: ClassVar[bool] = False
-
-    @property
-    def contiguous(self) -> bool:
-        """One part."""
-        return False
 
     def megatron_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The one part's axes in reverse."""

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nemo_grpo.models.declaration import Declaration
-from nemo_grpo.models.parts import Entry, copy, decoder_table
+from nemo_grpo.models.family_spec import FamilySpec
+from nemo_grpo.models.shared_mappings import Entry, copy, decoder_table
 from nemo_grpo.models.spec import ModelSpec
 
 _PROVIDER = "megatron.bridge.models.qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider"
@@ -89,7 +89,7 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-QWEN2_VL = Declaration(
+QWEN2_VL = FamilySpec(
     "Qwen2VLForConditionalGeneration",
     "qwen2_vl",
     has_qkv_bias=True,
@@ -98,9 +98,9 @@ QWEN2_VL = Declaration(
     table=None,
     sizes=_qwen2_vl,
     vision_parameters=lambda sizes: _count(sizes, is_gated=False),
-    is_bridged=False,
+    fixed={"is_bridged": False},
 )
-QWEN2_5_VL = Declaration(
+QWEN2_5_VL = FamilySpec(
     "Qwen2_5_VLForConditionalGeneration",
     "qwen2_5_vl",
     has_qkv_bias=True,

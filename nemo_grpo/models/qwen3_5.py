@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nemo_grpo.models.declaration import Declaration
 from nemo_grpo.models.deepseek_v3 import refuse_others
+from nemo_grpo.models.family_spec import FamilySpec
 from nemo_grpo.models.ops import GATED_QKV, ONE_SUBTRACTED
-from nemo_grpo.models.parts import (
+from nemo_grpo.models.shared_mappings import (
     Entry,
     attention,
     embeddings,
@@ -171,12 +171,12 @@ def _vision(sizes: Mapping[str, int]) -> int:
     return (sizes["p"] + 1 + sizes["n"]) * w + sizes["depth"] * block + 2 * w + (m + 1) * (m + o)
 
 
-def _family(architecture: str, model_type: str, *, sees: bool) -> Declaration:
-    return Declaration(
+def _family(architecture: str, model_type: str, *, sees: bool) -> FamilySpec:
+    return FamilySpec(
         architecture,
         model_type,
         has_qk_norm=True,
-        has_output_gate=True,
+        fixed={"has_output_gate": True},
         is_computed=False,
         defaults=_DEFAULTS,
         stacks_layers=False,

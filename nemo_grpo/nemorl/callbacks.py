@@ -9,7 +9,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.engine.inputs import data_files, keep_inputs
+from nemo_grpo.engine.input_hashes import data_files, keep_inputs
 from nemo_grpo.engine.run_folder import RunFolder, newest_checkpoint, step_of
 from nemo_grpo.nemorl.compat import rebound
 from nemo_grpo.recipe import Recipe

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
-from nemo_grpo.core.masking import zero_outside
+from nemo_grpo.core.statistics import zero_outside
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.policy import data_plane_of
 from nemo_grpo.support.dotted import value_of

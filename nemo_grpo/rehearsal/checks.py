@@ -12,7 +12,7 @@ from statistics import fmean
 
 import torch
 
-from nemo_grpo.core.reward_shaping import overlong_penalty
+from nemo_grpo.core.advantages import overlong_penalty
 from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.export import bridges_export, compare_folders, compare_with_base, convert
 from nemo_grpo.rehearsal.run_output import Recorded, Row, Scored, num_tokens

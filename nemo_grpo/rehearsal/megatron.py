@@ -43,9 +43,9 @@ def say_that_any_key_is_taken(module: Any) -> None:
 
 def prepare(_module: Any = None) -> None:
     """Replace what must be in place before a model is built; NeMo-RL's worker is already imported."""
-    from nemo_grpo.engine.megatron import adam
+    from nemo_grpo.engine.megatron.optimizer import install_adam
 
-    adam.install()  # its state is a GPU host's; the distributed optimizer cannot resume torch's AdamW
+    install_adam()  # its state is a GPU host's; the distributed optimizer cannot resume torch's AdamW
     _use_local_layers()
     for name in WITHOUT_TRANSFORMER_ENGINE:
         module = importlib.import_module(name)

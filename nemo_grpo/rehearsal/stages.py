@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_grpo.engine.checkpoint import CheckpointStore
+from nemo_grpo.engine.checkpoint_store import CheckpointStore
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import WARM

@@ -5,7 +5,7 @@
     loss = - token_mean(term)                                         Eq. 8
 
 Dynamic sampling (groups with equal rewards are dropped and prompts drawn again) and the overlong penalty act
-before the loss: `grpo.use_dynamic_sampling`, `grpo.reward_shaping`; `core.resampling`, `core.reward_shaping`.
+before the loss: `grpo.use_dynamic_sampling`, `grpo.reward_shaping`; `core.resampling`, `core.advantages`.
 
 Deviation: draws are bounded (`grpo.dynamic_sampling_max_gen_batches`); then the step trains on what it has.
 """

@@ -12,8 +12,8 @@ from typing import Any
 
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
-from nemo_grpo.core.objective import Objective, Shaped
-from nemo_grpo.variants.small_steps import SEED, counts, loss_and_gradient, random_step, whole
+from nemo_grpo.core.objective import Objective
+from nemo_grpo.variants.small_steps import SEED, loss_and_gradient, loss_of, random_step, shaped_by
 
 SPREADS = (1.0, 8.0, 64.0, 512.0)
 """Factors of the logprobs, so that thresholds of any usual size are passed on some step."""
@@ -55,19 +55,13 @@ class Probe:
         steps = [random_step(lengths, rewards, ids, seed, spread) for seed in range(2) for spread in SPREADS]
         return [replace(step, response_ids=torch.arange(len(ids)) * 7919) for step in steps]
 
-    def shaped(self, batch: TokenBatch) -> Shaped:
-        """Advantages and weights as `Objective.prepare` asks for them."""
-        clean = batch.clean()
-        return self.objective.shape(replace(clean, next_token_logprobs=clean.prev_logprobs.clone()), SEED)
-
     @_found(otherwise=True)
     def reads_scores(self) -> bool:
         """True if ``shape`` reads the values of the scored logprobs."""
         for step in self.steps:
             clean = step.clean()
             clean = replace(clean, next_token_logprobs=clean.prev_logprobs.clone())
-            watched = (clean.prev_logprobs, clean.next_token_logprobs)
-            with _reads(watched) as reads:
+            with _reads((clean.prev_logprobs, clean.next_token_logprobs)) as reads:
                 self.objective.shape(clean, SEED)
             if reads:
                 return True
@@ -79,17 +73,17 @@ class Probe:
         return any(
             not torch.equal(shaped.advantages, shaped.base.per_token(step.mask))
             for step in self.steps
-            for shaped in [self.shaped(step)]
+            for shaped in [shaped_by(self.objective, step)]
         )
 
     @_found(otherwise=True)
     def spans_groups(self) -> bool:
         """True if a response's advantages or weights depend on other groups than its own."""
         for step in self.steps:
-            together = self.shaped(step)
+            together = shaped_by(self.objective, step)
             for number in step.group_ids.unique():
                 rows = step.group_ids == number
-                alone = self.shaped(step.select(rows))
+                alone = shaped_by(self.objective, step.select(rows))
                 if together.carried != alone.carried:
                     return True
                 for name in ("advantages", "token_weights"):
@@ -105,12 +99,9 @@ class Probe:
         for step in self.steps:
             prepared = objective.prepare(step, seed=SEED)
             prepared = replace(prepared, advantages=torch.zeros_like(prepared.advantages))
-            current = step.next_token_logprobs
-            for rows in whole(objective, step):
-                part = prepared.select(rows, next_token_logprobs=current[rows])
-                loss = objective.loss(part, **counts(step))[0]
-                if torch.autograd.grad(loss, current)[0].any():
-                    return True
+            loss = loss_of(objective, prepared, step.next_token_logprobs)
+            if torch.autograd.grad(loss, step.next_token_logprobs)[0].any():
+                return True
         return False
 
     @_found(otherwise=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch, global_counts
 from nemo_grpo.core.lazy import Tensor, torch
-from nemo_grpo.core.objective import Objective
+from nemo_grpo.core.objective import Objective, Shaped
 
 TOKEN_TENSORS = (
     "next_token_logprobs",
@@ -64,6 +64,12 @@ def counts(batch: TokenBatch) -> dict[str, Any]:
     return dict(zip(("global_valid_toks", "global_valid_seqs"), global_counts(batch), strict=True))
 
 
+def token_tensors(batch: TokenBatch, dtype: Any = None) -> dict[str, Tensor]:
+    """The numbers per token that the batch has, without gradient."""
+    there = {name: x for name in TOKEN_TENSORS if (x := getattr(batch, name)) is not None}
+    return {name: x.detach().to(dtype or x.dtype) for name, x in there.items()}
+
+
 def loss_and_gradient(
     objective: Objective, batch: TokenBatch, parts: Sequence[Tensor] | None = None, *, folded: bool = False
 ) -> tuple[Tensor, Tensor, PreparedBatch]:
@@ -74,17 +80,31 @@ def loss_and_gradient(
     prepared = objective.prepare(batch, seed=SEED)
     if folded:
         prepared, objective = prepared.folded(), objective.folded()
-    current = batch.next_token_logprobs
-    total = torch.zeros((), dtype=current.dtype)
-    for rows in whole(objective, batch) if parts is None else parts:
-        part = prepared.select(rows, next_token_logprobs=current[rows])
-        total = total + objective.loss(part, **counts(batch))[0]
-    (gradient,) = torch.autograd.grad(total, current)
+    total = loss_of(objective, prepared, batch.next_token_logprobs, parts)
+    (gradient,) = torch.autograd.grad(total, batch.next_token_logprobs)
     return total.detach(), gradient, prepared
 
 
-def whole(objective: Objective, batch: TokenBatch) -> list[Tensor]:
-    """Rows of the largest parts that the objective takes: all of them, or a group each."""
-    if objective.whole_groups_per_loss_call:
-        return [torch.nonzero(batch.group_ids == group).flatten() for group in batch.group_ids.unique()]
-    return [torch.arange(len(batch.rewards))]
+def loss_of(
+    objective: Objective, prepared: PreparedBatch, current: Tensor, rows: Sequence[Tensor] | None = None
+) -> Tensor:
+    """The step's loss with these logprobs of the policy, summed over parts (default: the largest)."""
+    parts = split(objective, prepared, current, rows)
+    return torch.stack([objective.loss(part, **counts(prepared.batch))[0] for part in parts]).sum()
+
+
+def split(
+    objective: Objective, prepared: PreparedBatch, current: Tensor, rows: Sequence[Tensor] | None = None
+) -> list[PreparedBatch]:
+    """Divide a step into these rows each, or into the largest parts: all rows, or a group each."""
+    batch = prepared.batch
+    if rows is None and objective.whole_groups_per_loss_call:
+        rows = [torch.nonzero(batch.group_ids == group).flatten() for group in batch.group_ids.unique()]
+    every = [torch.arange(len(batch.rewards))]
+    return [prepared.select(part, next_token_logprobs=current[part]) for part in rows or every]
+
+
+def shaped_by(objective: Objective, batch: TokenBatch) -> Shaped:
+    """Advantages and weights as `Objective.prepare` asks for them."""
+    clean = batch.clean()
+    return objective.shape(replace(clean, next_token_logprobs=clean.prev_logprobs), SEED)

@@ -17,10 +17,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from ranks import run_ranks
 from transformers import AutoConfig
 
-from nemo_grpo.engine.megatron import cpu, parallel, writer
+from nemo_grpo.engine.megatron import cpu, parallel
 from nemo_grpo.engine.megatron.layers import CausalAttention, RMSNorm
 from nemo_grpo.engine.megatron.model import PackableGPTModel, build_model, transformer_config
 from nemo_grpo.engine.megatron.policy import SHARDING
+from nemo_grpo.engine.megatron.policy_checkpoint import write_in_this_process
 from nemo_grpo.models import read_spec
 from nemo_grpo.recipe.layout import Layout
 
@@ -162,7 +163,7 @@ def delta_net_after_a_change(hf_folder, checkpoint, saved):
     own = {name: parameter.clone() for name, parameter in net.named_parameters()}
     assert not any(tensor.isnan().any() for tensor in own.values())
     net.A_log += 1
-    writer.install()
+    write_in_this_process()
     dist_checkpointing.save(net.sharded_state_dict(prefix), str(saved))
     everyone = [None, None]
     dist.all_gather_object(everyone, own)
@@ -190,6 +191,6 @@ def save_after_a_step(hf_folder, checkpoint, tensor, pipeline, vocab_size=None, 
         "checkpoint_version": 3.0,
     }
     with torch.no_grad():
-        writer.install()  # or megatron-core starts a process that outlives this one
+        write_in_this_process()  # or megatron-core starts a process that outlives this one
         dist_checkpointing.save(state, str(checkpoint), content_metadata=SHARDING)
     return {}

@@ -9,9 +9,9 @@ from transformers import AutoConfig
 
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
+from checkpoints_conv.inspect import summarize
 from checkpoints_conv.lora import merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
-from checkpoints_conv.summary import summarize
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 from nemo_grpo.engine.megatron.logits import compare_logits

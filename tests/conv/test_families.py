@@ -11,8 +11,8 @@ from small_models import YARN, auto_class
 
 from nemo_grpo import UserError
 from nemo_grpo.models import family_for
+from nemo_grpo.models.config_validation import checked
 from nemo_grpo.models.ops import GATED_QKV, GROUPED_QKV, ONE_BELOW_THE_OTHER, ONE_SUBTRACTED
-from nemo_grpo.models.values import checked
 from nemo_grpo.plan.parameters import model_parameters
 
 TINY = {

@@ -18,10 +18,10 @@ from checkpoints_conv.formats.archive import SavedTensor
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import LATEST, METADATA, TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
+from checkpoints_conv.inspect import summarize
 from checkpoints_conv.lora import merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.run_config import RUN_CONFIG
-from checkpoints_conv.summary import summarize
 from nemo_grpo import UserError
 from nemo_grpo.models import family_for
 from nemo_grpo.support.model_card import training_of, write_card

@@ -11,9 +11,9 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from toy_policies import assert_equal, hf_model, policy_of, train, weights_of
 
-from nemo_grpo.engine.checkpoint import TOKENIZER, WEIGHTS, CheckpointStore
-from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
+from nemo_grpo.engine.checkpoint_store import TOKENIZER, WEIGHTS, CheckpointStore
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
+from nemo_grpo.engine.megatron.policy_checkpoint import begin_save, load_policy
 from nemo_grpo.engine.saving import Saver, TrainingAborted
 from nemo_grpo.support.errors import UserError
 
@@ -83,7 +83,7 @@ def test_a_save_killed_before_it_is_named_is_the_newest(tmp_path, source, policy
         if name == "step_1000000":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("nemo_grpo.engine.checkpoint.write_atomically", killed)
+    monkeypatch.setattr("nemo_grpo.engine.checkpoint_store.write_atomically", killed)
     with pytest.raises(KeyboardInterrupt):
         saver.save(1_000_000, {})
     monkeypatch.undo()

@@ -10,7 +10,7 @@ from processes import ROOT, nemo_grpo, output_of, wait_for
 from safetensors.numpy import load_file
 from small_runs import QUICKSTART, arguments, has_trained, lines_of, without_time
 
-from nemo_grpo.engine.checkpoint import CheckpointStore, read_info
+from nemo_grpo.engine.checkpoint_store import CheckpointStore, read_info
 
 LONG = ["grpo.max_num_steps=12", "grpo.val_period=4", "checkpointing.save_period=1"]
 RUNS = {

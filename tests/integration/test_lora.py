@@ -32,9 +32,9 @@ from toy_policies import (
 
 from nemo_grpo import UserError
 from nemo_grpo.engine import loop
-from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
+from nemo_grpo.engine.megatron.policy_checkpoint import begin_save, load_policy
 from nemo_grpo.engine.run import begin
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.layout import Layout

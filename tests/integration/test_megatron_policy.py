@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM
 from nemo_grpo import UserError, build_objective, global_counts
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.objective import TokenTerms
-from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.layers import CausalAttention
 from nemo_grpo.engine.megatron.model import transformer_config
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
+from nemo_grpo.engine.megatron.policy_checkpoint import begin_save, load_policy
 from nemo_grpo.models import COMPUTED, read_spec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler

@@ -43,10 +43,11 @@ def built_parameters(name: str, layout: Layout, world_size: int) -> list[int]:
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from nemo_grpo.engine.megatron import adam, cpu
+    from nemo_grpo.engine.megatron import cpu
+    from nemo_grpo.engine.megatron.optimizer import install_adam
 
     cpu.install()
-    adam.install()
+    install_adam()
     counts = []
     for stage in range(layout.pipeline):
         rank = stage * (world_size // layout.pipeline)

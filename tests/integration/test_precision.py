@@ -24,8 +24,8 @@ from toy_policies import (
 from nemo_grpo import VARIANTS, build_objective
 from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.engine.megatron import layers, model
-from nemo_grpo.engine.megatron.checkpoint import begin_save, load_policy
 from nemo_grpo.engine.megatron.lora import LoRASettings
+from nemo_grpo.engine.megatron.policy_checkpoint import begin_save, load_policy
 from nemo_grpo.recipe.layout import Layout
 
 TP2 = Layout(tensor=2, sequence_parallel=True)

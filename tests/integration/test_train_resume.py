@@ -30,7 +30,7 @@ from toy_policies import assert_equal, weights_of
 
 from nemo_grpo import UserError, cli
 from nemo_grpo.engine import loop
-from nemo_grpo.engine.checkpoint import WEIGHTS
+from nemo_grpo.engine.checkpoint_store import WEIGHTS
 from nemo_grpo.engine.checks import check
 from nemo_grpo.engine.loop import train
 from nemo_grpo.engine.run import begin, run_recipe

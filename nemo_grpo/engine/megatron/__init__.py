@@ -6,11 +6,6 @@ from unittest import mock
 
 import torch
 
-
-def _as_it_is(function, **options):  # type: ignore[no-untyped-def]
-    return function
-
-
 with ExitStack() as _importing:
     # On import megatron-core warns five times that it found no Transformer Engine; the engine says it once
     # itself.
@@ -19,7 +14,7 @@ with ExitStack() as _importing:
     if not torch.cuda.is_available():
         # It also hands its fused functions to torch.compile, which loads the whole compiler. The layers that
         # the CPU gets (`layers`) use none of them.
-        _importing.enter_context(mock.patch("torch.compile", _as_it_is))
+        _importing.enter_context(mock.patch("torch.compile", lambda function, **_: function))
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer
     import megatron.core.pipeline_parallel  # noqa: F401

@@ -56,7 +56,6 @@ def install() -> bool:
     """Make megatron-core usable without CUDA, once per process; call before building anything of it.
 
     Returns: True if the stand-ins are active; False where CUDA is available, and then nothing was changed.
-    Raises:  UserError: a megatron-core outside `TESTED_VERSIONS`.
     """
     if torch.cuda.is_available():
         return False

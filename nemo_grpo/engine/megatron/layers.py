@@ -4,10 +4,12 @@ Both are handed to megatron-core through its module specs. The difference that s
 names: Transformer Engine holds each norm within the linear layer that follows it.
 """
 
+import functools
 import logging
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -28,15 +30,12 @@ def transformer_engine_is_installed() -> bool:
 
 
 def transformer_impl(dtype: torch.dtype) -> str:
-    """Which layers to build for this dtype on this machine, as `TransformerConfig` names them.
+    """Choose the layers for this dtype on this machine, as `TransformerConfig` names them.
 
     Transformer Engine's need CUDA, and its fused attention needs a 16-bit dtype.
     """
-    return (
-        "transformer_engine"
-        if torch.cuda.is_available() and transformer_engine_is_installed() and dtype == torch.bfloat16
-        else "local"
-    )
+    fits = torch.cuda.is_available() and dtype == torch.bfloat16
+    return "transformer_engine" if fits and transformer_engine_is_installed() else "local"
 
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
@@ -162,9 +161,7 @@ class CausalAttention(MegatronModule):
         if mask is not None and q.is_cuda:  # the fused kernel that takes a mask has no grouped heads
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         dtype = q.dtype
-        if (
-            not q.is_cuda and dtype == torch.bfloat16
-        ):  # the kernel's backward pass takes twice FP32's time there
+        if not q.is_cuda and dtype == torch.bfloat16:  # the kernel's backward pass takes twice FP32's time
             q, k, v = q.float(), k.float(), v.float()
             mask = mask.float() if mask is not None and mask.is_floating_point() else mask
         out = functional.scaled_dot_product_attention(
@@ -187,3 +184,49 @@ def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
     )
+
+
+_plain_rotary = rope_utils._apply_rotary_pos_emb_bshd
+
+
+def rotate(heads: Tensor, angles: Tensor, *flags: Any, mscale: float = 1.0, **options: Any) -> Tensor:
+    """Turn every head by its token's angles: x cos + (-x2, x1) sin, with x = (x1, x2) in halves.
+
+    megatron-core's plain embedding takes cosines and sines of the same angles anew in every layer, for
+    queries and for keys, and autograd keeps what it needs of each operation.
+
+    Args:    heads: [S, B, H, D].  angles: [S, 1, 1, D] radians, equal in both halves.
+             flags, mscale, options: megatron-core's own; what they ask for is left to its function.
+    Returns: [S, B, H, D] in the dtype of ``heads``.
+    """
+    if any((*flags, *options.values())) or mscale != 1 or angles.shape[-1] != heads.shape[-1]:
+        plain: Tensor = _plain_rotary(heads, angles, *flags, mscale=mscale, **options)
+        return plain
+    turned: Tensor = _Rotate.apply(heads, *_cos_and_signed_sin(angles, heads.dtype))
+    return turned
+
+
+def use_own_rotary() -> None:
+    """Make megatron-core use `rotate` where it would use its plain embedding; fused kernels stay."""
+    rope_utils._apply_rotary_pos_emb_bshd = rotate
+
+
+@functools.lru_cache(maxsize=1)  # by identity: all layers of a forward pass have the same tensor
+def _cos_and_signed_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    sin = angles.sin()
+    sin[..., : sin.shape[-1] // 2].neg_()
+    return angles.cos().to(dtype), sin.to(dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, signed_sin)
+        return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), signed_sin)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        cos, signed_sin = ctx.saved_tensors
+        swapped = gradient.roll(gradient.shape[-1] // 2, -1)
+        return torch.addcmul(gradient * cos, swapped, signed_sin, value=-1), None, None

@@ -38,10 +38,7 @@ def compare_logits(hf_model: Path, megatron_checkpoint: Path) -> float:
 
 
 def check_computed(hf_model: Path) -> None:
-    """Refuse a model whose logits cannot be compared.
-
-    Raises: UserError: megatron-core does not compute it here.
-    """
+    """Refuse a model whose logits cannot be compared."""
     try:
         transformer_config(read_spec(hf_config(hf_model), among=COMPUTED), Layout(), torch.float32)
     except UserError as error:

@@ -31,7 +31,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from nemo_grpo.engine.megatron.weights import HFWeights, cut_of, own_part
+from nemo_grpo.engine.megatron.hf_weights import HFWeights, cut_of, own_part
 from nemo_grpo.recipe.megatron_sections import LORA_LAYERS
 
 _A, _B = ".adapter.linear_in.weight", ".adapter.linear_out.weight"

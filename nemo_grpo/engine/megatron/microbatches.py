@@ -1,4 +1,4 @@
-"""Which sequences are computed together: by a number of rows, or, packed, by a number of tokens."""
+"""Microbatches: sequences computed together, by a number of rows or, packed, of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -99,8 +99,7 @@ def plan_bins(
     far as they fit into one bin: their prompt then counts once. Ranks get equal numbers of rows, in the
     order of the prompts, so that few prompts are computed on two ranks.
 
-    Args:   capacity: at least the longest sequence.
-    Raises: ValueError: a sequence is longer than ``capacity``.
+    Args: capacity: at least the longest sequence.
     """
     rank, num_ranks = share
     own = sequences.prompt_ids.argsort(stable=True).tensor_split(num_ranks)[rank]

@@ -1,6 +1,5 @@
 """From a model's spec to a megatron-core GPT model."""
 
-import dataclasses
 import warnings
 from typing import Any
 
@@ -15,11 +14,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
-from nemo_grpo.engine.megatron.layers import block_spec, transformer_impl
+from nemo_grpo.engine.megatron.layers import block_spec, transformer_impl, use_own_rotary
 from nemo_grpo.engine.megatron.packing import SHARED, PackedSequences
 from nemo_grpo.models import ModelSpec
 from nemo_grpo.recipe.layout import Layout
-from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.errors import UserError
 
 # Fusions that need CUDA kernels of Apex or trigger torch.compile, once for every length of the microbatches.
 _NO_FUSIONS = dict.fromkeys(
@@ -42,12 +41,9 @@ def transformer_config(
 ) -> TransformerConfig:
     """megatron-core's configuration of a dense decoder.
 
-    Args:   spec: of a family that the engine computes.  overrides: fields of TransformerConfig.
-    Raises: UserError: a feature of the model that this engine would silently ignore, or a field that the
-            installed megatron-core does not have.
+    Args: spec: of a family that the engine computes.  overrides: fields of TransformerConfig.
     """
     _refuse_unsupported(spec)
-    _refuse_unknown_fields(overrides)
     fields: dict[str, Any] = {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
@@ -89,15 +85,6 @@ def transformer_config(
         # In the thd format the plain rotary embedding waits for the GPU in every layer.
         fused_rope = {"apply_rope_fusion": fields["transformer_impl"] == "transformer_engine"}
         return TransformerConfig(**(fused_rope | fields))
-
-
-def _refuse_unknown_fields(overrides: dict[str, Any]) -> None:
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    for name in overrides:
-        if name not in known:
-            raise UserError(
-                f"the installed megatron-core's TransformerConfig has no {name}{did_you_mean(name, known)}"
-            )
 
 
 def _refuse_unsupported(spec: ModelSpec) -> None:
@@ -159,7 +146,8 @@ class PackableGPTModel(GPTModel):
 
 
 def build_model(spec: ModelSpec, config: TransformerConfig) -> PackableGPTModel:
-    """This rank's part of the model, with uninitialised weights."""
+    """Build this rank's part of the model, with uninitialised weights."""
+    use_own_rotary()
     model = PackableGPTModel(
         config,
         block_spec(config),

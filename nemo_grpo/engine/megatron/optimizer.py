@@ -1,15 +1,18 @@
 """megatron-core's data-parallel wrapper, optimizer and schedule, from the recipe's sections."""
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, clip_grads, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.optim.adamw import adamw
 
-from nemo_grpo.engine.megatron.adam import FusedLayoutAdam
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
 
 # What Megatron-Bridge and NeMo-RL pass: optimizer state that any later layout can load.
@@ -46,17 +49,23 @@ def with_optimizer(
         use_distributed_optimizer=section.use_distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(optimizer_config, [wrapped], use_gloo_process_groups=False)
-    _fill_adam_state(optimizer)
+    for part in _parts(optimizer):
+        if isinstance(part.optimizer, FusedLayoutAdam):
+            part.optimizer.fill_state()  # a checkpoint before the first update has moments, too
     return wrapped, optimizer, _schedule(optimizer, section, schedule)
 
 
 def clip_and_step(optimizer: Any, grad_norm: float) -> None:
     """Finish the optimizer's step after `prepare_grads`, without computing the norm once more."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in _parts(optimizer):
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
             clip_grads.clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
     optimizer.step_with_ready_grads()
+
+
+def _parts(optimizer: Any) -> Iterator[Any]:
+    yield from getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _schedule(
@@ -79,14 +88,97 @@ def _schedule(
     )
 
 
-def _fill_adam_state(optimizer: Any) -> None:
-    """Zero moments for every parameter, so that a checkpoint before the first update has them too."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = part.optimizer
-        if not isinstance(inner, FusedLayoutAdam):
-            continue
-        for group in inner.param_groups:
+def install_adam() -> None:
+    """Make megatron-core use what is below where it found neither Transformer Engine nor Apex."""
+    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        megatron_optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdam
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+        clip_grads.l2_norm_impl = _l2_norm
+        clip_grads.multi_tensor_scale_impl = megatron_optimizer.optimizer.multi_tensor_scale_impl = _scale
+
+
+def _l2_norm(
+    _chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], _per_tensor: bool
+) -> tuple[Tensor, None]:
+    """The norm of all tensors together, [1]; megatron-core's own waits for the GPU at every tensor."""
+    return torch.stack(torch._foreach_norm(tensors[0])).norm()[None], None
+
+
+def _scale(_chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], factor: float | Tensor) -> None:
+    """The second list becomes the first times a factor; megatron-core's own makes a copy in between."""
+    sources, targets = tensors
+    with torch.no_grad():
+        torch._foreach_copy_(targets, sources)  # of gradients that are clipped: onto themselves
+        if factor != 1:
+            torch._foreach_mul_(targets, factor)
+
+
+class FusedLayoutAdam(torch.optim.Optimizer):
+    """Adam (Kingma and Ba 2015) with decoupled weight decay (Loshchilov and Hutter 2019), torch's kernel.
+
+    m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
+    p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    The state is laid out as by Transformer Engine's and Apex's FusedAdam: megatron-core's distributed
+    optimizer saves and loads an integer step in the parameter group and two moments per parameter, and fails
+    on torch.optim.AdamW's step tensor per parameter. So checkpoints are the same with and without a GPU.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        **_fused_kernel_options: Any,
+    ) -> None:
+        if not adam_w_mode:
+            raise ValueError("adam_w_mode=False: only decoupled weight decay is implemented; use True")
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, settings | {"bias_correction": True})
+
+    def fill_state(self) -> None:
+        """Give every parameter zero moments."""
+        for group in self.param_groups:
             group.setdefault("step", 0)
             for parameter in group["params"]:
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    inner.state[parameter].setdefault(moment, torch.zeros_like(parameter))
+                self._state_of(parameter)
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if moment not in state:
+                state[moment] = torch.zeros_like(parameter)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient: one pass over each, the same bits on every run."""
+        assert closure is None
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = int(group.get("step") or 0) + 1
+            parameters = [p for p in group["params"] if p.grad is not None]
+            states = [self._state_of(p) for p in parameters]
+            beta1, beta2 = group["betas"]
+            adamw(
+                parameters,
+                [p.grad for p in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                # adamw counts up what it is given; torch.tensor would wait for the GPU
+                [torch.full((), group["step"] - 1.0, device=p.device) for p in parameters],
+                fused=True,
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+            )

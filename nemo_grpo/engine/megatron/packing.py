@@ -132,10 +132,6 @@ class PackedSequences(PackedSeqParams):
     rows: Tensor
     columns: Tensor
 
-    def spread(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
-        """[N] results -> [B, T]; 0 elsewhere."""
-        return values.new_zeros(shape).index_put((self.rows, self.columns), values)
-
 
 def pack(
     sequences: Sequences, *, multiple: int, share_prompts: bool, dtype: torch.dtype, device: torch.device

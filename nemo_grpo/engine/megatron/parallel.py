@@ -9,7 +9,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from nemo_grpo.engine.megatron import adam, cpu, rotary
+from nemo_grpo.engine.megatron import cpu
+from nemo_grpo.engine.megatron.optimizer import install_adam
 from nemo_grpo.recipe.layout import Layout
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -26,21 +27,23 @@ def initialize(layout: Layout, device: torch.device, seed: int) -> None:
     Under torchrun or Slurm (RANK and WORLD_SIZE set) the world is theirs; otherwise it is this process.
     """
     cpu.install()
-    adam.install()
-    rotary.install()
+    install_adam()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # megatron-core allocates on the current device
         # cuDNN's attention plans anew for every length, which takes longer than the attention itself.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    if parallel_state.model_parallel_is_initialized() and _current_sizes() != layout.sizes:
-        shut_down()
+    if parallel_state.model_parallel_is_initialized():
+        current = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
+        )
+        if current != layout.sizes:
+            shut_down()
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        if is_launched():
-            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-        else:
-            store = dist.HashStore()
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+        world: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **({} if is_launched() else world))
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
@@ -49,14 +52,6 @@ def initialize(layout: Layout, device: torch.device, seed: int) -> None:
             create_gloo_process_groups=False,
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def _current_sizes() -> tuple[int, int, int]:
-    return (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-    )
 
 
 def shut_down() -> None:
@@ -102,9 +97,8 @@ class _GatherSequence(torch.autograd.Function):
         parts = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(parts, x.contiguous(), group=group)
         length = x.shape[dim] * group.size()
-        order = torch.cat(
-            [zigzag_positions(length, group.size(), rank, x.device) for rank in range(group.size())]
-        )
+        ranks = range(group.size())
+        order = torch.cat([zigzag_positions(length, group.size(), rank, x.device) for rank in ranks])
         ctx.dim, ctx.sum_gradients, ctx.own = dim, sum_gradients, zigzag(length, x.device)
         return torch.cat(parts, dim).index_select(dim, order.argsort())
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from nemo_grpo.core.batch import PreparedBatch, Sequences
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.engine.megatron import parallel
+from nemo_grpo.engine.megatron.hf_weights import HFWeights
 from nemo_grpo.engine.megatron.lora import Adapters, LoRASettings
 from nemo_grpo.engine.megatron.microbatches import (
     Microbatch,
@@ -29,10 +30,9 @@ from nemo_grpo.engine.megatron.microbatches import (
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
 from nemo_grpo.engine.megatron.optimizer import SHARDING, clip_and_step, with_optimizer
 from nemo_grpo.engine.megatron.options import fp8_alignment
-from nemo_grpo.engine.megatron.packing import PackedSequences, pack
+from nemo_grpo.engine.megatron.packing import pack
 from nemo_grpo.engine.megatron.results import Scores, UpdateResult
 from nemo_grpo.engine.megatron.schedule import Loss, Pass
-from nemo_grpo.engine.megatron.weights import HFWeights
 from nemo_grpo.models import COMPUTED, read_spec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
@@ -60,11 +60,10 @@ class MegatronPolicy:
     ) -> None:
         """Build the model of a transformers config; `load_weights` must follow.
 
-        Args:   hf: transformers config object.  optimizer, schedule: the recipe's sections.
-                layout: model-parallel sizes.
-                lora: train adapters only; the reference policy is then the model without them.
-                config_fields: further fields of `TransformerConfig` (`options.config_fields`).
-        Raises: UserError: a model or a layout that the engine cannot run.
+        Args: hf: transformers config object.  optimizer, schedule: the recipe's sections.
+              layout: model-parallel sizes.
+              lora: train adapters only; the reference policy is then the model without them.
+              config_fields: further fields of `TransformerConfig` (`options.config_fields`).
         """
         self.device = device or torch.device("cpu")
         self.layout = layout or Layout()
@@ -130,9 +129,9 @@ class MegatronPolicy:
     ) -> Scores:
         """Log-probability and entropy of every next token under the current weights, without gradient.
 
-        Args:    micro_batch_size: sequences computed at once.  mb_tokens: instead of that, pack sequences
-                     into microbatches of at most this many tokens.
-                 temperature: divides the logits for the logprobs, as it did when the tokens were sampled.
+        Args: micro_batch_size: sequences computed at once.  mb_tokens: instead of that, pack sequences
+                  into microbatches of at most this many tokens.
+              temperature: divides the logits for the logprobs, as it did when the tokens were sampled.
         """
         plan = self._plan(sequences, micro_batch_size, mb_tokens)
 
@@ -236,21 +235,18 @@ class MegatronPolicy:
             lengths, length = sequences.lengths[rows], int(sequences.lengths[rows].max())
             packed, counts = None, [length - 1] * len(rows)
             if mb_tokens is not None:
-                packed = self._pack(sequences.select(rows))
+                packed = pack(
+                    sequences.select(rows),
+                    multiple=self.sequence_multiple,
+                    share_prompts=self.share_prompts,
+                    dtype=self.config.params_dtype,
+                    device=self.device,
+                )
                 counts = (lengths - sequences.prompt_lengths[rows]).tolist()
             sizes = [len(rows)] if whole else plan_parts(counts, self.most_tokens)
             rows = rows.to(self.device)
             found.append(Microbatch(rows, length, [Part(own, length) for own in rows.split(sizes)], packed))
         return found
-
-    def _pack(self, sequences: Sequences) -> PackedSequences:
-        return pack(
-            sequences,
-            multiple=self.sequence_multiple,
-            share_prompts=self.share_prompts,
-            dtype=self.config.params_dtype,
-            device=self.device,
-        )
 
     @property
     def most_tokens(self) -> int:

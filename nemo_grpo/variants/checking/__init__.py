@@ -1,10 +1,129 @@
-"""Checks that every loss must pass, on small made-up steps.
+"""Checks that every loss must pass, by name, on small made-up steps.
 
 ``nemo-grpo variants check``, the start of a run with an own loss, and the tests of the variants stand on it.
-`sanity` checks that a loss is well formed, `invariance` that it is the same however a step is split;
-`check_variant` runs both.
+`sanity` checks that a loss is well formed, `invariance` that it is the same however a step is split.
 """
 
-from nemo_grpo.variants.checking.runner import CHECKS, Failure, check_variant, try_out
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-__all__ = ["CHECKS", "Failure", "check_variant", "try_out"]
+from pydantic import ValidationError
+
+from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.lazy import Tensor, torch
+from nemo_grpo.core.objective import Objective
+from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.extensions import place_of
+from nemo_grpo.variants.base import VariantConfig
+from nemo_grpo.variants.checking import invariance, sanity
+from nemo_grpo.variants.small_steps import example_step, random_step
+
+
+class Failure(NamedTuple):
+    """A check that does not hold, in one sentence: what was expected, what was found, the remedy."""
+
+    check: str
+    sentence: str
+
+
+class Case(NamedTuple):
+    """Subject of a check."""
+
+    config: VariantConfig
+    objective: Objective
+    batch: TokenBatch
+    undeclared: dict[str, tuple[str, Tensor]]
+
+
+Check = Callable[[Case], "str | None"]
+
+FIRST: dict[str, Check] = {
+    "repetition": lambda c: sanity.gives_the_same_again(c.objective, c.batch),
+    "names": lambda c: sanity.names_are_known(c.config),
+    "shapes": lambda c: sanity.shapes_fit(c.objective, c.batch),
+    "gradient": lambda c: sanity.has_a_gradient(c.objective, c.batch),
+}
+"""Checks that come first; where one fails, those after it say nothing."""
+
+FURTHER: dict[str, Check] = {
+    "finite": lambda c: sanity.is_finite(c.objective, c.batch),
+    "sign": lambda c: sanity.moves_the_right_way(c.config, c.objective, c.batch),
+    "microbatches": lambda c: invariance.adds_up(c.objective, c.batch),
+    "order": lambda c: invariance.ignores_order(c.objective, c.batch, _order(c.batch)),
+    "padding": lambda c: invariance.ignores_padding(c.objective, c.batch, 2, 3),
+    "packing": lambda c: invariance.survives_packing(c.objective, c.batch),
+    "masked garbage": lambda c: invariance.ignores_what_is_masked(c.objective, c.batch, float("nan")),
+    "metrics": lambda c: invariance.metrics_add_up(c.objective, c.batch),
+    "no tokens": lambda c: invariance.is_zero_without_tokens(c.objective, c.batch),
+    "precision": lambda c: invariance.keeps_dtype(c.objective, c.batch),
+    "differences": lambda c: invariance.agrees_with_differences(c.objective, c.batch),
+}
+CHECKS = (*FIRST, *FURTHER)
+"""Names of all checks, in their order."""
+
+
+def check_variant(config: VariantConfig, *, quick: bool = False) -> list[Failure]:
+    """Every check that does not hold, once; an exception in the variant's code is one.
+
+    Args: quick: on one step, in a tenth of a second; else on nine.
+    """
+    objective, found = config.build(), dict[str, Failure]()
+    for batch in _steps(quick):
+        case = Case(config, objective, *sanity.what_it_declares(config, batch))
+        for name, check in (FIRST | FURTHER).items():
+            if name not in found and (sentence := _sentence(check, case)):
+                found[name] = Failure(name, sentence)
+                if name in FIRST:
+                    return [found[name]]
+    return [found[name] for name in CHECKS if name in found]
+
+
+def try_out(config: VariantConfig, key: str) -> None:
+    """The quick part, before a run."""
+    if failures := check_variant(config, quick=True):
+        told = "; ".join(f"{check}: {sentence}" for check, sentence in failures[:2])
+        more = f" ({len(failures)} checks fail)" if len(failures) > 2 else ""
+        raise UserError(
+            f"{key}={config.variant}: {told}{more}; try `nemo-grpo variants check {config.variant}`"
+        )
+
+
+def _steps(quick: bool) -> Iterator[TokenBatch]:
+    yield example_step()
+    if quick:
+        return
+    for seed in range(3):
+        yield example_step(seed)
+        yield random_step([5, 3, 6, 2, 4, 1], [1.0, 0.0, 0.3, 1.0, 0.0, 0.0], [4, 4, 4, -2, -2, -2], seed)
+    yield random_step([2] * 12, [0.05, *[1.4] * 7, 10.0, *[-3.3] * 3], [3] * 8 + [9] * 4)
+    rows_left_out = torch.tensor([True, False, True, True, True])
+    yield replace(example_step(seed=9), sample_mask=rows_left_out)
+
+
+def _order(batch: TokenBatch) -> Tensor:
+    return torch.randperm(len(batch.rewards), generator=torch.Generator().manual_seed(3))
+
+
+def _sentence(check: Check, case: Case) -> str | None:
+    try:
+        return check(case)
+    except Exception as error:  # of the variant's own code, whatever it raises
+        file = getattr(sys.modules.get(type(case.config).__module__), "__file__", None)
+        return f"expected a loss; found {place_of(error, file)}{_hint(error, check, case)}"
+
+
+def _hint(error: Exception, check: Check, case: Case) -> str:
+    if isinstance(error, ValidationError) and any(e["type"] == "frozen_instance" for e in error.errors()):
+        return "; a variant keeps nothing on self; Shaped.carried hands numbers to the next step"
+    if isinstance(error, AttributeError) and error.name and error.obj is not None:
+        return did_you_mean(error.name, [name for name in dir(error.obj) if not name.startswith("_")])
+    for field, (declaration, value) in case.undeclared.items():
+        given: dict[str, Any] = {field: value}
+        try:
+            check(case._replace(batch=replace(case.batch, **given)))
+        except Exception:  # it is not this that lacks
+            continue
+        return f"; it reads {field}, which are given with {declaration} = True only"
+    return ""

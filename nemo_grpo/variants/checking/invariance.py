@@ -10,7 +10,15 @@ from typing import Any
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Objective
-from nemo_grpo.variants.small_steps import SEED, TOKEN_TENSORS, changed, counts, loss_and_gradient, whole
+from nemo_grpo.variants.small_steps import (
+    SEED,
+    changed,
+    counts,
+    loss_and_gradient,
+    loss_of,
+    split,
+    token_tensors,
+)
 
 RTOL, ATOL = 1e-9, 1e-12
 
@@ -46,9 +54,9 @@ def ignores_padding(objective: Objective, batch: TokenBatch, left: int, right: i
     """Columns that no response uses change nothing."""
 
     def padded(x: Tensor, value: float | bool) -> Tensor:
-        return torch.nn.functional.pad(x.detach(), (left, right), value=value)
+        return torch.nn.functional.pad(x, (left, right), value=value)
 
-    tensors = {name: padded(x, -7.0) for name in TOKEN_TENSORS if (x := getattr(batch, name)) is not None}
+    tensors = {name: padded(x, -7.0) for name, x in token_tensors(batch).items()}
     wide = changed(batch, **tensors, token_mask=padded(batch.token_mask, False))
     value, gradient, prepared = loss_and_gradient(objective, wide)
     return _compare(
@@ -82,10 +90,9 @@ def survives_packing(objective: Objective, batch: TokenBatch) -> str | None:
 def ignores_what_is_masked(objective: Objective, batch: TokenBatch, garbage: float) -> str | None:
     """Garbage under the mask reaches neither loss, gradient nor metrics; bit by bit."""
     value, gradient, prepared = loss_and_gradient(objective, batch)
-    tensors = {name: x.detach() for name in TOKEN_TENSORS if (x := getattr(batch, name)) is not None}
     bad = changed(
         batch,
-        **{name: torch.where(batch.mask, x, garbage) for name, x in tensors.items()},
+        **{name: torch.where(batch.mask, x, garbage) for name, x in token_tensors(batch).items()},
         rewards=torch.where(batch.sample_mask, batch.rewards, garbage),
     )
     bad_value, bad_gradient, bad_prepared = loss_and_gradient(objective, bad)
@@ -105,19 +112,21 @@ def ignores_what_is_masked(objective: Objective, batch: TokenBatch, garbage: flo
 
 def metrics_add_up(objective: Objective, batch: TokenBatch) -> str | None:
     """The parts' metrics add up to the step's."""
-    prepared, how = objective.prepare(batch, seed=SEED), counts(batch)
-    rows = whole(objective, batch)
-    if not objective.whole_groups_per_loss_call:
-        rows = list(torch.arange(len(batch.rewards)).split(1))
-    parts = [objective.loss(prepared.select(part), **how)[1] for part in rows]
-    at_once = [objective.loss(prepared.select(part), **how)[1] for part in whole(objective, batch)]
+    prepared, current = objective.prepare(batch, seed=SEED), batch.next_token_logprobs
+
+    def metrics(rows: Sequence[Tensor] | None) -> list[dict[str, Tensor]]:
+        parts = split(objective, prepared, current, rows)
+        return [objective.loss(part, **counts(batch))[1] for part in parts]
+
+    by_row = None if objective.whole_groups_per_loss_call else torch.arange(len(batch.rewards)).split(1)
+    at_once, parts = metrics(None), metrics(by_row)
     for name in at_once[0]:
         one = sum((each[name] for each in at_once), torch.zeros(()))
-        split = sum((part[name] for part in parts), torch.zeros(()))
-        if not torch.allclose(one, split, RTOL, ATOL):
+        added = sum((part[name] for part in parts), torch.zeros(()))
+        if not torch.allclose(one, added, RTOL, ATOL):
             return (
                 f"expected that the parts' {name} adds up to the step's, {one.item():.6g}; found "
-                f"{split.item():.6g}; give a number per token [B, T] or per response [B]; the mean is logged"
+                f"{added.item():.6g}; give a number per token [B, T] or per response [B]; the mean is logged"
             )
     return None
 
@@ -135,12 +144,10 @@ def agrees_with_differences(objective: Objective, batch: TokenBatch) -> str | No
 def _distance_to_differences(objective: Objective, batch: TokenBatch, *, held: bool) -> float:
     """Largest difference between gradient and central difference, in units of what rounding explains."""
     prepared, step, hold = objective.prepare(batch, seed=SEED), 1e-6, Held(active=held)
-    rows = whole(objective, batch)
 
     def loss(current: Tensor) -> Tensor:
-        parts = [prepared.select(part, next_token_logprobs=current[part]) for part in rows]
         with hold.again():
-            return torch.stack([objective.loss(part, **counts(batch))[0] for part in parts]).sum()
+            return loss_of(objective, prepared, current)
 
     current = batch.next_token_logprobs.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(current), current)
@@ -173,8 +180,8 @@ def keeps_dtype(objective: Objective, batch: TokenBatch) -> str | None:
     """A float32 step gives float32 advantages and gradient, near the float64 ones."""
     ids = torch.arange(len(batch.rewards)) * 7919  # draws go by these, not by the bits of logprobs
     batch = changed(batch, response_ids=ids)
-    tensors = {n: x.detach().float() for n in TOKEN_TENSORS if (x := getattr(batch, n)) is not None}
-    value, gradient, prepared = loss_and_gradient(objective, changed(batch, **tensors))
+    step = changed(batch, **token_tensors(batch, torch.float32))
+    value, gradient, prepared = loss_and_gradient(objective, step)
     kinds = {prepared.advantages.dtype, gradient.dtype}
     if kinds != {torch.float32}:
         return f"expected float32 for a float32 step; found {kinds}; return .to(batch.prev_logprobs.dtype)"

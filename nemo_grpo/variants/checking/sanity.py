@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from nemo_grpo.core.advantages import implausible_advantage
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
-from nemo_grpo.core.objective import Objective, Shaped
+from nemo_grpo.core.objective import Objective
 from nemo_grpo.variants.base import RatioConfig, VariantConfig
 from nemo_grpo.variants.small_steps import (
     SEED,
@@ -18,8 +18,11 @@ from nemo_grpo.variants.small_steps import (
     changed,
     counts,
     loss_and_gradient,
+    loss_of,
     random_step,
-    whole,
+    shaped_by,
+    split,
+    token_tensors,
 )
 
 NEAR = 0.8
@@ -30,11 +33,7 @@ def names_are_known(config: VariantConfig) -> str | None:
     """No attribute of the user's class is a near miss of one that the package reads."""
     known = {name for name in dir(RatioConfig) if not name.startswith("_")} | set(RatioConfig.model_fields)
     for owner in type(config).__mro__:
-        if (
-            owner.__module__.startswith("nemo_grpo.")
-            or not issubclass(owner, BaseModel)
-            or owner is BaseModel
-        ):
+        if owner.__module__.startswith(("nemo_grpo.", "pydantic.")) or not issubclass(owner, BaseModel):
             continue
         own = {*vars(owner), *vars(owner).get("__annotations__", {})}
         for name in sorted(name for name in own - known if not name.startswith("_")):
@@ -70,10 +69,8 @@ def gives_the_same_again(objective: Objective, batch: TokenBatch) -> str | None:
     """A step gives the same advantages and losses again, after another step, too."""
 
     def results(step: TokenBatch) -> list[Tensor]:
-        prepared, current = objective.prepare(step, seed=SEED), step.next_token_logprobs
-        parts = [prepared.select(p, next_token_logprobs=current[p]) for p in whole(objective, step)]
-        losses = [objective.loss(part, **counts(step))[0].detach() for _ in range(2) for part in parts]
-        one, two = torch.stack(losses).view(2, -1).sum(1)
+        prepared = objective.prepare(step, seed=SEED)
+        one, two = (loss_of(objective, prepared, step.next_token_logprobs).detach() for _ in range(2))
         weights = prepared.token_weights
         return [one, two, prepared.advantages, prepared.advantages if weights is None else weights]
 
@@ -105,17 +102,16 @@ def shapes_fit(objective: Objective, batch: TokenBatch) -> str | None:
     if shaped.advantages[~batch.mask].any():
         return (
             "expected advantages of exactly 0 outside batch.mask; found others; multiply the group's, or use "
-            "core.masking.zero_outside"
+            "core.statistics.zero_outside"
         )
-    for part in whole(objective, batch):
-        terms = objective.terms(prepared.select(part, next_token_logprobs=batch.next_token_logprobs[part]))
-        size = (len(part), tokens[1])
+    for part in split(objective, prepared, batch.next_token_logprobs):
+        terms, size = objective.terms(part), tuple(part.advantages.shape)
         for name, value in (("policy", terms.policy), ("kl", terms.kl)):
             if value is not None and tuple(value.shape) != size:
                 remedy = "x[:, None].expand_as(batch.mask) spreads [B] over them"
                 return _shape(f"TokenTerms.{name}", value, size, remedy)
         for name, value in terms.metrics.items():
-            if tuple(value.shape) not in (size, (len(part),)):
+            if tuple(value.shape) not in (size, size[:1]):
                 return _shape(f"the metric {name}", value, size, f"or a number per response, {list(rows)}")
             if value.requires_grad:
                 return f"expected metrics without gradient; found one of {name}; append .detach()"
@@ -132,9 +128,7 @@ def _shape(name: str, value: Tensor, want: tuple[int, ...], remedy: str) -> str:
 def has_a_gradient(objective: Objective, batch: TokenBatch) -> str | None:
     """The loss depends on the current policy, and moves it in a step's first update."""
     current = batch.prev_logprobs.clone().requires_grad_()
-    prepared = objective.prepare(batch, seed=SEED)
-    parts = [prepared.select(part, next_token_logprobs=current[part]) for part in whole(objective, batch)]
-    total = torch.stack([objective.loss(part, **counts(batch))[0] for part in parts]).sum()
+    total = loss_of(objective, objective.prepare(batch, seed=SEED), current)
     gradient = torch.autograd.grad(total, current, allow_unused=True)[0] if total.requires_grad else None
     if gradient is not None and gradient.any():
         return None
@@ -142,12 +136,6 @@ def has_a_gradient(objective: Objective, batch: TokenBatch) -> str | None:
         "expected that the loss of a step whose rewards differ moves the policy; found no gradient at any "
         "token; compute the policy term from prepared.batch.next_token_logprobs, without detach() on its way"
     )
-
-
-def shaped_by(objective: Objective, batch: TokenBatch) -> Shaped:
-    """Advantages and weights as `Objective.prepare` asks for them."""
-    clean = batch.clean()
-    return objective.shape(replace(clean, next_token_logprobs=clean.prev_logprobs), SEED)
 
 
 def moves_the_right_way(config: VariantConfig, objective: Objective, batch: TokenBatch) -> str | None:
@@ -160,9 +148,7 @@ def moves_the_right_way(config: VariantConfig, objective: Objective, batch: Toke
 
     def downhill(part: PreparedBatch) -> Tensor:
         current = batch.prev_logprobs.clone().requires_grad_()
-        parts = [part.select(rows, next_token_logprobs=current[rows]) for rows in whole(plain, batch)]
-        total = torch.stack([plain.loss(each, **counts(batch))[0] for each in parts]).sum()
-        return -torch.autograd.grad(total, current)[0]
+        return -torch.autograd.grad(loss_of(plain, part, current), current)[0]
 
     nothing = replace(prepared, advantages=torch.zeros_like(prepared.advantages))
     moves = downhill(prepared) - downhill(nothing)
@@ -191,8 +177,8 @@ def is_finite(objective: Objective, batch: TokenBatch) -> str | None:
                 "core.kl.kl_estimate, which clamp, or clamp your exponents"
             )
         about = dict(prepared.metrics)
-        for part in whole(objective, step):
-            about |= objective.loss(prepared.select(part), **counts(step))[1]
+        for part in split(objective, prepared, step.next_token_logprobs):
+            about |= objective.loss(part, **counts(step))[1]
         if bad := [metric for metric, number in about.items() if not number.isfinite()]:
             return f"{where}; found metrics that are not: {bad}; clamp them likewise"
     return None
@@ -200,7 +186,7 @@ def is_finite(objective: Objective, batch: TokenBatch) -> str | None:
 
 def hard_steps(batch: TokenBatch) -> Iterator[tuple[str, TokenBatch]]:
     """(what is hard about it, the step), in float32 and outliers in float64, too."""
-    tensors = {n: x.detach().float() for n in TOKEN_TENSORS if (x := getattr(batch, n)) is not None}
+    tensors = token_tensors(batch, torch.float32)
     plain = changed(batch, **tensors, rewards=batch.rewards.float())
     yield "ordinary numbers", plain
     for name, far in (("the policy 100 nats above the scored one", 0.0), ("100 nats below it", -100.0)):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemo_grpo import TokenBatch, UserError, build_objective
-from nemo_grpo.core.reward_shaping import overlong_penalty
+from nemo_grpo.core.advantages import overlong_penalty
 
 
 def fields(**changes):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from nemo_grpo.core.batch import TokenBatch
-from nemo_grpo.engine.records import signal_shares
 from nemo_grpo.engine.rollout import Group, Scored, assemble
+from nemo_grpo.engine.step_metrics import signal_shares
 from nemo_grpo.report import tokens
 from nemo_grpo.report.tokens import (
     CURVE_SHARES,

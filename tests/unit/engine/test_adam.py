@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_grpo.engine.megatron import optimizer as megatron_optimizer
-from nemo_grpo.engine.megatron.adam import FusedLayoutAdam
+from nemo_grpo.engine.megatron.optimizer import FusedLayoutAdam
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
 
 LR, BETA1, BETA2, EPS, DECAY = 0.1, 0.8, 0.95, 1e-2, 0.3
@@ -141,7 +141,7 @@ def test_adam_is_installed_where_there_is_no_fused_one(monkeypatch, is_missing):
     from megatron.core import optimizer
     from megatron.core.optimizer import clip_grads, distrib_optimizer
 
-    from nemo_grpo.engine.megatron import adam as module
+    from nemo_grpo.engine.megatron import optimizer as module
 
     monkeypatch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", is_missing)
     for owner in (optimizer, distrib_optimizer):
@@ -154,7 +154,7 @@ def test_adam_is_installed_where_there_is_no_fused_one(monkeypatch, is_missing):
         (optimizer.optimizer, "multi_tensor_scale_impl"),
     ):
         monkeypatch.setattr(owner, name, None, raising=False)
-    module.install()
+    module.install_adam()
     assert optimizer.USING_PYTORCH_OPTIMIZER is False
     found = (optimizer.Adam, distrib_optimizer.Adam, clip_grads.l2_norm_impl)
     assert found == (

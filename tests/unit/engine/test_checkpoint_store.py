@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from nemo_grpo import UserError
-from nemo_grpo.engine.checkpoint import CheckpointStore
-from nemo_grpo.engine.inputs import data_files, keep_inputs
+from nemo_grpo.engine.checkpoint_store import CheckpointStore
+from nemo_grpo.engine.input_hashes import data_files, keep_inputs
 from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.engine.run_folder import RunFolder, own_copy
 from nemo_grpo.recipe import load_recipe

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
-from nemo_grpo.engine.megatron import rotary
+from nemo_grpo.engine.megatron import layers
 
 
 def angles(seed: int) -> torch.Tensor:
@@ -21,7 +21,7 @@ def heads(dtype: torch.dtype) -> torch.Tensor:
 def test_heads_are_turned_as_megatron_core_turns_them(dtype, tolerance):
     x, gradient = heads(dtype), heads(dtype).detach().flip(0)
     for seed in (0, 1, 0):  # other angles are not taken for those before
-        ours, theirs = rotary.rotate(x, angles(seed)), rotary._plain(x, angles(seed))
+        ours, theirs = layers.rotate(x, angles(seed)), layers._plain_rotary(x, angles(seed))
         assert ours.dtype == dtype
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
         found, expected = (torch.autograd.grad(y, x, gradient)[0] for y in (ours, theirs))
@@ -33,10 +33,10 @@ def test_heads_are_turned_as_megatron_core_turns_them(dtype, tolerance):
 )
 def test_what_it_does_not_have_is_megatron_cores(options):
     x, of = heads(torch.float64).detach(), angles(0)[..., : options.pop("width", 8)]
-    assert torch.equal(rotary.rotate(x, of, **options), rotary._plain(x, of, **options))
+    assert torch.equal(layers.rotate(x, of, **options), layers._plain_rotary(x, of, **options))
 
 
 def test_megatron_core_uses_it(monkeypatch):
-    monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_bshd", rotary._plain)
-    rotary.install()
-    assert rope_utils._apply_rotary_pos_emb_bshd is rotary.rotate
+    monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_bshd", layers._plain_rotary)
+    layers.use_own_rotary()
+    assert rope_utils._apply_rotary_pos_emb_bshd is layers.rotate

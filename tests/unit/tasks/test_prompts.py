@@ -5,8 +5,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
 from nemo_grpo.support.errors import UserError
-from nemo_grpo.tasks import PRESETS, Problem, Prompt, chat_messages, encode_prompt
+from nemo_grpo.tasks import PRESETS, Problem, Prompt, chat_messages, encode_prompt, parse_task
 from nemo_grpo.tasks.prompts import check_vocabulary, encode_many
 
 PROBLEM = Problem("id", "What is {1}?", "1")
@@ -124,3 +125,12 @@ def test_a_token_beyond_the_models_vocabulary_is_refused_by_the_problems_name():
         UserError, match="problem 'id': the tokenizer gives token 10, and the model's vocab_size is 10"
     ):
         check_vocabulary([0, 10, 3], PROBLEM, 10)
+
+
+@pytest.mark.parametrize("use_chat_template", [True, False])
+def test_many_prompts_are_encoded_as_one_by_one(use_chat_template):
+    tokenizer = build_tokenizer(parse_task({"name": "knights_knaves"}).build(), 300, 0)
+    prompt = Prompt(system="Think.", response_prefix="<think>", use_chat_template=use_chat_template)
+    problems = [Problem(str(n), f"{n} + {n * n}", "0", {}) for n in range(5)]
+    assert encode_many(tokenizer, prompt, problems) == [encode_prompt(tokenizer, prompt, p) for p in problems]
+    assert encode_many(tokenizer, prompt, []) == []

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from nemo_grpo import UserError
 from nemo_grpo.cli import app
-from nemo_grpo.variants import parse_loss_fn
-from nemo_grpo.variants.checking import check_variant, runner, try_out
+from nemo_grpo.variants import checking, parse_loss_fn
+from nemo_grpo.variants.checking import check_variant, try_out
 
 HEAD = """
 import torch
@@ -284,7 +284,7 @@ def test_commands_try_an_own_loss_before_anything_else(command):
 )
 def test_a_run_is_refused_with_two_failures_and_their_number(monkeypatch, number, told):
     failures = [("a", "1"), ("b", "2"), ("c", "3")][:number]
-    monkeypatch.setattr(runner, "check_variant", lambda _config, quick: failures)
+    monkeypatch.setattr(checking, "check_variant", lambda _config, quick: failures)
     with pytest.raises(UserError) as refused:
         try_out(parse_loss_fn({"variant": "gpg"}), "loss_fn.variant")
     assert str(refused.value) == f"loss_fn.variant=gpg: {told}; try `nemo-grpo variants check gpg`"

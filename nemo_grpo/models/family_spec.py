@@ -1,13 +1,13 @@
-"""Declaration of a family, and the reader of its config.json."""
+"""FamilySpec of a family, and the reader of its config.json."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_grpo.models.parts import Entry, decoder_table
+from nemo_grpo.models.config_validation import MAX_TENSORS, checked
+from nemo_grpo.models.shared_mappings import Entry, decoder_table
 from nemo_grpo.models.spec import ModelSpec
-from nemo_grpo.models.values import MAX_TENSORS, checked
 from nemo_grpo.support.errors import UserError
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -33,13 +33,13 @@ def rotary(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Declaration:
+class FamilySpec:
     """A model family.
 
     Attributes:
         architecture, model_type: how its config.json names it.
         has_qkv_bias, has_qk_norm: as in `ModelSpec`; or the key of config.json that says so.
-        has_post_norms, has_all_biases, has_sinks, has_output_gate, is_bridged: as in `ModelSpec`.
+        fixed: fields of `ModelSpec` that every model of the family has.
         is_computed: the embedded engine and the decoder compute it. False for a family with experts, or with
             settings in its config.json that change the computation and are not in `ModelSpec`.
         defaults: values that transformers takes where config.json does not say.
@@ -59,10 +59,7 @@ class Declaration:
     model_type: str
     has_qkv_bias: bool | str = False
     has_qk_norm: bool | str = False
-    has_post_norms: bool = False
-    has_all_biases: bool = False
-    has_sinks: bool = False
-    has_output_gate: bool = False
+    fixed: Mapping[str, bool] = field(default_factory=dict)
     is_computed: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
     expert_width: str = "moe_intermediate_size"
@@ -75,13 +72,9 @@ class Declaration:
     rope: Callable[[Mapping[str, Any]], dict[str, Any]] = rotary
     linear_layers: Callable[[Mapping[str, Any]], tuple[int, ...]] | None = None
     linear_sizes: Callable[[Mapping[str, Any]], tuple[int, int]] | None = None
-    is_bridged: bool = True
 
     def read(self, config: Mapping[str, Any], name: str) -> ModelSpec:
-        """The model of a config.json.
-
-        Raises: UserError: a size is missing, or a setting that neither tables nor planner count.
-        """
+        """The model of a config.json."""
         config = checked(config, name)
         text = {**self.defaults, **(config.get("text_config") or config)}
         self._check(text, name)
@@ -93,7 +86,7 @@ class Declaration:
             layers = int(text["num_hidden_layers"])
             _check_counts(name, heads, hidden, groups, layers * max(experts, 1))
             sizes = self.sizes(config) if self.sizes else {}
-            spec = ModelSpec(
+            return ModelSpec(
                 name=name,
                 model_type=self.model_type,
                 hidden_size=hidden,
@@ -107,10 +100,6 @@ class Declaration:
                 head_dim=int(text.get("qk_nope_head_dim") or text.get("head_dim") or hidden // heads),
                 has_qkv_bias=_says(self.has_qkv_bias, text),
                 has_qk_norm=_says(self.has_qk_norm, text),
-                has_post_norms=self.has_post_norms,
-                has_all_biases=self.has_all_biases,
-                has_sinks=self.has_sinks,
-                has_output_gate=self.has_output_gate,
                 linear_layers=self.linear_layers(text) if self.linear_layers else (),
                 linear_sizes=self.linear_sizes(text) if self.linear_sizes else (0, 0),
                 num_experts=experts,
@@ -128,9 +117,8 @@ class Declaration:
                 rope=self.rope(text),
                 sliding_window=_sliding_window(text),
                 sizes=sizes,
-                is_bridged=self.is_bridged,
+                **self.fixed,
             )
-        return spec
 
     def _check(self, text: Mapping[str, Any], name: str) -> None:
         for key in {"attention_bias", "mlp_bias"} - {self.has_qkv_bias}:
@@ -149,10 +137,7 @@ class Declaration:
 
 @contextmanager
 def complete(name: str) -> Iterator[None]:
-    """A key that config.json lacks, as a message.
-
-    Raises: UserError: instead of a KeyError.
-    """
+    """A key that config.json lacks, as a message."""
     try:
         yield
     except KeyError as error:

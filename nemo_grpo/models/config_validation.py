@@ -77,8 +77,7 @@ _KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 def checked(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A config.json's content without nulls, which say what a missing key says.
 
-    Args:   name: of the model, for messages.
-    Raises: UserError: a value that is read is not of its kind.
+    Args: name: of the model, for messages.
     """
     return _checked(config, f"config.json of {name}: ")
 

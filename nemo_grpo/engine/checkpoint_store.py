@@ -46,7 +46,6 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Attributes:
-        folder: where they lie.
         keep_top_k: how many to keep by ``metric``, besides the newest; None: all.
         metric: key of training_info's ``metrics``; without it in a checkpoint, newer ranks higher.
         leads: this process makes, renames and removes folders; the others only write into them.
@@ -108,8 +107,6 @@ class CheckpointStore:
         """The newest checkpoint whose files are as they were written; None if there is none at all.
 
         Newer ones that are damaged get another name. Every process of the run calls it.
-
-        Raises: UserError: there are checkpoints, and every one is damaged.
         """
         if self.leads:
             self._set_damaged_aside()
@@ -172,7 +169,6 @@ def _delete(path: Path) -> None:
 
 
 def _check(checkpoint: Path) -> None:
-    """Raises: UserError: a file is missing, not as it was written, or not in the list of hashes."""
     listed = check_sha256(checkpoint)
     if unlisted := len(files_in(checkpoint)) - listed:
         raise UserError(f"{checkpoint / SHA256SUMS} lacks {unlisted} of the files there; restore the folder")
@@ -185,10 +181,7 @@ def _name(step: int) -> str:
 
 
 def read_info(checkpoint: Path) -> dict[str, Any]:
-    """The checkpoint's training_info.json.
-
-    Raises: UserError: it is missing or not a mapping in JSON.
-    """
+    """The checkpoint's training_info.json."""
     path, remedy = checkpoint / INFO, "the checkpoint is damaged, remove its folder and resume again"
     with reading(path, "a mapping in JSON", remedy, TypeError):
         return dict(json.loads(path.read_text()))

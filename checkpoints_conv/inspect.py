@@ -26,10 +26,7 @@ class Summary:
 
 
 def summarize(path: Path) -> Summary:
-    """Describe a Hugging Face folder or a Megatron checkpoint; every file is checked for its length.
-
-    Raises: UserError: it is neither, or a file is damaged.
-    """
+    """Describe a Hugging Face folder or a Megatron checkpoint; every file is checked for its length."""
     if next(path.glob("*.safetensors"), None) is not None or (path / "config.json").exists():
         return _hf(path)
     return _megatron(path)

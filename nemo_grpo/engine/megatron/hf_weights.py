@@ -57,15 +57,15 @@ class HFWeights:
 
     @torch.no_grad()
     def load(self, hf_tensors: Mapping[str, Tensor]) -> None:
-        """Copy Hugging Face tensors into the parameters; every rank calls it with all tensors.
-
-        Raises: UserError: tensors missing, left over, or of another shape than config.json says.
-        """
+        """Copy Hugging Face tensors into the parameters; every rank calls it with all tensors."""
         full = dict(self.family.to_megatron(hf_tensors))
         for name, parameter in self.local_parameters():
             # Pipeline stages other than the first hold a tied output layer as a copy of the embedding.
             source = full.get(local_name(name) or name, full["embedding.word_embeddings.weight"])
-            parameter.copy_(own_part(name, _pad_vocabulary(name, source, parameter)))
+            if _is_vocabulary(name):  # rows of zeros behind it, up to the size that the ranks can share
+                rows = parameter.shape[0] * parallel_state.get_tensor_model_parallel_world_size()
+                source = torch.nn.functional.pad(source, (0, 0, 0, rows - source.shape[0]))
+            parameter.copy_(own_part(name, source))
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of every weight, whole, on every rank; views where possible."""
@@ -76,7 +76,10 @@ class HFWeights:
         layers = self.model.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0
         for name, parameter in self.model.named_parameters():
-            yield _with_offset(name, offset), parameter
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(int(parts[2]) + offset)
+            yield ".".join(parts), parameter
 
     @torch.no_grad()
     def gather(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -124,18 +127,3 @@ def own_part(name: str, full: Tensor) -> Tensor:
         return full
     rank = parallel_state.get_tensor_model_parallel_rank()
     return torch.cat([block.chunk(size, dim)[rank] for block in full.chunk(blocks, dim)], dim)
-
-
-def _pad_vocabulary(name: str, full: Tensor, parameter: Tensor) -> Tensor:
-    """Rows of zeros behind the vocabulary, up to the size that the ranks can share."""
-    if not _is_vocabulary(name):
-        return full
-    rows = parameter.shape[0] * parallel_state.get_tensor_model_parallel_world_size()
-    return torch.nn.functional.pad(full, (0, 0, 0, rows - full.shape[0]))
-
-
-def _with_offset(name: str, offset: int) -> str:
-    parts = name.split(".")
-    if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(int(parts[2]) + offset)
-    return ".".join(parts)

@@ -35,7 +35,7 @@ def model_files(source: Path) -> dict[str, Path]:
     }
 
 
-def used_when_resumed(files: Mapping[str, Path], recipe: Recipe, *, has_reference: bool) -> dict[str, Path]:
+def resume_inputs(files: Mapping[str, Path], recipe: Recipe, *, has_reference: bool) -> dict[str, Path]:
     """Return the input files that a resumed run still reads: weights only with LoRA or a reference policy.
 
     A warm start that is made again has the same tokenizer, and a config with the versions of its making.
@@ -52,8 +52,7 @@ def used_when_resumed(files: Mapping[str, Path], recipe: Recipe, *, has_referenc
 def check_inputs(run: Path, files: Mapping[str, Path], remedy: str) -> None:
     """Refuse files that have changed since a run began; runs of older versions have no record.
 
-    Args:   remedy: other than undoing the change.
-    Raises: UserError: naming the file with both hashes.
+    Args: remedy: other than undoing the change.
     """
     before = _read(run)
     for name, path in files.items():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_grpo.engine import heap
+from nemo_grpo.engine import malloc
 
 BLOCK = 100_000  # bytes; larger ones the C library gives back itself
 
@@ -24,7 +24,7 @@ def test_memory_below_a_block_in_use_is_given_back() -> None:
     blocks = [b"x" * BLOCK for _ in range(2000)]
     del blocks[:-1]
     before = resident()
-    heap.give_back()
+    malloc.give_back()
     assert before - resident() > 1000 * BLOCK
     assert blocks == [b"x" * BLOCK]
 
@@ -33,8 +33,8 @@ def test_memory_below_a_block_in_use_is_given_back() -> None:
 def test_a_large_block_that_was_freed_costs_no_page_faults_again() -> None:
     script = """
 import resource
-from nemo_grpo.engine import heap
-heap.keep()
+from nemo_grpo.engine import malloc
+malloc.keep()
 for _ in range(2):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     bytearray(b"x") * 2**26
@@ -54,5 +54,5 @@ def test_an_older_library_that_refuses_a_threshold_gets_the_most_that_it_takes(m
         return int(taken)
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
-    heap.keep()
+    malloc.keep()
     assert thresholds == {-1: 2**31 - 1, -3: 2**25}

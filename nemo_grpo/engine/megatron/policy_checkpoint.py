@@ -1,0 +1,233 @@
+"""A policy's state on disk, through megatron-core's own distributed checkpointing.
+
+megatron-core before 0.19 forks a process per file at every save. A trainer killed meanwhile leaves them
+asleep with its memory, and one of them killed leaves the trainer waiting for ever. Later versions use threads
+and do not say why one of them failed. Here the files are written by a thread of this process, which cannot
+outlive it and tells every failure.
+"""
+
+import inspect
+import io
+import logging
+import pickle
+import queue
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.validation import StrictHandling
+
+from checkpoints_conv.formats.torch_dist import METADATA, TorchDistReader
+from checkpoints_conv.run_config import RUN_CONFIG
+from nemo_grpo.engine.megatron.optimizer import SHARDING
+from nemo_grpo.engine.megatron.policy import MegatronPolicy
+from nemo_grpo.support import distributed
+from nemo_grpo.support.errors import UserError, first_line
+
+log = logging.getLogger(__name__)
+
+# Versions that have several writers default to one that is another package.
+_STRATEGY: dict[str, Any] = (
+    {"async_strategy": "mcore"}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+    else {}
+)
+
+
+_WRITERS = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
+"""megatron-core's writer of a rank's files before 0.19, and since."""
+
+
+class PendingWrite:
+    """A checkpoint whose tensors are being written. Every rank makes one and calls its methods alike."""
+
+    def __init__(self, request: Any, *, asynchronous: bool) -> None:
+        """Start.
+
+        Args: request: what `dist_checkpointing.save` returned.
+              asynchronous: return at once, with copies of the tensors; else when this rank's are written.
+        """
+        self._request = request
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if request.async_fn is None:  # nothing to write on this rank
+            return
+        arguments = list(request.async_fn_args)
+        if request.preload_fn is not None:
+            arguments[1] = request.preload_fn()
+        if not asynchronous:
+            request.async_fn(*arguments, **request.async_fn_kwargs)
+            return
+        if not torch.cuda.is_available():  # from a GPU these are copies already
+            arguments[1] = [
+                (file, key, (objects, [(item, tensor.clone()) for item, tensor in tensors]))
+                for file, key, (objects, tensors) in arguments[1]
+            ]
+
+        def write() -> None:
+            try:
+                request.async_fn(*arguments, **request.async_fn_kwargs)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=write, daemon=True)
+        self._thread.start()
+
+    def is_written(self) -> bool:
+        """True when this rank has nothing left to write; it may have failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for this rank's tensors, then, with the other ranks, write the metadata."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            filesystem_async._results_queue.put(self._error)
+        for finalize in self._request.finalize_fns:
+            finalize()
+
+
+def begin_save(
+    policy: MegatronPolicy, folder: Path, iteration: int, *, asynchronous: bool = False
+) -> PendingWrite:
+    """Write model, optimizer and schedule as torch_dist; complete after the result's ``finish``.
+
+    Every rank of the policy calls it. With LoRA the model is its adapters, under Megatron-Bridge's names,
+    with their scale in `RUN_CONFIG`.
+
+    Args: asynchronous: the tensors are written while the caller goes on.
+    """
+    write_in_this_process()
+    folder.mkdir(parents=True, exist_ok=True)
+    state: dict[str, Any] = policy.sharded_state_dict(loading=False)
+    state |= {"iteration": iteration, "lora": _lora_of(policy)}
+    with torch.no_grad():
+        request = dist_checkpointing.save(
+            state, str(folder), async_sharded_save=True, content_metadata=SHARDING, **_STRATEGY
+        )
+        pending = PendingWrite(request, asynchronous=asynchronous)
+    if policy.lora is not None and distributed.is_rank_zero():
+        (folder / RUN_CONFIG).write_text(f"peft:\n  dim: {policy.lora.dim}\n  alpha: {policy.lora.alpha}\n")
+    return pending
+
+
+def write_in_this_process() -> None:
+    """Make megatron-core write by `_write_files`, and collect the results here; safe to call twice."""
+    if getattr(filesystem_async, "_results_queue", None) is None:
+        filesystem_async._results_queue = queue.Queue()
+    for name in _WRITERS:
+        if hasattr(filesystem_async.FileSystemWriterAsync, name):
+            setattr(filesystem_async.FileSystemWriterAsync, name, staticmethod(_write_files))
+
+
+def _write_files(
+    transforms: list[Any], _use_msc: bool, _rank: int, buckets: list[Any], results: queue.Queue[Any]
+) -> None:
+    """Write and flush one file per bucket; the results, or what was raised, go into the queue."""
+    written: dict[int, Any] = {}
+    processes = SimpleNamespace(get=lambda: None, task_done=lambda: None)  # the writer counts them
+    for number, bucket in enumerate(buckets):
+        result: queue.Queue[Any] = queue.Queue()
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, number, bucket, result, processes, use_fsync=True
+        )
+        _, outcome = result.get_nowait()
+        if isinstance(outcome, Exception):
+            results.put(outcome)
+            return
+        written[number] = outcome
+    results.put(written)
+
+
+def check_readable(folder: Path) -> None:
+    """Read the index of what `begin_save` wrote as `load_policy` will; no tensor is read."""
+    try:
+        load_sharded_metadata(str(folder))
+        dist_checkpointing.load_common_state_dict(str(folder))
+    except Exception as error:  # whatever two packages that do not fit raise
+        installed = " and ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
+        raise UserError(
+            f"{folder} was written and cannot be read back: no run could resume from it. {installed} do not "
+            f"fit ({type(error).__name__}: {first_line(error)}); install nemo-grpo again, by `pip install`, "
+            "which chooses versions that do"
+        ) from error
+
+
+def load_policy(policy: MegatronPolicy, folder: Path) -> None:
+    """Read what `begin_save` wrote, at this policy's layout. The policy must have its optimizer already."""
+    with closing(TorchDistReader(folder)) as reader:  # refuses metadata that would run code
+        if reader.folder != folder:
+            raise UserError(f"{folder} has no {METADATA}, a folder in it has; copy the checkpoint again")
+    with _data_alone():
+        _load_policy(policy, folder)
+
+
+def _load_policy(policy: MegatronPolicy, folder: Path) -> None:
+    common, wanted = dist_checkpointing.load_common_state_dict(str(folder)), _lora_of(policy)
+    if (saved := common.get("lora")) != wanted:
+        raise UserError(
+            f"{folder} was written with LoRA settings {saved}, policy.megatron_cfg.peft says {wanted}; "
+            "resume with the same ones (None: peft.enabled=false)"
+        )
+    state = policy.sharded_state_dict(loading=True)
+    absent = _absent_extra_states(state["model"], folder)
+    for name in absent:
+        del state["model"][name]
+    with warnings.catch_warnings():  # about how megatron-core calls torch
+        warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+        loaded = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
+    loaded["model"] |= dict.fromkeys(absent)  # None: the layer keeps what it has
+    policy.load_state_dict(loaded)
+
+
+@contextmanager
+def _data_alone() -> Iterator[None]:
+    """Within the block ``torch.load`` runs no pickled code; torch's own reader of checkpoints asks it to."""
+    load = torch.load
+
+    def restricted(*args: Any, **kwargs: Any) -> Any:
+        return load(*args, **{**kwargs, "weights_only": True})
+
+    torch.load = restricted
+    try:
+        with torch.serialization.safe_globals([io.BytesIO]):  # FP8's scaling history
+            yield
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"the checkpoint holds something besides data and was not read: {first_line(error)}"
+        ) from None
+    finally:
+        torch.load = load
+
+
+def _absent_extra_states(model: dict[str, Any], folder: Path) -> list[str]:
+    """Names of what Transformer Engine's layers keep besides weights and the local layers did not save.
+
+    That is FP8's scaling history, which a layer builds up anew. Any other absence is an error when loading.
+    """
+    asked = {
+        name: part.unique_key
+        for name, part in model.items()
+        if isinstance(part, ShardedObject) and name.endswith("._extra_state")
+    }
+    there = load_sharded_metadata(str(folder)) if asked else {}
+    absent = [name for name, key in asked.items() if key not in there]
+    if absent:
+        log.info("%s was written by other layers: %d FP8 states begin anew", folder, len(absent))
+    return absent
+
+
+def _lora_of(policy: MegatronPolicy) -> dict[str, Any] | None:
+    return None if policy.lora is None else asdict(policy.lora)
