@@ -17,6 +17,7 @@ from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.export import bridges_export, compare_folders, compare_with_base, convert
 from nemo_grpo.rehearsal.run_output import Recorded, Row, Scored, num_tokens
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, newest_checkpoint
+from nemo_grpo.tasks.scoring import component_means
 
 log = logging.getLogger(__name__)
 
@@ -144,11 +145,16 @@ def rewards(run: Recorded) -> str:
     _refuse(not means or not all(map(math.isfinite, means)), shown)
     if not run.is_graded_here:
         return f"{shown}; by NeMo-RL's environment"
-    wrong = [one for one in run.scored if not math.isclose(one.recorded, _shaped(run, one), abs_tol=1e-4)]
+    wrong = [one for one in run.scored if not _same(one.recorded, _shaped(run, one))]
     if wrong:
         raise Failed(f"{shown}; {_disagreement(wrong, len(run.scored))}")
     _refuse(not run.scored, f"{shown}, so no reward is compared")
     return f"{shown}; {len(run.scored)} rewards are the grader's"
+
+
+def _same(recorded: float, graded: float) -> bool:
+    """Compare two rewards; NaN is that of a function that abstains."""
+    return math.isclose(recorded, graded, abs_tol=1e-4) or (math.isnan(recorded) and math.isnan(graded))
 
 
 def _shaped(run: Recorded, one: Scored) -> float:
@@ -272,8 +278,8 @@ AFTER_TRAINING = ("export",)
 def reward_components(run: Recorded) -> dict[str, float]:
     """Mean of each component that the recipe weights, over the run's responses."""
     weights = run.rehearsal.taught.nemo_grpo.rewards
-    found = run.scored
-    return {name: fmean(one.scores[name] for one in found) for name in weights} if found else {}
+    means = component_means([one.scores for one in run.scored]) if run.scored else {}
+    return {name: means[f"reward/{name}"] for name in weights if f"reward/{name}" in means}
 
 
 def _shown(components: Mapping[str, float]) -> str:
@@ -284,7 +290,8 @@ def _shown(components: Mapping[str, float]) -> str:
 
 def sample(run: Recorded) -> str:
     """One response with its reward; the best one."""
-    best = max(run.scored, key=lambda one: one.reward, default=None)
+    rewarded = [one for one in run.scored if not math.isnan(one.reward)]
+    best = max(rewarded, key=lambda one: one.reward, default=None)
     if best is None:
         return ""
     shown = re.sub(r"\s+", " ", best.response)[:SAMPLE_LENGTH]
