@@ -94,7 +94,9 @@ TABLE = (
     Alias("logger.wandb_enabled", "report_to", "logger", "use_wandb"),
     Alias("nemo_grpo.run_name", "run_name", "experiment_name", "wandb_run_name"),
     Alias("nemo_grpo.task", "train_dataset", "train_files val_files", "prompt_data",
-          "a task's name, and its JSONL files of question and answer"),
+          "a task's name, and its JSONL or Parquet files"),
+    Alias("nemo_grpo.task.columns", "", "prompt_key", "input_key label_key",
+          "{question: prompt, answer: reward_model.ground_truth} reads verl's files"),
     Alias("nemo_grpo.rewards", "reward_funcs reward_weights", "custom_reward_function", "remote_rm_url",
           "the task's own, or your function: {reward.py:score: 1.0}"),
 )  # fmt: skip
