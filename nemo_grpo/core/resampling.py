@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -10,8 +11,12 @@ T = TypeVar("T")
 
 
 def rewards_differ(rewards: Sequence[float]) -> bool:
-    """True if a group carries signal: max differs from min (a std sees signal in float noise)."""
-    return len(rewards) > 0 and max(rewards) != min(rewards)
+    """True if a group carries signal: max differs from min (a std sees signal in float noise).
+
+    NaN is no reward: its response is not in the group.
+    """
+    given = [reward for reward in rewards if not math.isnan(reward)]
+    return len(given) > 0 and max(given) != min(given)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from nemo_grpo.tasks.jsonl import worked_answer
+from nemo_grpo.tasks.columns import worked_answer
 from nemo_grpo.tasks.rewards.final_answer import last_boxed
 
 Row = Mapping[str, Any]

@@ -214,7 +214,7 @@ def remedies(missing: Iterable[str]) -> Iterator[str]:
         else:
             yield (
                 f"nemo_grpo.task: {file} is missing; correct the path, or write it: of problems, JSON lines "
-                "with question and answer"
+                "or Parquet with question and answer"
             )
     for folder, names in folders.items():
         yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from nemo_grpo.tasks.scoring import Scorer
 
 @dataclass(frozen=True)
 class Scored:
-    """A response with its reward's components and their weighted sum."""
+    """A response with its reward's components and their weighted sum; NaN: see `reward_of`."""
 
     response: Response
     scores: dict[str, float] = field(default_factory=dict)
@@ -38,8 +39,9 @@ class Group:
 
     def has_signal(self, *, drop_truncated: bool = False) -> bool:
         """True if the rewards of the responses differ and one of them trains."""
-        trains = not (drop_truncated and all(one.response.truncated for one in self.responses))
-        return trains and rewards_differ([one.reward for one in self.responses])
+        given = [one for one in self.responses if not math.isnan(one.reward)]
+        trains = not (drop_truncated and all(one.response.truncated for one in given))
+        return trains and rewards_differ([one.reward for one in given])
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Step:
             generation_logprobs=self.generation_logprobs,
             token_mask=self.token_mask,
             sample_mask=self.sample_mask,
-            rewarded=torch.ones_like(self.sample_mask),
+            rewarded=~self.rewards.isnan(),
             rewards=self.rewards,
             group_ids=self.group_ids,
             response_ids=self.response_ids,
@@ -105,7 +107,8 @@ def assemble(groups: Sequence[Group]) -> Step:
 
     Token column t speaks of input_ids[:, t + 1], so a response that starts at position p is counted from
     column p - 1. What an environment said is context: its columns are False in the mask. Rows are filled up
-    with token 0, on which nothing depends: many tokenizers have no padding token.
+    with token 0, on which nothing depends: many tokenizers have no padding token. A response without a reward
+    is masked as a whole.
     """
     flat = [(g, group.prompt, one) for g, group in enumerate(groups) for one in group.responses]
     prompt_lengths = torch.tensor([len(prompt) for _, prompt, _ in flat])
@@ -120,12 +123,13 @@ def assemble(groups: Sequence[Group]) -> Step:
         generation_logprobs[row, start - 1 : end - 1] = one.response.logprobs
         token_mask[row, start - 1 : end - 1] = one.response.token_mask
     group_ids = torch.tensor([g for g, _, _ in flat])
+    rewards = torch.tensor([one.reward for _, _, one in flat], dtype=torch.float32)
     return Step(
         sequences=Sequences(ids, lengths, prompt_lengths, group_ids),
         token_mask=token_mask,
-        sample_mask=torch.ones(len(flat), dtype=torch.bool),
+        sample_mask=~rewards.isnan(),
         generation_logprobs=generation_logprobs,
-        rewards=torch.tensor([one.reward for _, _, one in flat], dtype=torch.float32),
+        rewards=rewards,
         group_ids=group_ids,
         response_ids=response_ids(
             (prompt, one.response.tokens[one.response.token_mask].tolist()) for _, prompt, one in flat

@@ -116,7 +116,9 @@ def shape(step: Step, recipe: Recipe) -> Step:
             penalty=shaping.overlong_buffer_penalty,
         )
         step = replace(step, rewards=step.rewards + penalty)
-    return replace(step, sample_mask=~step.truncated) if recipe.grpo.overlong_filtering else step
+    if recipe.grpo.overlong_filtering:
+        step = replace(step, sample_mask=step.sample_mask & ~step.truncated)
+    return step
 
 
 # ------------------------------------------------------------------ records

@@ -17,6 +17,7 @@ from nemo_grpo.support.errors import UserError, did_you_mean
 from nemo_grpo.support.files import sha256_of
 from nemo_grpo.tasks import PRESETS, TASKS, Problem, Prompt, Task, TaskConfig, encode_prompt
 from nemo_grpo.tasks.jsonl import FileTaskConfig, read_problems
+from nemo_grpo.tasks.rows import PARQUET
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def load_benchmarks(config: EvalConfig) -> list[Benchmark]:
 
 
 def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
-    """A data set by name, a JSONL file, or ``recipe``: its held-out problems."""
+    """A data set by name, a JSONL or Parquet file, or ``recipe``: its held-out problems."""
     path = None if item == RECIPE else _path_of(item, config.data_dir)
     base, prompt, prompt_name, by_recipe = _asked(path, config)
     if base.needs_images and not config.uses_vllm:
@@ -106,7 +107,8 @@ def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
         assert config.section is not None
         problems = task.validation_problems(config.num_problems or config.section.evaluation.num_problems)
         return Benchmark(RECIPE, task, problems, prompt, prompt_name, by_recipe)
-    problems = read_problems([path], with_images=base.needs_images)[: config.num_problems]
+    read = read_problems([path], with_images=base.needs_images, columns=getattr(base, "columns", {}))
+    problems = read[: config.num_problems]
     if not problems:
         raise UserError(f"--benchmarks {item}: {path} holds no problems")
     digest, manifest = sha256_of(path), read_manifest(path)
@@ -117,12 +119,12 @@ def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
 
 def _path_of(item: str, data_dir: Path) -> Path:
     path = Path(item)
-    if path.suffix != ".jsonl":
+    if path.suffix not in (".jsonl", PARQUET):
         path = data_dir / f"{find_source(item).name}.jsonl"
         if not path.is_file():
             raise UserError(
                 f"--benchmarks {item}: {path} is missing; run `nemo-grpo data prepare {path.stem} --out "
-                f"{data_dir}`, or give the path of a JSONL file"
+                f"{data_dir}`, or give the path of a JSONL or Parquet file"
             )
     return path
 
@@ -139,10 +141,12 @@ def _asked(path: Path | None, asked: EvalConfig) -> tuple[TaskConfig, Prompt, st
             )
         config, of_recipe = task, True
     else:
-        name = asked.task or str((read_manifest(path) or {}).get("task", "math"))
+        manifest = read_manifest(path)
+        name = asked.task or str((manifest or {}).get("task", "math"))
         of_recipe = task is not None and task.name == name
         given = task.model_dump() if task is not None and of_recipe else {}
-        files = {"validation_files": (str(path),), "train_files": ()}
+        files: dict[str, Any] = {"validation_files": (str(path),), "train_files": ()}
+        files |= {"columns": {}} if manifest else {}  # a prepared set has its own
         kinds = {name: kind for name, kind in TASKS.items() if issubclass(kind, FileTaskConfig)}
         if name not in kinds:
             raise UserError(f"--task {name} reads no files{did_you_mean(name, kinds)}")

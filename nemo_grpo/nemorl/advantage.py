@@ -141,7 +141,8 @@ class VariantEstimator:
     ) -> Tensor:
         """Compute the advantages of the step's tokens.
 
-        Args:    prompt_ids: [B, P].  rewards: [B].  mask: [B, S], token_mask x sample_mask.
+        Args:    prompt_ids: [B, P].  rewards: [B]; NaN leaves a response out of group and loss.
+                 mask: [B, S], token_mask x sample_mask.
                  repeated_batch: its conversations identify responses for random draws.
                  logprobs_policy, logprobs_reference: [B, S], nats; index t speaks of token t.
                  further: extra arguments of asynchronous training; ``generation_logprobs`` is used.
@@ -157,6 +158,8 @@ class VariantEstimator:
         self.step += 1
         if told := implausible_advantage(prepared):
             log.warning("step %d: %s", self.step, told)
+        if not batch.in_groups.all():  # a reward abstains
+            self.context.train_tensors["sample_mask"] = prepared.batch.sample_mask.float()
         if prepared.row_factors is not None:
             self.context.num_sequences = int(prepared.batch.sample_mask.sum())
         if self.folds:
@@ -224,14 +227,15 @@ class VariantEstimator:
                 "nemo_grpo.nemorl.run_grpo, whose Megatron worker computes them"
             )
         rewards = rewards.detach().float().cpu()
+        is_given = rewards.isfinite()
         return TokenBatch(
             prev_logprobs=_aligned(policy),
             generation_logprobs=_aligned(further.get("generation_logprobs")),
             reference_policy_logprobs=_aligned(reference) if self.objective.needs_reference else None,
             entropies=_aligned(entropies) if self.objective.needs_entropy else None,
             token_mask=_aligned(mask),
-            sample_mask=mask.bool().any(1).cpu(),
-            rewarded=rewards.isfinite(),
+            sample_mask=mask.bool().any(1).cpu() & is_given,
+            rewarded=is_given,
             rewards=rewards,
             group_ids=group_ids(prompt_ids, self.num_generations),
         )

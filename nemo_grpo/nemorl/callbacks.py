@@ -239,7 +239,10 @@ class RolloutRewards:
 
 
 class RewardMetrics(Callback):
-    """Adds the environments' `RolloutRewards` to the training metrics of every step."""
+    """Adds the environments' `RolloutRewards` to the training metrics of every step.
+
+    NeMo-RL's mean reward is NaN where a function abstains; it becomes the mean of the others.
+    """
 
     def __init__(self, environments: Sequence[Mapping[str, Any]]) -> None:
         """Args: environments: name -> actor, of training and validation; only ours keep components."""
@@ -253,4 +256,6 @@ class RewardMetrics(Callback):
         import ray
 
         taken = ray.get([actor.take_rewards.remote() for actor in self.actors])
-        return {name: value for numbers in taken for name, value in numbers.items()}
+        has_mean = "reward/mean" in metrics and math.isnan(metrics.get("reward", 0.0))
+        mean = {"reward": metrics["reward/mean"]} if has_mean else {}
+        return mean | {name: value for numbers in taken for name, value in numbers.items()}

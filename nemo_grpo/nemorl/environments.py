@@ -6,6 +6,7 @@ carries its problem as NeMo-RL's ``extra_env_info``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -196,13 +197,13 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         opening = self.scorer.first_words
         texts = [opening + "".join(message["content"] for message in log[1:]) for log in message_log_batch]
         scores = self.scorer(problems, texts, self.pool.map)
-        totals = [self._reward(score) for score in scores]
         numbers = [
             self.rewards.note(problem.id, score, info.get("response"))
             for problem, score, info in zip(problems, scores, metadata, strict=True)
         ]
         observations, episodes = self._observe(message_log_batch, metadata)
         over = [observation is None for observation in observations]
+        totals = [self._total(*one) for one in zip(scores, metadata, over, strict=True)]
         stop_texts = list(self.task.stop_texts) if isinstance(self.task, MultiTurnTask) else None
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": text or ""} for text in observations],
@@ -222,8 +223,10 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         """Take the components, see `RolloutRewards.take`."""
         return self.rewards.take()
 
-    def _reward(self, score: Mapping[str, float]) -> float:
+    def _total(self, score: Mapping[str, float], info: Mapping[str, Any], is_over: bool) -> float:
         reward = self.scorer.reward(score)
+        if math.isnan(reward):  # a function abstains: the whole response decides
+            return reward if is_over else float(info["rewarded"])
         return round(reward * REWARD_UNITS) / REWARD_UNITS if isinstance(self.task, MultiTurnTask) else reward
 
     def _observe(

@@ -84,6 +84,7 @@ def policy_factory(
             return {}
 
         def write_to_dataplane(self, meta: Any, fields: Any) -> None:
+            fields = fields | context.take_train_tensors()
             context.has_gradient = may_learn(fields)
             scale = context.take_row_scale(fields["sample_mask"])
             super().write_to_dataplane(meta, fields | {"advantages": fields["advantages"] * scale})

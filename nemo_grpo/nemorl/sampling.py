@@ -86,7 +86,7 @@ def _groups(batch: Any, num_generations: int) -> list[Any]:
 def _has_signal(group: Any, drops_truncated: bool) -> bool:
     """True if the task's rewards differ, and a response trains; a length penalty is not signal."""
     rewards = group["unshaped_total_reward" if "unshaped_total_reward" in group else "total_reward"]
-    trains = group["loss_multiplier"] > 0
+    trains = (group["loss_multiplier"] > 0) & rewards.isfinite()
     if drops_truncated:  # NeMo-RL sets their loss_multiplier to 0 after it has sampled
         trains &= ~torch.as_tensor(group["truncated"], dtype=torch.bool)
     return bool(trains.any()) and rewards_differ(rewards.tolist())

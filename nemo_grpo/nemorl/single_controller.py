@@ -115,7 +115,7 @@ class StepRecord:
             self.write({name: column.tolist() for name, column in rows.items()}, file)
         self.chunks = []
         self.step += 1
-        means = rows["rewards"].view(-1, self.num_generations).mean(1)
+        means = rows["rewards"].view(-1, self.num_generations).nanmean(1)
         mixed = (means > 0) & (means < 1)
         return {
             "mean_gen_tokens_per_sample": [float(rows["token_loss_mask"].sum(1).float().mean())],
@@ -226,9 +226,10 @@ def train(controller: Any, config: Any) -> None:
 
 @contextmanager
 def cut_prompts_left_out(manager: Any) -> Iterator[None]:
-    """Within the block, responses to a prompt that was cut at its longest length do not train.
+    """Within the block, responses to a prompt that was cut, and those without a reward, do not train.
 
-    NeMo-RL's data mark it by a loss_multiplier of 0, which its other trainers read.
+    NeMo-RL's data mark a prompt cut at its longest length by a loss_multiplier of 0, which its other trainers
+    read; a response has no reward where a function of the recipe abstains.
 
     Args: manager: NeMo-RL's `RolloutManager`.
     """
@@ -245,6 +246,7 @@ def cut_prompts_left_out(manager: Any) -> Iterator[None]:
         def record_to_train_batch(record: Any, *arguments: Any, **named: Any) -> Any:
             batch = theirs(record, *arguments, **named)
             batch["sample_mask"] = batch["sample_mask"] * record.metadata.get(MULTIPLIER, 1.0)
+            batch["sample_mask"] *= batch["total_reward"].isfinite()
             return batch
 
         return record_to_train_batch

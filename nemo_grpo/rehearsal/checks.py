@@ -17,6 +17,7 @@ from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.export import bridges_export, compare_folders, compare_with_base, convert
 from nemo_grpo.rehearsal.run_output import Recorded, Row, Scored, num_tokens
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, metrics, newest_checkpoint
+from nemo_grpo.tasks.scoring import component_means
 
 log = logging.getLogger(__name__)
 
@@ -146,11 +147,16 @@ def rewards(run: Recorded) -> str:
         return f"{shown}; by NeMo-RL's environment"
     for one in run.scored:
         _refuse(
-            not math.isclose(one.recorded, one.reward + _penalty(run, one), abs_tol=1e-4),
+            not _same(one.recorded, one.reward + _penalty(run, one)),
             f"{shown}; {one.response[:SAMPLE_LENGTH]!r} has {one.recorded:g}, the grader says {one.reward:g}",
         )
     _refuse(not run.scored, f"{shown}, so no reward is compared")
     return f"{shown}; {len(run.scored)} rewards are the grader's"
+
+
+def _same(recorded: float, graded: float) -> bool:
+    """Compare two rewards; NaN is that of a function that abstains."""
+    return math.isclose(recorded, graded, abs_tol=1e-4) or (math.isnan(recorded) and math.isnan(graded))
 
 
 def _penalty(run: Recorded, one: Scored) -> float:
@@ -256,8 +262,9 @@ AFTER_TRAINING = ("export",)
 
 def reward_components(run: Recorded) -> dict[str, float]:
     """Compute the mean of each component that the recipe weights, over the run's responses."""
-    weights, found = run.rehearsal.toy_recipe.nemo_grpo.rewards, run.scored
-    return {name: fmean(one.scores[name] for one in found) for name in weights} if found else {}
+    weights = run.rehearsal.toy_recipe.nemo_grpo.rewards
+    means = component_means([one.scores for one in run.scored]) if run.scored else {}
+    return {name: means[f"reward/{name}"] for name in weights if f"reward/{name}" in means}
 
 
 def _shown(components: Mapping[str, float]) -> str:
@@ -267,7 +274,8 @@ def _shown(components: Mapping[str, float]) -> str:
 
 def sample(run: Recorded) -> str:
     """Show the best response with its reward."""
-    best = max(run.scored, key=lambda one: one.reward, default=None)
+    rewarded = [one for one in run.scored if not math.isnan(one.reward)]
+    best = max(rewarded, key=lambda one: one.reward, default=None)
     if best is None:
         return ""
     texts = (re.sub(r"\s+", " ", text)[:SAMPLE_LENGTH] for text in (best.problem.question, best.response))

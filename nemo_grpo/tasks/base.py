@@ -37,21 +37,27 @@ ACCURACY = "1: the answer is correct; 0: it is wrong or missing"
 FORMAT = "1: the response has the form that the prompt asks for; 0: it does not"
 
 
+Message = Mapping[str, str]
+"""``role`` and ``content`` of a conversation's message."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One question with its reference answer.
 
     Attributes:
         id: unique within the task; the same problem has the same id in every run.
-        question: what goes into the prompt template.
+        question: what goes into the prompt template; of a conversation the last message, the user's.
         answer: the reference, as `Task.score` compares it.
         metadata: JSON values that the task needs for demonstrations or for analysis by kind.
+        history: messages before the question, with the conversation's own system message if it has one.
     """
 
     id: str
     question: str
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    history: Sequence[Message] = field(default=(), hash=False)
 
 
 class TaskConfig(BaseModel, ABC):
@@ -139,8 +145,11 @@ def checked_score(task: Task, problem: Problem, response: str) -> dict[str, floa
 
 
 def reward_of(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """The scalar reward: the recipe's ``nemo_grpo.rewards`` weights a response's components."""
-    return sum(weight * scores[name] for name, weight in weights.items())
+    """The scalar reward: the recipe's ``nemo_grpo.rewards`` weights a response's components.
+
+    NaN: a component with a weight abstains, and the response is left out of its group and of the loss.
+    """
+    return sum(weight * scores[name] for name, weight in weights.items() if weight)
 
 
 def is_held_out(key: object) -> bool:

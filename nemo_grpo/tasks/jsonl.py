@@ -1,15 +1,9 @@
-"""Problems from JSONL files: one object ``{"id", "question", "answer", "metadata"}`` per line.
-
-A missing id is the file's name and the line's number; an id or an answer may be a number. An answer in
-GSM8K's form, a worked solution that ends in ``#### 42``, is read as 42, its solution as metadata.solution.
-"""
+"""Problems from JSONL and Parquet files, whose rows `columns` reads."""
 
 import json
-import math
 import random
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -18,16 +12,10 @@ from pydantic import Field
 
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.base import Problem, TaskConfig, check_num_validation, stream
+from nemo_grpo.tasks.columns import Columns, Key, problem_of
 from nemo_grpo.tasks.response import render_response
+from nemo_grpo.tasks.rows import read_rows
 
-REQUIRED: tuple[tuple[str, tuple[type, ...], str], ...] = (
-    ("id", (int,), "a non-empty text or a whole number"),
-    ("question", (), "a non-empty text"),
-    ("answer", (int, float), "a non-empty text or a number"),
-)
-"""Key, the types besides text, the rule."""
-_CALCULATOR = re.compile(r"<<[^<>\n]*>>")
-_WORKED = re.compile(r"(|.*\s)####(?!#)([^\n]*)\s*", re.DOTALL)
 VALIDATION_FILES = "nemo_grpo.task.validation_files"
 STRATA = ("num_people", "task", "level")
 """Metadata whose values a subset of the validation problems represents in proportion."""
@@ -37,9 +25,11 @@ class FileTaskConfig(TaskConfig):
     """Parameters of every task whose problems come from files."""
 
     train_files: tuple[str, ...] = Field(default=(), strict=False)
-    """JSONL files, joined in this order; relative to the working directory."""
+    """JSONL or Parquet files, joined in this order; relative to the working directory."""
     validation_files: tuple[str, ...] = Field(default=(), strict=False)
-    """JSONL files of the held-out problems; training drops the same questions."""
+    """Files of the held-out problems; training drops the same questions."""
+    columns: dict[Key, str] = Field(default_factory=dict)
+    """Columns by other names, {question: prompt, answer: reward_model.ground_truth}."""
 
     def made_up(self, folder: Path, number: int) -> Self:
         """This task with invented problems in place of its files, for a rehearsal without them.
@@ -49,7 +39,9 @@ class FileTaskConfig(TaskConfig):
         problems = [self.made_up_problem(index, folder) for index in range(2 * number)]
         train = write_problems(folder / "train.jsonl", problems[:number])
         validation = write_problems(folder / "validation.jsonl", problems[number:])
-        return self.model_copy(update={"train_files": (train,), "validation_files": (validation,)})
+        return self.model_copy(
+            update={"train_files": (train,), "validation_files": (validation,), "columns": {}}
+        )
 
     def made_up_problem(self, number: int, folder: Path) -> Problem:
         """An invented problem, different for each number; ``folder`` is its file's."""
@@ -147,26 +139,31 @@ def write_problems(path: Path, problems: Iterable[Problem]) -> str:
 
 def as_line(problem: Problem) -> str:
     """A problem as a line of such a file."""
-    return json.dumps(asdict(problem), ensure_ascii=False) + "\n"
+    entry = asdict(problem)
+    if history := entry.pop("history"):
+        entry["question"] = [*history, {"role": "user", "content": problem.question}]
+    return json.dumps(entry, ensure_ascii=False) + "\n"
 
 
-def read_problems(paths: Iterable[str | Path], *, with_images: bool = False) -> list[Problem]:
-    """All problems of some JSONL files, in order; blank lines are skipped.
+def read_problems(
+    paths: Iterable[str | Path], *, with_images: bool = False, columns: Columns | None = None
+) -> list[Problem]:
+    """All problems of some JSONL or Parquet files, in order.
 
     Args:    with_images: every problem needs ``metadata.images``, paths relative to its file; they come back
-             joined to the file's folder.
-    Raises:  UserError: a file is missing, a line is not such an object, an id is repeated or an image is
-             missing; the message names file and line.
+             joined to the file's folder.  columns: see `FileTaskConfig`.
+    Raises:  UserError: a file is missing, a row is no problem, an id is repeated or an image is missing; the
+             message names file and row.
     """
     problems: dict[str, Problem] = {}
     for path in map(Path, paths):
-        for number, line in _lines(path):
+        for number, row in read_rows(path):
             where = f"{path}:{number}"
-            problem = _parse(line, where)
+            problem = problem_of(row, columns or {}, where)
             if problem.id in problems:
                 rule = "ids must be unique over all files"
-                if problem.id == f"{path.name}:{number}":  # as `_parse` calls a line without one
-                    rule = f"it stands for a line without id of a file {path.name}; rename one, or write ids"
+                if problem.id == f"{path.name}:{number}":  # as `problem_of` calls a row without one
+                    rule = f"it stands for a row without id of a file {path.name}; rename one, or write ids"
                 raise UserError(f"{where}: id {problem.id!r} is repeated; {rule}")
             problems[problem.id] = _with_images(problem, path, where) if with_images else problem
     return list(problems.values())
@@ -179,7 +176,7 @@ def listed_problems(config: FileTaskConfig, key: str) -> list[Problem]:
     """
     files = [(path, _state(path)) for path in map(Path, getattr(config, key))]
     try:
-        return list(_read_once(tuple(files), config.needs_images))
+        return list(_read_once(tuple(files), config.needs_images, tuple(config.columns.items())))
     except UserError as error:
         raise UserError(f"nemo_grpo.task.{key}: {error}") from error
 
@@ -191,88 +188,11 @@ def _state(path: Path) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=4)  # several rules ask for the same files
 def _read_once(
-    files: tuple[tuple[Path, tuple[int, int] | None], ...], with_images: bool
+    files: tuple[tuple[Path, tuple[int, int] | None], ...],
+    with_images: bool,
+    columns: tuple[tuple[Key, str], ...],
 ) -> tuple[Problem, ...]:
-    return tuple(read_problems([path for path, _ in files], with_images=with_images))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
-    except OSError as error:
-        raise UserError(
-            f"{path}: {error.strerror}; `nemo-grpo data prepare NAME --out DIR` writes such files"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); convert it") from error
-
-
-def parse_object(line: str | bytes, where: str) -> dict[str, Any]:
-    """One line as an object.
-
-    Raises: UserError: it is none; the message begins with ``where``.
-    """
-    array = f"{where}: a JSON array; write one object per line, as `jq -c .[]` does"
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ValueError) and line.lstrip()[:1] in ("[", b"["):
-            raise UserError(array) from error
-        raise UserError(f"{where}: not JSON ({error}); write one object per line") from error
-    if isinstance(entry, list):
-        raise UserError(array)
-    if not isinstance(entry, dict):
-        raise UserError(f"{where}: {type(entry).__name__} instead of an object; write one object per line")
-    return entry
-
-
-def _parse(line: str, where: str) -> Problem:
-    entry = parse_object(line, where)
-    columns = ", ".join(entry)
-    entry.setdefault("id", where.rpartition("/")[2])
-    for key, kinds, rule in REQUIRED:
-        value: Any = entry.get(key)
-        if type(value) in kinds and (value == value and abs(value) != math.inf):
-            entry[key] = str(value)
-        elif not isinstance(value, str) or not value.strip():
-            missing = f"{key} is missing among {columns or 'no keys'}; it"
-            given = f"{key}={json.dumps(value)}" if key in entry else missing
-            raise UserError(f"{where}: {given} must be {rule}")
-    if "\\u" in line:
-        _check_characters(entry, where)
-    metadata: Any = entry.get("metadata", {})
-    if not isinstance(metadata, dict):
-        raise UserError(f"{where}: metadata={metadata!r} must be an object")
-    answer = entry["answer"]
-    if (worked := worked_answer(answer)) is not None:
-        solution, answer = worked
-        metadata = {**metadata, "solution": metadata.get("solution", solution)}
-        if not answer:
-            raise UserError(f"{where}: answer ends in '####' without an answer; write it there, as '#### 42'")
-    return Problem(entry["id"], entry["question"], answer, metadata)
-
-
-def worked_answer(text: str) -> tuple[str, str] | None:
-    """Solution and final answer of GSM8K's form, ``.. <<1+1=2>> .. #### 1,234``, on one line or several.
-
-    The calculator's notes and the commas between digits are left out; None for a text in another form.
-    """
-    if (found := _WORKED.fullmatch(text)) is None:
-        return None
-    solution, answer = found.groups()
-    return _CALCULATOR.sub("", solution).strip(), re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer.strip())
-
-
-def _check_characters(entry: dict[str, Any], where: str) -> None:
-    """Refuse lone surrogates: valid JSON, but no tokenizer or UTF-8 file accepts them."""
-    try:
-        json.dumps(entry, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise UserError(
-            f"{where}: {half} is half of a character (a lone surrogate); correct the text"
-        ) from error
+    return tuple(read_problems([path for path, _ in files], with_images=with_images, columns=dict(columns)))
 
 
 def _with_images(problem: Problem, path: Path, where: str) -> Problem:
@@ -283,9 +203,11 @@ def _with_images(problem: Problem, path: Path, where: str) -> Problem:
     for image in found:
         if not image.is_file():
             raise UserError(f"{where}: image {image} is missing")
-    metadata = {**problem.metadata, "images": [str(image) for image in found]}
-    return Problem(problem.id, problem.question, problem.answer, metadata)
+    if any(message["role"] != "system" for message in problem.history):
+        raise UserError(f"{where}: earlier turns beside images; a prompt with images is one message")
+    return replace(problem, metadata={**problem.metadata, "images": [str(image) for image in found]})
 
 
 def _normalized(problem: Problem) -> tuple[str, str]:
-    return " ".join(problem.question.split()), repr(problem.metadata.get("images"))
+    question = " ".join(problem.question.split())
+    return question, repr((problem.history, problem.metadata.get("images")))

@@ -24,9 +24,9 @@ class Prompt(BaseModel):
     preset: str | None = None
     """A paper's prompt, such as cw_grpo or tr_grpo_logic; keys set beside it take precedence."""
     system: str | None = None
-    """System message; null: none."""
+    """System message of problems that bring none; null: none."""
     template: str = SLOT
-    """User message; {question} stands for the problem's text."""
+    """User message; {question} stands for the problem's text, or its last message."""
     use_chat_template: bool = True
     """False: the messages alone, one below the other, for base models."""
     response_prefix: str = ""
@@ -53,12 +53,14 @@ class Prompt(BaseModel):
 
 
 def chat_messages(prompt: Prompt, problem: Problem) -> list[dict[str, str]]:
-    """The conversation that ends with the question.
+    """The conversation that ends with the question; its own system message replaces the recipe's.
 
     Only the slot is replaced; other braces stay, so that templates may hold LaTeX.
     """
-    system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-    return [*system, {"role": "user", "content": prompt.template.replace(SLOT, problem.question)}]
+    before = [dict(message) for message in problem.history]
+    if prompt.system and all(message["role"] != "system" for message in before):
+        before.insert(0, {"role": "system", "content": prompt.system})
+    return [*before, {"role": "user", "content": prompt.template.replace(SLOT, problem.question)}]
 
 
 def first_words(prompt: Prompt, task: Any) -> str:

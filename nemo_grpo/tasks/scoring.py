@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from nemo_grpo.support import extensions
@@ -12,6 +13,8 @@ from nemo_grpo.tasks.rewards.own_reward import OwnReward
 
 FEW = 3
 """Rewards that may always fail in a step."""
+ABSTAINED = "abstained"
+"""Name of the share of responses with a reward that abstains, as a metric."""
 NUM_TRIED = 4
 """Problems on which own reward functions are tried before a run."""
 
@@ -41,6 +44,8 @@ class Scorer:
     ) -> list[dict[str, float]]:
         """Each response's components; one without a finite value is 0 and marked by `NOT_FINITE`.
 
+        An own function that abstains has NaN.
+
         Args:   each: ``map``, or one that calls in parallel.
         Raises: RewardsFailed: more than `FEW` and the share ``max_failed`` are without one.
         """
@@ -51,8 +56,7 @@ class Scorer:
         for function in self.own:
             values = function(prompts, responses, problems, each)
             rows = [
-                row | ({function.reference: value} if math.isfinite(value) else _failed(function.reference))
-                for row, value in zip(rows, values, strict=True)
+                row | _component(function.reference, value) for row, value in zip(rows, values, strict=True)
             ]
         failed = sum(NOT_FINITE in row for row in rows)
         if failed > max(FEW, self.max_failed * len(rows)):
@@ -64,13 +68,14 @@ class Scorer:
         return rows
 
     def reward(self, scores: Mapping[str, float]) -> float:
-        """The scalar reward of a response with these components."""
+        """The scalar reward of a response with these components; NaN: see `reward_of`."""
         return reward_of(scores, self.weights)
 
     def try_out(self, seed: int) -> None:
         """Call each own function on a few training problems, with an empty, a short and a correct response.
 
-        Raises: UserError: one fails, or its value is not finite; or the task has no training problems.
+        Raises: UserError: one fails or returns neither a finite number nor None, or the task has no training
+                problems.
         """
         for number in range(NUM_TRIED if self.own else 0):
             problem = self.task.train_problem(number, seed)
@@ -89,10 +94,11 @@ class Scorer:
 
 
 def component_means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """``reward/<component>`` over responses, and the share whose score was not finite."""
-    names = (*scores[0], NOT_FINITE)
-    sums = {name: sum(one.get(name, 0.0) for one in scores) for name in names}
-    return {f"reward/{name}": total / len(scores) for name, total in sums.items()}
+    """``reward/<component>`` over the responses that have it, and the shares that failed and that abstain."""
+    columns = {name: [one.get(name, 0.0) for one in scores] for name in (*scores[0], NOT_FINITE)}
+    columns[ABSTAINED] = [float(any(map(math.isnan, one.values()))) for one in scores]
+    given = {name: [value for value in column if not math.isnan(value)] for name, column in columns.items()}
+    return {f"reward/{name}": fmean(values) for name, values in given.items() if values}
 
 
 def right_and_wrong(groups: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, float]:
@@ -104,5 +110,7 @@ def right_and_wrong(groups: Sequence[Sequence[Mapping[str, float]]]) -> dict[str
     }
 
 
-def _failed(name: str) -> dict[str, float]:
-    return {name: 0.0, NOT_FINITE: 1.0}
+def _component(name: str, value: float | None) -> dict[str, float]:
+    if value is None:
+        return {name: math.nan}
+    return {name: value} if math.isfinite(value) else {name: 0.0, NOT_FINITE: 1.0}

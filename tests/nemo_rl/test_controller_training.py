@@ -7,6 +7,7 @@ the data plane (NeMo-RL's reference of it), the transfer of weights.
 
 import asyncio
 import json
+import math
 import os
 import signal
 from collections import defaultdict
@@ -22,6 +23,7 @@ from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS
 from nemo_rl.models.policy import tq_policy
 from test_data_plane import CARRIED, DRAWN, ON, PlanePolicy
+from test_training import NO_REWARD
 from toy_training import GENERATIONS, PROMPTS, Generation, Run, rollouts, toy_run
 
 from nemo_grpo.nemorl import compat, run_grpo, single_controller
@@ -261,6 +263,18 @@ def test_responses_to_a_prompt_that_was_cut_do_not_train(tmp_path):
     masks = run.policy.trained[0]["sample_mask"]
     assert sorted(masks.tolist()) == [0.0] * GENERATIONS + [1.0] * GENERATIONS
     assert torch.equal(run.policy.model, start), "only the group without signal trains"
+
+
+def test_responses_without_a_reward_do_not_train(tmp_path, monkeypatch):
+    monkeypatch.setattr(Rollouts, "rewards", torch.tensor(NO_REWARD))
+    run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(PROMPTS))
+    run.train()
+    rows, _ = run.logger.log_batched_dict_as_jsonl.call_args_list[0].args
+    assert [math.isnan(reward) for reward in rows["rewards"]] == [
+        not mask for mask in rows["sample_loss_mask"]
+    ]
+    assert sorted(run.policy.trained[0]["sample_mask"].tolist()) == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert run.logged()["reward/mean"] == pytest.approx(0.8)
 
 
 def test_an_error_of_a_worker_ends_the_run(tmp_path):

@@ -18,7 +18,7 @@ from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS, LP_SEED_FIELDS
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.experience import sync_rollout_actor
 from nemo_rl.models.policy import tq_policy
-from test_training import SETTINGS
+from test_training import NO_REWARD, SETTINGS
 from toy_training import Generation, Run, ToyPolicy, rollouts
 
 from nemo_grpo.nemorl import run_grpo
@@ -176,6 +176,13 @@ def test_the_estimators_metrics_are_logged(tmp_path):
     run.train()
     assert run.logged()["gpg/alpha"] == 2.0
     assert {"loss", "gen_kl_error", "reward"} <= set(run.logged())
+
+
+def test_a_response_without_a_reward_is_left_out_of_the_step(tmp_path):
+    run = started(tmp_path, {"variant": "grpo"})
+    run.train(NO_REWARD)
+    assert run.policy.trained[0]["sample_mask"].tolist() == [1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert run.logged()["reward/mean"] == pytest.approx(0.8)
 
 
 def test_a_driver_without_the_transfer_queue_is_told_before_anything_starts(tmp_path):

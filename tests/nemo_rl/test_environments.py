@@ -87,6 +87,27 @@ def test_validation_rewards_are_the_accuracy_alone():
     assert trained.answers == ["2", None]
 
 
+def test_a_reward_that_abstains_is_no_number_and_in_turns_waits_for_the_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def judge(response): return None if 'x' in response else 1.0\n")
+    rewards = {"accuracy": 0.0, "mine.py:judge": 1.0}
+    logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": n}] for n in ("x", "2")]
+    made = environment({"name": "math"}, rewards).made
+    found = made.step(logs, [INFO, INFO]).rewards
+    assert found[1] == 1.0
+    assert found[0].isnan()
+    assert made.take_rewards()["reward/abstained"] == 0.5
+    made = environment(SEARCH, rewards).made
+    ends = [False, True]
+    made.task.observe = lambda episodes, turns, reserved: [
+        types.SimpleNamespace(observation=None if ends[0] else "A", episode=episode) for episode in episodes
+    ]
+    first = made.step([logs[0]], [INFO])
+    assert first.rewards.tolist() == [0.0]
+    ends.reverse()
+    assert made.step([logs[0]], first.metadata).rewards.isnan().all()
+
+
 def test_a_response_prefix_begins_the_text_that_is_graded():
     prompt = {"response_prefix": "The answer is \\boxed{"}
     logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": n}] for n in ("2}.", "3}.")]

@@ -71,6 +71,15 @@ def test_everything_passes_without_dynamic_sampling():
     assert step is batch
 
 
+def test_a_group_has_signal_by_the_responses_that_have_a_reward():
+    nan = float("nan")
+    step, full = Trainer(variant="gpg", valid_fraction_threshold=0.3)(
+        draw((nan, 1.0), (1.0, 0.0), (nan, nan))
+    )
+    assert full
+    assert step["idx"][:G] == [1, 1]  # groups with signal come first
+
+
 def test_gpg_draws_until_the_share_of_valid_groups_is_reached():
     trainer = Trainer(variant="gpg", valid_fraction_threshold=0.6)  # at least 1.8 of 3 groups
     step, full = trainer(draw((0.0, 0.0), (1.0, 0.0), (1.0, 1.0)))

@@ -74,6 +74,28 @@ def test_metrics_of_estimator_and_loss_are_logged(tmp_path):
     assert {"gen_kl_error", "token_mult_prob_error", "approx_entropy"} <= set(metrics)
 
 
+NO_REWARD = [1.0, float("nan"), 0.0, 1.0, 1.0, 1.0]
+
+
+def test_a_response_without_a_reward_is_left_out_of_the_step(tmp_path):
+    def rolled_out(draw: int = 0) -> Any:
+        batch = rollouts(draw)
+        batch["total_reward"] = torch.tensor(NO_REWARD)
+        return batch
+
+    run = Run(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false")
+    with patch("toy_training.rollouts", rolled_out):
+        run.train()
+    step = run.policy.trained[0]
+    assert step["sample_mask"].tolist() == [1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    # the mean of (1, 0) is 0.5 and their deviation 0.7071
+    for row, advantage in enumerate((0.5**0.5, 0.0, -(0.5**0.5), 0.0, 0.0, 0.0)):
+        tokens = step["advantages"][row][step["token_mask"][row].bool()]
+        assert tokens.tolist() == pytest.approx([advantage] * len(tokens), rel=1e-4)
+    assert run.logged()["reward/mean"] == pytest.approx(0.8)
+    assert torch.tensor(run.policy.losses).isfinite().all()
+
+
 def test_gpg_draws_until_its_threshold(tmp_path):
     run = Run(
         tmp_path,

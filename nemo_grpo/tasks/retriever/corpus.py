@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.support.errors import UserError
-from nemo_grpo.tasks.jsonl import parse_object
 from nemo_grpo.tasks.retriever import Passage
+from nemo_grpo.tasks.rows import parse_object
 
 
 class Corpus(Sequence[Passage]):

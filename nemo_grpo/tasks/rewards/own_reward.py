@@ -67,8 +67,8 @@ class OwnReward:
         responses: Sequence[str],
         problems: Sequence[Problem],
         each: Callable[..., Any] = map,
-    ) -> list[float]:
-        """One number per response; NaN where the function failed, which the log says.
+    ) -> list[float | None]:
+        """One number per response; None where the function abstains, NaN where it failed, as the log says.
 
         Args: each: ``map``, or one that calls in parallel.
         """
@@ -78,7 +78,7 @@ class OwnReward:
         if errors:
             log.warning(
                 "nemo_grpo.rewards.%s failed for %d of %d responses, which get 0 for it: %s",
-                *(self.reference, sum(map(math.isnan, values)), len(values), errors[0]),
+                *(self.reference, sum(map(_is_nan, values)), len(values), errors[0]),
             )
         return values
 
@@ -87,12 +87,12 @@ class OwnReward:
         for tried in [list(responses)] if self.batched else [[response] for response in responses]:
             count = len(tried)
             values, errors = self._values([prompt] * count, tried, [problem] * count)
-            wrong = next((value for value in values if not math.isfinite(value)), None)
+            wrong = next((one for one in values if one is not None and not math.isfinite(one)), None)
             if errors or wrong is not None:
                 what = f"the responses {tried}" if self.batched else f"the response {tried[0]!r}"
                 raise UserError(
                     f"nemo_grpo.rewards.{self.reference}: {errors[0] if errors else wrong}, for {what} to "
-                    f"problem {problem.id!r}; return a finite number for "
+                    f"problem {problem.id!r}; return a finite number, or None to abstain, for "
                     f"{'each response of the list' if self.batched else 'any response'}"
                 )
 
@@ -102,7 +102,7 @@ class OwnReward:
         responses: Sequence[str],
         problems: Sequence[Problem],
         each: Callable[..., Any] = map,
-    ) -> tuple[list[float], list[str]]:
+    ) -> tuple[list[float | None], list[str]]:
         if self.batched:
             given = dict(zip(BATCH, (prompts, responses, problems), strict=True))
             return self._ask(given, len(responses))
@@ -110,10 +110,14 @@ class OwnReward:
         replies = list(each(lambda row: self._ask(dict(zip(ONE, row, strict=True)), None), rows))
         return [v for values, _ in replies for v in values], [e for _, errors in replies for e in errors]
 
-    def _ask(self, given: dict[str, Any], count: int | None) -> tuple[list[float], list[str]]:
+    def _ask(self, given: dict[str, Any], count: int | None) -> tuple[list[float | None], list[str]]:
         """(values, errors); ``count`` None: one response."""
         reply = self.pool.ask(({name: given[name] for name in self.parameters}, count), count or 1)
         found = json.loads(reply) if reply else {"error": "no value within the limits on time and memory"}
         if "error" in found:
             return [math.nan] * (count or 1), [found["error"]]
         return list(found["values"]), []
+
+
+def _is_nan(value: float | None) -> bool:
+    return value is not None and math.isnan(value)

@@ -76,8 +76,8 @@ def own_function(path: list[str], files: dict[str, str], reference: str) -> Call
     return answer
 
 
-def numbers(value: Any, count: int | None) -> list[float]:
-    """A function's value, or its ``count`` values."""
+def numbers(value: Any, count: int | None) -> list[float | None]:
+    """A function's value, or its ``count`` values; None: it abstains."""
     if isinstance(value, (Mapping, Set, str)):
         raise TypeError(
             f"a {type(value).__name__} instead of {'a number' if count is None else 'a list of numbers'}"
@@ -86,9 +86,9 @@ def numbers(value: Any, count: int | None) -> list[float]:
     if count is not None and len(values) != count:
         raise ValueError(f"{len(values)} values for {count} responses")
     for one in values:
-        if one is None or isinstance(one, str):
+        if isinstance(one, str):
             raise TypeError(f"{one!r} instead of a number")
-    return [float(one) for one in values]
+    return [None if one is None else float(one) for one in values]
 
 
 JOBS: dict[str, Callable[..., Callable[..., bytes]]] = {

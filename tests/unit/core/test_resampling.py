@@ -66,6 +66,9 @@ def test_draws_add_up():
         ([1.0, 0.0], True),
         ([0.1 + 0.2, 0.3], True),
         ([1.0], False),
+        ([float("nan"), 1.0, 1.0], False),
+        ([float("nan"), 1.0, 0.0], True),
+        ([float("nan")], False),
         ([], False),
     ],
 )

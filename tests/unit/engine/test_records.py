@@ -29,6 +29,7 @@ def test_scores_are_means_over_all_responses():
         "reward/accuracy": pytest.approx(2 / 3),
         "reward/format": 0.5,
         "reward/not_finite": 0.0,
+        "reward/abstained": 0.0,
         "length/truncated": pytest.approx(1 / 3),
     }
 

@@ -66,6 +66,34 @@ def test_truncated_responses_are_left_out_where_the_recipe_says_so():
     assert shaped(overlong_filtering=True).sample_mask.tolist() == [True, False, True]
 
 
+def test_a_response_without_a_reward_is_left_out_of_group_and_loss():
+    abstained = response([22], reward=float("nan"))
+    group = Group(None, [10], [response([20, 21], reward=1.0), abstained, response([23], truncated=True)])  # type: ignore[arg-type]
+    made = assemble([group])
+    assert made.sample_mask.tolist() == [True, False, True]
+    batch = made.token_batch(made.generation_logprobs)
+    assert batch.rewarded.tolist() == [True, False, True]
+    # mean 0.5, std of (1, 0) with ddof 1 is 0.7071
+    prepared = GRPO(variant="grpo", advantage_eps=0.0).build().prepare(batch)
+    a = 0.5**0.5
+    torch.testing.assert_close(prepared.advantages, torch.tensor([[a, a], [0, 0], [-a, 0]]))
+    assert prepared.metrics["reward/mean"] == 0.5
+    recipe = SimpleNamespace(
+        grpo=SimpleNamespace(overlong_filtering=True, reward_shaping=SimpleNamespace(enabled=False))
+    )
+    assert shape(made, recipe).sample_mask.tolist() == [True, False, False]  # type: ignore[arg-type]
+
+
+def test_a_group_has_signal_by_the_responses_that_have_a_reward():
+    abstained = response([22], reward=float("nan"))
+    right, wrong = response([20], reward=1.0), response([21])
+    assert Group(None, [1], [abstained, right, wrong]).has_signal()  # type: ignore[arg-type]
+    assert not Group(None, [1], [abstained, right, right]).has_signal()  # type: ignore[arg-type]
+    assert not Group(None, [1], [abstained, abstained]).has_signal()  # type: ignore[arg-type]
+    cut = [response([20], reward=1.0, truncated=True), response([21], truncated=True)]
+    assert not Group(None, [1], [abstained, *cut]).has_signal(drop_truncated=True)  # type: ignore[arg-type]
+
+
 def test_overlong_penalty_is_of_the_response_alone():
     assert shaped().rewards.tolist() == [1, 0, 2]
     # Lengths 2, 1 and 3 are 1, 0 and 2 tokens into a buffer of 2 before the limit of 3.

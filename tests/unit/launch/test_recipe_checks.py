@@ -45,8 +45,8 @@ def test_the_remedy_for_missing_sets_is_one_command():
 
 def test_a_file_of_ones_own_is_named_by_itself():
     assert list(remedies(["mine.jsonl", "data/aime24.jsonl", "mine.jsonl", "data/math500.jsonl"])) == [
-        "nemo_grpo.task: mine.jsonl is missing; correct the path, or write it: of problems, JSON lines with "
-        "question and answer",
+        "nemo_grpo.task: mine.jsonl is missing; correct the path, or write it: of problems, JSON lines or "
+        "Parquet with question and answer",
         "nemo_grpo.task: 2 of its files are missing in data; write them with "
         "`nemo-grpo data prepare aime24 math500 --out data`",
     ]

@@ -17,6 +17,7 @@ from nemo_grpo.nemorl.callbacks import (
     EXCEEDS,
     FP8_BOUND,
     Callback,
+    RewardMetrics,
     RolloutCheck,
     RolloutRewards,
     RunRecord,
@@ -251,6 +252,15 @@ def test_other_metrics_pass_as_they_are():
     assert [metrics for metrics, *_ in logger.calls] == [{"total": 2.0}, {"gen_kl_error": 1.0}]
 
 
+def test_a_mean_with_responses_without_a_reward_is_that_of_the_others(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", Of(get=lambda found: []))
+    logger = Logger()
+    with calling_back([RewardMetrics([])], logger):
+        logger.log_metrics({"reward": float("nan"), "reward/mean": 0.5}, 1, prefix="train")
+        logger.log_metrics({"reward": 0.25, "reward/mean": 0.25}, 2, prefix="train")
+    assert [metrics["reward"] for metrics, *_ in logger.calls] == [0.5, 0.25]
+
+
 def scores(accuracy: float, form: float = 1.0) -> dict[str, float]:
     return {"accuracy": accuracy, "format": form}
 
@@ -267,6 +277,7 @@ def test_shares_and_means_of_all_groups_then_nothing():
         "reward/accuracy": 0.375,
         "reward/format": 0.5,
         f"reward/{NOT_FINITE}": 0.125,
+        "reward/abstained": 0.0,
     }
     assert drawn.take() == {}
 

@@ -61,6 +61,24 @@ def test_a_masked_response_counts_in_its_group_and_nowhere_else():
     assert not found.any()  # a masked reward that is no number is left out
 
 
+def test_a_response_without_a_reward_is_left_out_of_group_and_loss():
+    context = StepContext()
+    prompts = torch.tensor([[1, 2]] * 4)
+    loss_fn = parse_loss_fn({"variant": "dr_grpo", "max_response_length": 4})
+    made = VariantEstimator(loss_fn, num_generations=4, context=context)
+    rewards = torch.tensor([1.0, float("nan"), 0.0, 0.0])
+    found = made.compute_advantage(prompts, rewards, MASK, logprobs_policy=torch.zeros(4, 4))
+    # the mean of (1, 0, 0) is 1/3
+    assert found[:, 2].tolist() == pytest.approx([2 / 3, 0, -1 / 3, -1 / 3])
+    assert context.train_tensors["sample_mask"].tolist() == [1, 0, 1, 1]
+    assert made.last_metrics["reward/mean"] == pytest.approx(1 / 3)
+    context.take_train_tensors()
+    made.compute_advantage(
+        prompts, torch.tensor([1.0, 0.0, 0.0, 0.0]), MASK, logprobs_policy=torch.zeros(4, 4)
+    )
+    assert "sample_mask" not in context.train_tensors
+
+
 def test_estimator_equals_the_objective_on_shifted_tensors():
     generator = torch.Generator().manual_seed(0)
     policy, reference = (-torch.rand(4, 4, generator=generator) for _ in range(2))

@@ -200,3 +200,6 @@ def test_groups_that_are_all_wrong_or_all_right_are_not_mixed():
     chunk = columns(GROUPS * SIZE, 4)
     record.add(chunk | {"total_reward": torch.tensor([0.0] * SIZE + [1.0, 0.0, 0.0] + [1.0] * 2 * SIZE)})
     assert record.end_step()["baseline_reward/pct_mixed"] == [25.0]
+    nan = [float("nan")] * SIZE
+    record.add(chunk | {"total_reward": torch.tensor([nan[0], 1.0, 0.0] + nan + [1.0] * SIZE + [0.0] * SIZE)})
+    assert record.end_step()["baseline_reward/pct_mixed"] == [25.0]

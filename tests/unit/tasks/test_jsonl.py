@@ -133,7 +133,7 @@ def test_references_that_no_response_can_give_are_named(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({}, "'a.jsonl:1' is repeated; it stands for a line without id of a file a.jsonl; rename one"),
+        ({}, "'a.jsonl:1' is repeated; it stands for a row without id of a file a.jsonl; rename one"),
         ({"id": "x"}, "'x' is repeated; ids must be unique over all files"),
     ],
 )

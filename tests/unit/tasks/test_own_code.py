@@ -21,7 +21,7 @@ from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt, parse_task
 from nemo_grpo.tasks.base import NOT_FINITE
 from nemo_grpo.tasks.rewards.own_reward import OwnReward, parameters_of
-from nemo_grpo.tasks.scoring import RewardsFailed, Scorer
+from nemo_grpo.tasks.scoring import RewardsFailed, Scorer, component_means
 from nemo_grpo.variants import parse_loss_fn
 
 ROOT = Path(__file__).parents[3]
@@ -49,6 +49,8 @@ def fails_on_b(response):
     return {"a": 1.0}[response]
 
 def infinite(response): return float("inf")
+def judges_short_ones(response): return None if len(response) > 2 else len(response)
+def judges_the_first(responses): return [1.0] + [None] * (len(responses) - 1)
 def text(response): return "1"
 def too_few(responses): return [1.0]
 def by_response(responses): return {float(i): 1.0 for i, _ in enumerate(responses)}
@@ -101,6 +103,28 @@ def test_a_function_takes_what_it_names(folder):
 
 def test_a_function_runs_outside_of_this_process(folder):
     assert values("of_its_process", ["x"]) != [os.getpid()]
+
+
+def test_a_function_may_abstain(folder, caplog):
+    assert values("judges_short_ones", ["a", "abc", ""]) == [1.0, None, 0.0]
+    assert values("judges_the_first", ["a", "abc"]) == [1.0, None]
+    assert not caplog.records
+
+
+def test_a_response_without_a_reward_is_counted_and_in_no_mean_of_that_reward(folder):
+    task = parse_task({"name": "knights_knaves"}).build()
+    name = "my_rewards.py:judges_short_ones"
+    with closing(Scorer(task, {"accuracy": 1.0, name: 0.5}, Prompt())) as scorer:
+        rows = scorer([PROBLEM] * 4, ["a", "abc", "ab", "abcd"])
+        scorer.try_out(0)
+    assert [scorer.reward(row) for row in rows][::2] == [0.5, 1.0]
+    assert all(math.isnan(scorer.reward(row)) for row in rows[1::2])
+    means = component_means(rows)
+    assert (means[f"reward/{name}"], means["reward/abstained"], means["reward/not_finite"]) == (1.5, 0.5, 0)
+    assert means["reward/accuracy"] == 0
+    assert f"reward/{name}" not in component_means(rows[1::2])  # nobody has one
+    unweighted = Scorer(task, {"accuracy": 1.0, name: 0.0}, Prompt())
+    assert [unweighted.reward(row) for row in rows] == [0.0] * 4  # only shown
 
 
 def test_a_failure_is_no_number_and_the_log_says_why(folder, caplog):

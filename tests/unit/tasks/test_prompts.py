@@ -50,6 +50,18 @@ def test_system_message_comes_first_and_only_if_there_is_one():
     assert [message["role"] for message in chat_messages(Prompt(system=""), PROBLEM)] == ["user"]
 
 
+def test_a_conversation_keeps_its_turns_and_its_own_system_message():
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    own = {"role": "system", "content": "Own."}
+    prompt = Prompt(system="Recipe.", template="Q: {question}")
+    question, recipes = {"role": "user", "content": "Q: 1 + 1?"}, {"role": "system", "content": "Recipe."}
+    assert chat_messages(prompt, Problem("a", "1 + 1?", "2", {}, (own, *turns))) == [own, *turns, question]
+    problem = Problem("a", "1 + 1?", "2", {}, tuple(turns))
+    assert chat_messages(prompt, problem) == [recipes, *turns, question]
+    text = "".join(map(chr, encode_prompt(CharacterTokenizer(), prompt, problem)))
+    assert text == "[system]Recipe.[user]Hi[assistant]Hello[user]Q: 1 + 1?[assistant]"
+
+
 def test_encode_prompt_ends_where_the_response_begins():
     prompt = Prompt(system="S", template="Q: {question}")
     assert text_of(prompt, CharacterTokenizer()) == "[system]S[user]Q: What is {1}?[assistant]"

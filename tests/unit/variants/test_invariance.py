@@ -37,6 +37,23 @@ def test_loss_depends_on_no_layout_of_the_step(name, parameters, batch, cuts, pa
 
 
 @every_variant
+def test_a_response_without_a_reward_changes_nothing_for_the_others(name, parameters):
+    """EQUATIONS.md on the smaller group: the step is the one in which it was not drawn."""
+    objective, whole = build_objective(name, **parameters), example_step()
+    given = torch.tensor([True, False, True, True, True])
+    rewards = torch.where(given, whole.rewards, float("nan"))
+    ids = torch.tensor([7, 8, 9, 11, 12])  # a random draw goes by the response
+    with_it = changed(whole, rewards=rewards, sample_mask=given, rewarded=given, response_ids=ids)
+    rows = given.nonzero()[:, 0]
+    without = changed(with_it.select(rows, next_token_logprobs=with_it.next_token_logprobs[rows]))
+    loss, gradient, _ = loss_and_gradient(objective, with_it)
+    expected, of_others, _ = loss_and_gradient(objective, without)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient[rows], of_others)
+    assert not gradient[1].any()
+
+
+@every_variant
 def test_every_check_of_the_command_holds(name, parameters):
     assert check_variant(parse_loss_fn({"variant": name, **parameters})) == []
 

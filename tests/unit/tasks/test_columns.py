@@ -1,0 +1,162 @@
+"""Rows of users' files as problems: columns by other names, nested fields, conversations, Parquet."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.tasks import Problem, parse_task
+from nemo_grpo.tasks.columns import problem_of
+from nemo_grpo.tasks.jsonl import read_problems, write_problems
+
+VERL = {
+    "data_source": "sums",
+    "prompt": [{"role": "user", "content": "1 + 1?"}],
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"index": 7, "split": "train"},
+}
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "1 + 1?"},
+]
+
+
+def read(row, **columns):
+    return problem_of(row, columns, "folder/a.jsonl:3")
+
+
+def test_columns_have_the_names_of_the_recipe_and_further_ones_are_metadata():
+    row = {"problem": "1 + 1?", "solution": 2, "level": 3, "metadata": {"kind": "sum"}}
+    problem = read(row, question="problem", answer="solution")
+    assert problem == Problem("a.jsonl:3", "1 + 1?", "2", {"level": 3, "kind": "sum"})
+
+
+def test_dots_lead_into_nested_fields_unless_a_column_has_that_name():
+    columns = {"id": "extra_info.index", "question": "prompt", "answer": "reward_model.ground_truth"}
+    problem = read(VERL, **columns)
+    assert (problem.id, problem.question, problem.answer, problem.history) == ("7", "1 + 1?", "2", ())
+    assert problem.metadata == {key: VERL[key] for key in ("data_source", "reward_model", "extra_info")}
+    assert read(VERL | {"reward_model.ground_truth": "3"}, **columns).answer == "3"
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        (
+            {"problem": "q", "solution": "a"},
+            {},
+            "folder/a.jsonl:3: question is missing among problem, solution; write nemo_grpo.task.columns: "
+            "{question: problem, answer: solution}",
+        ),
+        (VERL, {}, "columns: {question: prompt, answer: reward_model.ground_truth}"),
+        (
+            {"prompt": "q", "final_answer": "a"},
+            {"question": "prompt"},
+            "answer is missing among prompt, final_answer; write nemo_grpo.task.columns: "
+            "{question: prompt, answer: final_answer}",
+        ),
+        (
+            {"prompt": "q", "label": "a"},
+            {"question": "prompt", "answer": "lable"},
+            "lable is missing among prompt, label; it must be a non-empty text or a number",
+        ),
+        ({"q": "q", "answer": "a"}, {}, "question is missing among q, answer; it must be a non-empty text"),
+        (VERL, {"question": "prompt", "answer": "reward_model"}, "answer={.*} must be a non-empty text"),
+    ],
+)  # fmt: skip
+def test_a_missing_column_names_the_line_to_write(row, columns, message):
+    with pytest.raises(UserError) as error:
+        read(row, **columns)
+    head, _, tail = message.partition(".*")
+    assert head in str(error.value)
+    assert tail in str(error.value)
+
+
+def test_a_conversation_is_its_last_message_and_its_history():
+    problem = read({"prompt": TALK, "answer": "2"}, question="prompt")
+    assert problem == Problem("a.jsonl:3", "1 + 1?", "2", {}, tuple(TALK[:3]))
+
+
+def test_the_last_message_of_the_assistant_is_the_answer_where_there_is_no_other():
+    reply = {"role": "assistant", "content": "2"}
+    problem = read({"messages": [*TALK, reply]}, question="messages")
+    assert (problem.question, problem.answer, problem.history) == ("1 + 1?", "2", tuple(TALK[:3]))
+    with pytest.raises(UserError, match="the last message has role assistant; end with the user's"):
+        read({"question": [*TALK, reply], "answer": "2"})
+
+
+def test_parts_of_text_are_joined():
+    parts = [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]
+    assert read({"question": [{"role": "user", "content": parts}], "answer": 2}).question == "1 + 1?"
+
+
+@pytest.mark.parametrize(
+    "message", ["Hi", {"role": "user"}, {"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+)
+def test_a_message_that_is_no_text_is_refused(message):
+    with pytest.raises(UserError, match=r"a.jsonl:3: .*: a message is \{role, content\}, its content"):
+        read({"question": [message], "answer": "a"})
+    with pytest.raises(UserError, match="a conversation without messages"):
+        read({"question": [], "answer": "a"})
+
+
+def test_a_written_conversation_is_read_back(tmp_path):
+    problem = Problem("p", "1 + 1?", "2", {"level": 1}, tuple(TALK[:3]))
+    assert read_problems([write_problems(tmp_path / "a.jsonl", [problem])]) == [problem]
+
+
+def test_parquet_gives_the_problems_of_the_same_json_lines(tmp_path):
+    rows = [VERL, VERL | {"prompt": [*TALK[:3], {"role": "user", "content": "2 + 2?"}]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=1)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"question": "prompt", "answer": "reward_model.ground_truth"}
+    first, second = (
+        read_problems([tmp_path / f"a.{kind}"], columns=columns) for kind in ("parquet", "jsonl")
+    )
+    assert [problem.id for problem in first] == ["a.parquet:1", "a.parquet:2"]
+    for one, other in zip(first, second, strict=True):
+        assert (one.question, one.answer, one.metadata) == (other.question, other.answer, other.metadata)
+        assert one.history == other.history
+    assert len(first[1].history) == 3
+
+
+def test_a_file_that_is_not_parquet_is_refused(tmp_path):
+    (tmp_path / "a.parquet").write_text("no")
+    with pytest.raises(UserError, match=r"a.parquet: not Parquet \("):
+        read_problems([tmp_path / "a.parquet"])
+    with pytest.raises(UserError, match=r"b.parquet: .*No such file"):
+        read_problems([tmp_path / "b.parquet"])
+
+
+def test_columns_are_a_task_s_and_only_of_what_a_problem_has(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"problem": "1 + 1?", "solution": "2"}\n')
+    section = {"name": "math", "train_files": [str(tmp_path / "a.jsonl")]}
+    columns = {"question": "problem", "answer": "solution"}
+    task = parse_task({**section, "columns": columns}).build()
+    assert task.train_problem(0, 0) == Problem("a.jsonl:1", "1 + 1?", "2")
+    with pytest.raises(UserError, match=r"train_files: .*columns: \{question: problem, answer: solution\}"):
+        parse_task(section).build()
+    with pytest.raises(UserError, match=r"columns\.qestion"):
+        parse_task({**section, "columns": {"qestion": "problem"}})
+
+
+def test_the_same_question_after_another_history_is_another_problem(tmp_path):
+    train = write_problems(tmp_path / "t.jsonl", [Problem("a", "And now?", "1", {}, tuple(TALK[:3]))])
+    held_out = write_problems(tmp_path / "v.jsonl", [Problem("b", "And now?", "1")])
+    task = parse_task({"name": "math", "train_files": [train], "validation_files": [held_out]}).build()
+    assert len(task.train) == 1
+
+
+def test_images_have_no_earlier_turns(tmp_path):
+    (tmp_path / "a.png").touch()
+    images = {"images": ["a.png"]}
+    system = write_problems(tmp_path / "s.jsonl", [Problem("a", "q", "1", images, tuple(TALK[:1]))])
+    (read,) = read_problems([system], with_images=True)
+    assert read.history == tuple(TALK[:1])
+    turns = write_problems(tmp_path / "t.jsonl", [Problem("a", "q", "1", images, tuple(TALK[:3]))])
+    with pytest.raises(UserError, match="earlier turns beside images"):
+        read_problems([turns], with_images=True)
