@@ -39,7 +39,8 @@ def open_model(folder: Path) -> Iterator[tuple[Family, SafetensorsFolder]]:
         if family.tied and HF_OUTPUT in weights.tensors:
             names = (family.hf_embedding, HF_OUTPUT)
             sides = (partial(weights.read_rows, name, buffer=Buffer()) for name in names)
-            _check_tied(*(weights.shapes[name] for name in names), *sides)
+            embedding, output = (weights.shapes[name] for name in names)
+            _check_tied(embedding, output, *sides)
         yield family, weights
 
 
@@ -128,7 +129,12 @@ def _places(family: Family, reader: TorchDistReader, names: Mapping[Unit, str]) 
             for name, shape in zip(family.tied_names, shapes, strict=True)
         )
         with next(both) as embedding, next(both) as output:
-            _check_tied(*shapes, lambda _, count: embedding.read(count), lambda _, count: output.read(count))
+            _check_tied(
+                shapes[0],
+                shapes[1],
+                lambda _, count: embedding.read(count),
+                lambda _, count: output.read(count),
+            )
     return places
 
 

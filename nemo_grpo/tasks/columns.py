@@ -110,13 +110,14 @@ def _value(row: Row, name: str) -> Any:
 def _messages(given: Sequence[Any], where: str) -> list[Message]:
     """Read a conversation in OpenAI's form."""
     rule = "a message is {role, content}, its content a text; paths of images go to the column images"
-    messages = []
+    messages: list[Message] = []
     for message in given:
         fields = message if isinstance(message, dict) else {}
         role, content = fields.get("role"), fields.get("content")
         if isinstance(content, list):  # OpenAI's parts
             parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-            content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+            texts = [part for part in parts if isinstance(part, str)]
+            content = "".join(texts) if len(texts) == len(parts) else None
         if not isinstance(role, str) or not isinstance(content, str):
             raise UserError(f"{where}: {json.dumps(message, default=str)[:200]}: {rule}")
         messages.append({"role": role, "content": content})

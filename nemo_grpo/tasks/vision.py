@@ -120,7 +120,7 @@ class VisionConfig(FileTaskConfig):
     """The prompt ends with ``<think>``, by its response_prefix or by the chat template."""
 
     def build(self) -> Task:
-        return self.task(self)  # type: ignore[no-any-return]
+        return self.task(self)
 
     def made_up_problem(self, number: int, folder: Path) -> Problem:
         """Make a picture of 56 x 56 pixels with a colored square, and ask about it."""

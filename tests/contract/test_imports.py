@@ -18,8 +18,9 @@ ALLOWED_ENGINES = {
 }
 LAYERS = (
     "core support",
-    "models tasks/base tasks/response",
-    "tasks/jsonl tasks/rewards",
+    "models tasks/base tasks/response tasks/rows",
+    "tasks/columns tasks/rewards",
+    "tasks/jsonl",
     "tasks/retriever",
     "tasks variants",
     "checkpoints_conv variants/checking __init__",

@@ -35,6 +35,7 @@ BY_TEXT = {
     "nemo_grpo/experiments/jobs.py",  # the keys that a sweep varies
     "nemo_grpo/recipe/tables.py",  # the keys of the tables
     "nemo_grpo/rehearsal/overrides.py",  # those that a rehearsal replaces
+    "nemo_grpo/support/model_card.py",  # those that a card shows, of a recipe of either engine
 }
 """Modules that read a recipe's keys by name."""
 

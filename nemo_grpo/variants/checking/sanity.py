@@ -18,7 +18,6 @@ from nemo_grpo.variants.small_steps import (
     changed,
     counts,
     loss_and_gradient,
-    loss_of,
     random_step,
     shaped_by,
     split,
@@ -70,7 +69,9 @@ def gives_the_same_again(objective: Objective, batch: TokenBatch) -> str | None:
 
     def results(step: TokenBatch) -> list[Tensor]:
         prepared = objective.prepare(step, seed=SEED)
-        one, two = (loss_of(objective, prepared, step.next_token_logprobs).detach() for _ in range(2))
+        parts = split(objective, prepared, step.next_token_logprobs)
+        losses = [[objective.loss(part, **counts(step))[0].detach() for part in parts] for _ in range(2)]
+        one, two = map(torch.stack, losses)
         weights = prepared.token_weights
         return [one, two, prepared.advantages, prepared.advantages if weights is None else weights]
 
@@ -83,7 +84,7 @@ def gives_the_same_again(objective: Objective, batch: TokenBatch) -> str | None:
     pairs = [(first[0], first[1]), *zip(first, again, strict=True)]
     if all(torch.allclose(one, two, 0, 0, equal_nan=True) for one, two in pairs):
         return None
-    losses = ", ".join(f"{value.item():.6g}" for value in (*first[:2], *again[:2]))
+    losses = ", ".join(f"{value.sum().item():.6g}" for value in (*first[:2], *again[:2]))
     return (
         f"expected the same from the same step; found the losses {losses}, or other advantages; keep nothing "
         "between calls, in a module's variable or on self, and change no tensor in place (Shaped.carried "

@@ -170,7 +170,7 @@ WRONG = (
 )
 LOSS, NO_START = "loss.py:Wrong", "nemo_grpo.warm_start=null"
 FAULTS = {
-    "reward": (["nemo_grpo.rewards={mine.py:nothing: 1.0}"], "None instead of a number"),
+    "reward": (["nemo_grpo.rewards={mine.py:nothing: 1.0}"], "a str instead of a number"),
     "loss": (["~loss_fn", f"loss_fn.variant={LOSS}"], "no loss"),
     "data": (["nemo_grpo.task.train_files=[gone.jsonl]"], "gone.jsonl is missing"),
     "adapters": (["policy.megatron_cfg.peft={enabled: true, target_modules: [v_proj]}"], "use [linear_qkv]"),
@@ -203,7 +203,9 @@ def test_every_command_refuses_the_same(command, fault, monkeypatch):
     if command == "compare" and fault == "loss":
         arguments, overrides = [*arguments[:3], LOSS, *arguments[4:]], []
     Path("loss.py").write_text(WRONG)
-    Path("mine.py").write_text("def brevity(response):\n    return 1\n\n\ndef nothing(response):\n    pass\n")
+    Path("mine.py").write_text(
+        "def brevity(response):\n    return 1\n\n\ndef nothing(response):\n    return ''\n"
+    )
     Path("megatron/iter_0000010").mkdir(parents=True)
     Path("megatron/iter_0000010/.metadata").touch()
     monkeypatch.setattr(sys, "argv", ["nemo-grpo", *map(str, arguments)])

@@ -267,7 +267,7 @@ def test_secrets_of_the_environment_are_used_and_never_written(
         grpo: {seed: "${oc.decode:${oc.env:SEED}}"}
         policy: {model_name: "models/${oc.env:TOKEN}", tokenizer: {_override_: true, chat_template: default}}
         logger: {wandb: {key: "${oc.env:TOKEN}", url: "https://${.key}@x", keys: [1, "${oc.env:TOKEN}"],
-                         name: '\\${oc.env:TOKEN}', entity: "${oc.env:NOBODY,null}"}}
+                         name: '\\${oc.env:TOKEN}', entity: "${oc.env:NOBODY,me}"}}
         """
     )
     recipe = load_recipe(path)
