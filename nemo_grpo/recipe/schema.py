@@ -16,16 +16,15 @@ V0_7_0, HEAD = "0.7.0", "7ea279abf"
 """Versions of NeMo-RL that are recorded."""
 Entry = Mapping[str, Any]
 
+LOGGERS = ("logger.mlflow", "logger.swanlab", "logger.tensorboard", "logger.wandb")
+"""Arguments of these libraries' functions, whose types are theirs."""
 FREE_FORM = (
     "policy.dtensor_cfg.automodel_kwargs",
     "data.train",
     "data.validation",
     "data.default",
     "async_rl.sampler",
-    "logger.mlflow",
-    "logger.swanlab",
-    "logger.tensorboard",
-    "logger.wandb",
+    *LOGGERS,
 )
 """Any key may follow these, besides those that the data mark: NeMo-RL hands them on to others."""
 
@@ -102,7 +101,7 @@ def type_errors(tree: Mapping[str, Any], declared: Collection[str], section: str
         found = () if key in declared else entries().get(key, ())
         if found and not any(_allows(entry, value) for entry in found):
             yield _message(key, value, found[0])
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and key not in LOGGERS:
             yield from type_errors(value, declared, f"{key}.")
 
 
