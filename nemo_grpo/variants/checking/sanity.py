@@ -18,6 +18,7 @@ from nemo_grpo.variants.small_steps import (
     changed,
     counts,
     loss_and_gradient,
+    loss_of,
     random_step,
     shaped_by,
     split,
