@@ -177,7 +177,6 @@ def supervised_recipe(recipe: Recipe, folder: Path) -> Recipe:
     own, config, megatron = recipe.nemo_grpo, recipe.nemo_grpo.warm_start, recipe.policy.megatron_cfg
     assert config is not None
     warm_up, layout = min(WARM_UP_STEPS, config.num_steps // 4), megatron.layout
-    never = {"val_period": 0, "val_at_start": False, "val_at_end": False}
     length, batch_size = config.max_position_embeddings, config.batch_size
     mb_tokens = SEQUENCES_PER_MICROBATCH * length
     tree = {
@@ -186,7 +185,7 @@ def supervised_recipe(recipe: Recipe, folder: Path) -> Recipe:
             "num_generations_per_prompt": 1,
             "max_num_steps": config.num_steps,
             "seed": SEED_OFFSET + config.seed,
-            **never,
+            "val_period": 0,
         },
         "loss_fn": {"variant": "sft"},
         "policy": {

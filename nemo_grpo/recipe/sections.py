@@ -120,9 +120,9 @@ class GRPOSection(Section):
     val_period: int = Field(default=10, ge=-1)
     """Validate every this many steps; 0 or -1: never during training."""
     val_at_start: bool = False
-    """Validate before the first step."""
+    """Validate before the first step; null: if val_period is above 0."""
     val_at_end: bool = False
-    """Validate after the last step."""
+    """Validate after the last step; null: if val_period is above 0."""
     max_val_samples: int | None = Field(default=256, gt=0)
     """Validation problems; also the default of nemo_grpo.evaluation.num_problems; null: all, only in
     NeMo-Gym's environments."""

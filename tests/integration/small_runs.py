@@ -38,7 +38,8 @@ TINY = [
     "nemo_grpo.warm_start.seed=1",  # with which groups carry signal, and no ratio of two updates is clipped
     "nemo_grpo.warm_start.max_position_embeddings=256",  # whatever length a test gives the sequences
 ]
-NO_VALIDATION = ["grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"]
+NO_VALIDATION = ["grpo.val_period=0"]
+AT_THE_ENDS = [*NO_VALIDATION, "grpo.val_at_start=true", "grpo.val_at_end=true"]
 DP2 = ["cluster.gpus_per_node=2"]
 TP2_PP2 = [
     "policy.megatron_cfg.tensor_model_parallel_size=2",

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from processes import PATIENCE, nemo_grpo, output_of, wait_for
-from small_runs import QUICKSTART, rows
+from small_runs import AT_THE_ENDS, QUICKSTART, rows
 
 TINY = (
     "grpo.num_prompts_per_step=2",
     "grpo.num_generations_per_prompt=2",
     "grpo.max_val_samples=2",
     "grpo.val_num_generations_per_prompt=1",
-    "grpo.val_period=0",
+    *AT_THE_ENDS,
     "policy.train_micro_batch_size=4",
     "policy.generation.max_new_tokens=8",
     "checkpointing.save_period=1",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks, slow_but
 from safetensors.torch import load_file
-from small_runs import QUICKSTART, arguments, rows
+from small_runs import AT_THE_ENDS, QUICKSTART, arguments, rows
 from test_megatron_policy import (
     assert_reference_comes_and_goes,
     assert_resumes_exactly,
@@ -238,7 +238,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(model, tmp_path, lora):
 # ---------------------------------------------------------------------- runs
 
 
-RUN = ["grpo.max_num_steps=2", "grpo.val_period=0", "loss_fn.variant=erpo", *PEFT]
+RUN = ["grpo.max_num_steps=2", *AT_THE_ENDS, "loss_fn.variant=erpo", *PEFT]
 RUN += ["policy.megatron_cfg.scheduler.lr_decay_style=constant"]
 
 

@@ -12,13 +12,23 @@ import torch
 from processes import nemo_grpo, output_of, wait_for
 from ranks import run_ranks, slow_but
 from safetensors.torch import load_file
-from small_runs import DP2, QUICKSTART, TP2_PP2, arguments, assert_same_rows, has_trained, rows, weights_after
+from small_runs import (
+    AT_THE_ENDS,
+    DP2,
+    QUICKSTART,
+    TP2_PP2,
+    arguments,
+    assert_same_rows,
+    has_trained,
+    rows,
+    weights_after,
+)
 
 from nemo_grpo import UserError
 from nemo_grpo.engine.checks import check
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 
-STEPS = ["grpo.max_num_steps=2", "grpo.val_period=0", "policy.train_micro_batch_size=2"]
+STEPS = ["grpo.max_num_steps=2", *AT_THE_ENDS, "policy.train_micro_batch_size=2"]
 CP2 = ["policy.megatron_cfg.context_parallel_size=2", "cluster.gpus_per_node=2"]
 LAYOUTS = {"dp2": (2, DP2), "cp2": (2, CP2), "tp2-pp2": (4, TP2_PP2)}
 
@@ -47,7 +57,7 @@ def test_a_checkpoint_resumes_at_another_layout(tmp_path, cache):
 
 
 def command(tmp_path: Path, cache: Path, *extra: str) -> subprocess.Popen[str]:
-    line = arguments(tmp_path, cache, "cli", "grpo.val_period=0", *extra)
+    line = arguments(tmp_path, cache, "cli", *AT_THE_ENDS, *extra)
     return nemo_grpo("train", QUICKSTART, *line)
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from processes import ROOT
 from ranks import run_ranks
-from small_runs import DP2, arguments, assert_same_rows, lines_of, rows, weights_after
+from small_runs import AT_THE_ENDS, DP2, arguments, assert_same_rows, lines_of, rows, weights_after
 from toy_policies import assert_equal, hf_model, policy_of, weights_of
 
 from nemo_grpo import UserError, build_objective
@@ -136,7 +136,7 @@ def test_a_run_searches_and_learns(alone):
 
 
 def test_two_ranks_hold_the_same_conversations_as_one(tmp_path, cache, alone):
-    line = arguments(tmp_path, cache, "both", *SMALL, "grpo.max_num_steps=2", "grpo.val_period=0", *DP2)
+    line = arguments(tmp_path, cache, "both", *SMALL, "grpo.max_num_steps=2", *AT_THE_ENDS, *DP2)
     for weights in run_ranks(2, weights_after, line, recipe=SEARCH_QA):
         torch.testing.assert_close(weights, alone[1], rtol=1e-4, atol=2e-4)
     keys = ("reward/mean", "length/mean", "episode/num_turns", "episode/num_searches", "loss/total")

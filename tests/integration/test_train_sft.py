@@ -10,6 +10,7 @@ from processes import ROOT
 from ranks import run_ranks, slow_but
 from safetensors.torch import load_file
 from small_runs import (
+    AT_THE_ENDS,
     DP2,
     TP2_PP2,
     arguments,
@@ -64,7 +65,7 @@ def loss_by_transformers(folder: Path, task, prompt, problems: list[tuple[Proble
 
 
 def test_losses_are_the_mean_cross_entropy_of_all_response_tokens(sft):
-    r = sft("grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_end=false")
+    r = sft("grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_start=true")
     parts = begin(r)
     task, prompt = parts.task, r.nemo_grpo.prompt
     held_out = [(problem, (problem.id,)) for problem in parts.problems]
@@ -95,7 +96,7 @@ def test_a_run_lowers_the_held_out_loss_and_leaves_what_others_read(sft):
         assert torch.equal(exported[name], tensor), name
 
 
-STEPS = [*SMALL, "grpo.max_num_steps=3", "grpo.val_period=0"]
+STEPS = [*SMALL, "grpo.max_num_steps=3", *AT_THE_ENDS]
 
 
 @pytest.fixture(scope="module")

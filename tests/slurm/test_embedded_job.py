@@ -18,8 +18,6 @@ grpo:
   num_generations_per_prompt: 4
   max_num_steps: 40
   val_period: 0
-  val_at_start: false
-  val_at_end: false
 policy:
   train_micro_batch_size: 8
   generation:

@@ -71,6 +71,17 @@ def test_not_given_keys_follow_the_key_they_depend_on(tree: dict[str, Any]) -> N
     assert load_recipe_dict(tree).policy.generation.val_temperature == 0.1
 
 
+@pytest.mark.parametrize("base", ["quickstart", "cluster-quickstart"])
+def test_one_setting_switches_validation_off(base: str) -> None:
+    recipe = load_recipe(RECIPES / f"{base}.yaml", ["grpo.val_period=0"])
+    assert not recipe.grpo.validates
+    assert (recipe.settings["grpo"]["val_at_start"], recipe.to_dict()["grpo"]["val_at_end"]) == (False, False)
+    assert load_recipe(RECIPES / f"{base}.yaml").grpo.val_at_end
+    last = load_recipe(RECIPES / f"{base}.yaml", ["grpo.val_period=0", "grpo.val_at_end=true",
+                                                  "checkpointing.metric_name=null"])  # fmt: skip
+    assert (last.grpo.val_at_start, last.grpo.val_at_end) == (False, True)
+
+
 def test_validation_keys_of_nemo_rl_set_the_evaluation_unless_it_is_given(tree: dict[str, Any]) -> None:
     tree["grpo"] |= {"max_val_samples": 9, "val_num_generations_per_prompt": 3}
     evaluation = load_recipe_dict(tree, ["nemo_grpo.evaluation.num_samples=5"]).nemo_grpo.evaluation
