@@ -1,9 +1,10 @@
 """The curves of a run, or of several groups of runs on common axes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from urllib.parse import quote
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from nemo_grpo.report.runs import RunGroup, common_key, pass_key
+from nemo_grpo.report.runs import RunGroup, common_key, matching, pass_key
 from nemo_grpo.support.pictures import (
     COLORS,
     COMPANION,
@@ -70,7 +71,9 @@ def draw_validation(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str])
         if spread.any():
             axes.fill_between(steps, mean - spread, mean + spread, color=style.color, alpha=0.16, lw=0)
     if len(groups) == 1:
-        for key, dash in (("validation/greedy", DASHES[1]), (pass_key(groups), DASHES[2])):
+        above = keys[0].rpartition("/")[0]
+        for name, dash in (("greedy", DASHES[1]), (pass_key(groups).rpartition("/")[2], DASHES[2])):
+            key = f"{above}/{name}"
             steps, mean, _ = groups[0].curve(key)
             if len(steps):
                 axes.plot(steps, mean, color=COMPANION, ls=dash, lw=1.3, label=key.rpartition("/")[2])
@@ -126,6 +129,7 @@ class Panel:
         name: file name of its PNG.
         title, unit: what is drawn, and the y axis.
         keys: metrics of metrics.jsonl; alternatives for `draw_training`.
+        each: pattern of metrics, in place of ``keys``; see `of_each`.
         explanation: a sentence for the report.
         draw: how.
         from_zero: the y axis starts at 0.
@@ -136,12 +140,27 @@ class Panel:
     name: str
     title: str
     unit: str
-    keys: tuple[str, ...]
-    explanation: str
+    keys: tuple[str, ...] = ()
+    explanation: str = ""
     draw: Draw = draw_training
     from_zero: bool = False
     xlabel: str = "training step"
     of_diagnostics: bool = False
+    each: str = ""
+
+    def of_each(self, groups: Sequence[RunGroup]) -> list[Self]:
+        """List a panel for each metric that `each` matches, named by its group; else the panel itself."""
+        if not self.each:
+            return [self]
+        return [
+            replace(
+                self,
+                name=f"{self.name}-{quote(match[1], safe='')}",
+                title=self.title.format(match[1]),
+                keys=(match[0],),
+            )
+            for match in matching(groups, self.each)
+        ]
 
     def is_filled(self, groups: Sequence[RunGroup]) -> bool:
         """True if any run has a value to draw."""

@@ -39,7 +39,7 @@ DRAWN: dict[str, Draw] = {
 }
 
 PANELS = tuple(
-    Panel(name, draw=DRAWN[entry.pop("draw", "training")], keys=tuple(entry.pop("keys")), **entry)
+    Panel(name, draw=DRAWN[entry.pop("draw", "training")], keys=tuple(entry.pop("keys", ())), **entry)
     for name, entry in yaml.safe_load(Path(__file__).with_name("panels.yaml").read_text()).items()
 )
 
@@ -94,14 +94,18 @@ def write_group_report(
 def draw(groups: Sequence[RunGroup], folder: Path) -> None:
     """Write every panel that has data, and all of them in ``overview.png``; remove outdated pictures."""
     folder.mkdir(parents=True, exist_ok=True)
-    filled = [panel for panel in PANELS if panel.is_filled(groups)]
+    filled = [panel for panel in panels_of(groups) if panel.is_filled(groups)]
     for panel in PANELS:
-        path = folder / f"{panel.name}.png"
-        if panel in filled:
-            draw_panel(panel, groups, path)
-        else:
-            path.unlink(missing_ok=True)
+        for outdated in folder.glob(f"{panel.name}-*.png" if panel.each else f"{panel.name}.png"):
+            outdated.unlink()
+    for panel in filled:
+        draw_panel(panel, groups, folder / f"{panel.name}.png")
     draw_overview(filled, groups, folder / "overview.png")
+
+
+def panels_of(groups: Sequence[RunGroup]) -> list[Panel]:
+    """All panels, in order, with one for each reward component and each of several validation sets."""
+    return [panel for one in PANELS for panel in one.of_each(groups)]
 
 
 def render(groups: Sequence[RunGroup], plots: Path, paired: Sequence[Paired], baseline: str) -> str:
@@ -125,7 +129,7 @@ def render(groups: Sequence[RunGroup], plots: Path, paired: Sequence[Paired], ba
         paired=paired,
         baseline=baseline,
         settings=_settings(groups),
-        panels=PANELS,
+        panels=panels_of(groups),
         pairs=pairs,
         summary=summary,
         tokens=token_plots,

@@ -3,7 +3,7 @@
 import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,11 @@ ENGINES = {"embedded": "embedded", "cluster": "NeMo-RL"}
 ENTROPY = ("entropy/mean", "entropy/sampled")
 """The policy's entropy: exact, and estimated by the mean of -log p over the sampled tokens, which NeMo-RL's
 runs have too. Estimates are noisier; their mean is the same at temperature 1 without top-k or top-p."""
+
+HELD_OUT = {"validation/accuracy": "accuracy {:.3f}", "validation/val_loss": "held-out loss {:.3f}"}
+"""Metric of a validation -> its words in a line of the log."""
+SET_ACCURACY = "validation/(.+)/accuracy"
+"""Pattern of the accuracy of one validation set among several."""
 
 Points = dict[int, float]
 """A metric's values by step."""
@@ -70,6 +75,11 @@ class RunLog:
     def seed(self) -> str:
         """grpo.seed, or ``?``."""
         return str(self.settings.get("grpo.seed", "?"))
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all metrics."""
+        return {name for row in self.rows.values() for name in row}
 
     def points(self, key: str) -> Points:
         """The metric's finite values; steps without one are left out."""
@@ -217,9 +227,21 @@ def common_key(groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
 
 def pass_key(groups: Sequence[RunGroup]) -> str:
     """``validation/pass@k`` with the largest k that any run has; pass@8 if none has any."""
-    names = {name for group in groups for run in group.runs for row in run.rows.values() for name in row}
-    found = [int(match[1]) for name in names if (match := re.fullmatch(r"validation/pass@(\d+)", name))]
+    found = [int(match[1]) for match in matching(groups, r"validation/pass@(\d+)")]
     return f"validation/pass@{max(found, default=8)}"
+
+
+def matching(groups: Sequence[RunGroup], pattern: str) -> list[re.Match[str]]:
+    """The metrics of any run whose whole name matches, by name."""
+    names = sorted({name for group in groups for run in group.runs for name in run.names})
+    return [match for name in names if (match := re.fullmatch(pattern, name))]
+
+
+def validation_note(row: Mapping[str, Any]) -> str:
+    """The line after a validation: accuracy or loss, and the accuracy of each of several sets."""
+    found = [text.format(row[name]) for name, text in HELD_OUT.items() if name in row]
+    sets = ((re.fullmatch(SET_ACCURACY, name), value) for name, value in row.items())
+    return ", ".join([*found, *(f"{match[1]} {value:.3f}" for match, value in sets if match)])
 
 
 def _identity(run: RunLog) -> str:

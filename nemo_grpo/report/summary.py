@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_grpo.report.runs import ENTROPY, RunGroup, RunLog, common_key, pass_key
+from nemo_grpo.report.runs import ENTROPY, SET_ACCURACY, RunGroup, RunLog, common_key, matching, pass_key
 from nemo_grpo.report.stuck import findings
 
 ACCURACY = "validation/accuracy"
@@ -52,6 +52,7 @@ def columns(groups: Sequence[RunGroup]) -> list[Column]:
         Column("least gain", lambda g: [min(gains)] if len(gains := g.gains(ACCURACY)) > 1 else [], sign="+"),
         Column("greedy", lambda g: g.each("validation/greedy", "last")),
         Column(passes.rpartition("/")[2], lambda g: g.each(passes, "last")),
+        *(_last(match[1], match[0]) for match in matching(groups, SET_ACCURACY)),
         Column("tokens", lambda g: g.each("validation/num_tokens", "last"), digits=1),
         Column(f"{entropy_name}, first", lambda g: g.each(entropy, "first")),
         Column(f"{entropy_name}, last", lambda g: g.each(entropy, "last")),
@@ -61,6 +62,10 @@ def columns(groups: Sequence[RunGroup]) -> list[Column]:
         Column("minutes", lambda g: [s / 60 for run in g.runs if (s := seconds(run))], digits=1),
     ]
     return [column for column in found if any(column.values(group) for group in groups)]
+
+
+def _last(name: str, key: str) -> Column:
+    return Column(name, lambda group: group.each(key, "last"))
 
 
 def note(groups: Sequence[RunGroup]) -> str:

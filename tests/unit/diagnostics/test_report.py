@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from nemo_grpo.report import plots
 from nemo_grpo.report.plots import common_key, running_mean
-from nemo_grpo.report.report import PANELS, plot_run, write_report
+from nemo_grpo.report.report import PANELS, panels_of, plot_run, write_report
 from nemo_grpo.report.runs import group_runs, read_run
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.pictures import new_figure
@@ -221,8 +221,33 @@ def test_runs_with_next_to_nothing_are_drawn(make_run: MakeRun, rows: list[Mappi
     assert plot_run(make_run("a", rows)).is_file()
 
 
+def test_each_reward_component_and_validation_set_has_a_panel(make_run: MakeRun, tmp_path: Path) -> None:
+    core = ("reward/mean", "reward/std", "reward/group_std", "reward/not_finite", "validation/accuracy")
+    own = (
+        "reward/accuracy",
+        "reward/my/own.py:short",
+        "validation/aime24/accuracy",
+        "validation/amc/accuracy",
+    )
+    rows = [{"step": step, **dict.fromkeys((*core, *own), 0.1 * step)} for step in (1, 2)]
+    run = make_run("a", rows)
+    titles = {panel.title for panel in panels_of(group_runs([read_run(run)])) if panel.name != "reward_std"}
+    assert {
+        *("Training reward", "Reward component accuracy", "Reward component my/own.py:short"),
+        *("Held-out accuracy", "Held-out accuracy of aime24", "Held-out accuracy of amc"),
+    } == {title for title in titles if title.startswith(("Training reward", "Reward", "Held-out acc"))}
+    page = plot_run(run).read_text()
+    assert cells(page)[0][-2:] == ["aime24", "amc"]
+    assert [cell for cell in cells(page)[1][-2:]] == ["0.200", "0.200"]
+    drawn = {path.name for path in (run / "plots").iterdir()}
+    assert {"component-my%2Fown.py%3Ashort.png", "validation_set-aime24.png"} <= drawn
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
+    plot_run(run)
+    assert {path.name for path in (run / "plots").iterdir()} == {"reward.png", "overview.png"}
+
+
 def test_every_metric_and_many_groups_are_drawn(make_run: MakeRun, tmp_path: Path) -> None:
-    panels = [panel for panel in PANELS if not panel.of_diagnostics]
+    panels = [panel for panel in PANELS if not (panel.of_diagnostics or panel.each)]
     names = [key for panel in panels for key in panel.keys] + ["validation/greedy", "validation/pass@8"]
     rows = [{"step": s} | {name: 0.1 * s for name in names} for s in range(4)]
     paths = [make_run(f"run{i}", rows, f"variant{i}") for i in range(5)]
@@ -348,7 +373,7 @@ def test_a_share_has_no_axis_below_zero_and_no_title_touches_the_metrics_name(ma
     names = ("validation/accuracy", "reward/accuracy", "rollout/all_wrong", "covariance/p1", "covariance/p50")
     rows = [{"step": step, **dict.fromkeys(names, 0.01 * step)} for step in range(5)]
     groups = group_runs([read_run(make_run("a", rows))])
-    for panel in (panel for panel in PANELS if panel.is_filled(groups)):
+    for panel in (panel for panel in panels_of(groups) if panel.is_filled(groups)):
         figure = new_figure(4.1, 2.9)  # as in the overview
         axes = figure.add_subplot()
         plots._fill(axes, panel, groups)
