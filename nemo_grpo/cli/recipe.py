@@ -180,6 +180,37 @@ def diff(
         raise typer.Exit(EXIT_USAGE)
 
 
+@app.command()
+def prompt(
+    path: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)], overrides: Overrides = None
+) -> None:
+    """Print the first training prompt as the model sees it, with the tokens of its chat template.
+
+    Example: nemo-grpo recipe prompt recipes/quickstart.yaml
+    """
+    from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.tasks import encode_prompt
+
+    recipe = load_recipe(path, overrides or ())
+    own, named, task = recipe.nemo_grpo, recipe.policy.tokenizer, recipe.task.build()
+    if own.target == "cluster" and (named.chat_template != "default" or named.chat_template_kwargs):
+        raise UserError(
+            "policy.tokenizer.chat_template: NeMo-RL puts it in the place of the tokenizer's; look at "
+            "train_data_step1.jsonl of a rehearsal (nemo-grpo rehearse)"
+        )
+    if own.warm_start is not None:
+        from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
+
+        tokenizer = build_tokenizer(task, own.warm_start.vocab_size, own.warm_start.seed)
+    else:
+        from nemo_grpo.support.hf_folder import load_tokenizer
+
+        tokenizer = load_tokenizer(Path(named.name or ""))
+    problem, has_images = task.train_problem(0, recipe.grpo.seed), task.config.needs_images
+    tokens = encode_prompt(tokenizer, own.prompt, problem, with_images=has_images)
+    typer.echo(tokenizer.decode(tokens, skip_special_tokens=False))
+
+
 @app.command("list")
 def list_recipes(
     pattern: Annotated[str, Argument(help="Part of a name.")] = "",

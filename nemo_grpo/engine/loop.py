@@ -14,6 +14,7 @@ from nemo_grpo.engine.signals import stop_on_signals
 from nemo_grpo.engine.step_metrics import note
 from nemo_grpo.engine.steps import reinforce, supervise
 from nemo_grpo.engine.trackers import Ended
+from nemo_grpo.report.runs import validation_note
 from nemo_grpo.report.stuck import Watch
 from nemo_grpo.support import distributed
 from nemo_grpo.support.distributed import from_first_rank
@@ -52,7 +53,7 @@ def run_steps(parts: Parts) -> bool:
     """Take the steps that are left; False: a signal stopped the run before its end."""
     recipe, state, folder = parts.recipe, parts.state, parts.folder
     step = supervise if recipe.loss_fn.learns_from_demonstrations else reinforce
-    watch, stopping = Watch(recipe.grpo.max_num_steps), False
+    watch, stopping, held_out = Watch(recipe.grpo.max_num_steps), False, dict[str, Any]()
     with stop_on_signals() as stop:
         if parts.pending or (state.step == 0 and recipe.grpo.val_at_start):
             record(parts, parts.pending or {"step": 0})
@@ -63,9 +64,9 @@ def run_steps(parts: Parts) -> bool:
             while not (parts.has_ended or stopping):
                 row = step(parts)
                 parts.saver.finish_if_written()
-                parts.validated = {}
+                held_out, parts.validated = parts.validated or held_out, {}
                 record(parts, row)
-                advance(note(row))
+                advance(note(held_out | row))
                 for sentence in watch(row):
                     log.warning("%s", sentence)
                 stopping = distributed.any_rank(bool(stop) or folder.failure is not None, parts.policy.device)
@@ -89,6 +90,7 @@ def record(parts: Parts, row: dict[str, Any]) -> None:
     if not parts.validated and (validation.is_due(grpo, step) if step else grpo.val_at_start):
         with parts.saved_before_failure():
             parts.validated = validate(parts)
+        log.info("step %d: %s", step, validation_note(parts.validated))
     row |= parts.validated
     parts.folder.append_metrics(row)
     parts.pending = row if parts.folder.failure else {}

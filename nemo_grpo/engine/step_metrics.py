@@ -6,6 +6,7 @@ from typing import Any
 
 from nemo_grpo.engine.megatron.policy import UpdateResult
 from nemo_grpo.engine.rollout import Group
+from nemo_grpo.report.runs import HELD_OUT
 from nemo_grpo.tasks.scoring import component_means, right_and_wrong
 
 
@@ -52,14 +53,15 @@ def mean_metrics(updates: list[UpdateResult]) -> dict[str, float]:
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
-def sample_rows(step: int, groups: list[Group], num_samples: int) -> list[dict[str, Any]]:
-    """The first ``num_samples`` responses of a step, for samples.jsonl."""
+def sample_rows(step: int, groups: list[Group], num_samples: int, tokenizer: Any) -> list[dict[str, Any]]:
+    """The first ``num_samples`` responses of a step, for samples.jsonl, each with its prompt as sampled."""
     flat = [(group, one) for group in groups for one in group.responses]
     return [
         {
             "step": step,
             "problem": group.problem.id,
             "question": group.problem.question,
+            "prompt": tokenizer.decode(group.prompt, skip_special_tokens=False),
             "response": one.response.text,
             "answer": group.problem.answer,
             "reward": one.reward,
@@ -72,8 +74,9 @@ def sample_rows(step: int, groups: list[Group], num_samples: int) -> list[dict[s
 
 
 def note(row: dict[str, Any]) -> str:
-    """The numbers beside the progress bar, which a person reads while a run trains."""
+    """The numbers beside the progress bar, the most telling first: a narrow terminal cuts the others."""
     shown = {
+        **HELD_OUT,
         "reward/mean": "reward {:.2f}",
         "reward/accuracy": "right {:.0%}",
         "rollout/with_signal": "signal {:.0%}",
@@ -81,7 +84,5 @@ def note(row: dict[str, Any]) -> str:
         "length/truncated": "cut {:.0%}",
         "entropy/mean": "entropy {:.2f}",
         "tokens_per_second": "{:.0f} tokens/s",
-        "validation/val_loss": "held-out loss {:.3f}",
-        "validation/accuracy": "accuracy {:.3f}",
     }
     return "  ".join(text.format(row[name]) for name, text in shown.items() if name in row)

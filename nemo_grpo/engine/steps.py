@@ -38,7 +38,8 @@ def reinforce(parts: Parts) -> Row:
     row |= {name: float(value) for name, value in prepared.metrics.items()}
     row |= mean_scores(groups) | signal_shares(drawn, drop_truncated=filtering)
     row |= mean_metrics(updates) | clock.laps | diagnose(parts, prepared, step)
-    parts.folder.append_samples(sample_rows(state.step, groups, parts.recipe.nemo_grpo.engine.log_samples))
+    number = parts.recipe.nemo_grpo.engine.log_samples
+    parts.folder.append_samples(sample_rows(state.step, groups, number, parts.tokenizer))
     return row | totals(parts, step, clock) | {"steps/no_signal": state.no_signal}
 
 

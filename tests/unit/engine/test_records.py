@@ -8,8 +8,10 @@ from nemo_grpo.engine.megatron.microbatches import by_gradient, plan_groups, pla
 from nemo_grpo.engine.megatron.results import UpdateResult
 from nemo_grpo.engine.rollout import Group, Scored
 from nemo_grpo.engine.step_metrics import mean_metrics, mean_scores, note, sample_rows, signal_shares
+from nemo_grpo.report.runs import validation_note
 from nemo_grpo.sampling.episodes import Episode, Response
 from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.scoring import over_sets
 
 
 def response(accuracy: float, *, cut: bool = False, num_tokens: int = 1, **further) -> Scored:
@@ -42,6 +44,19 @@ def test_turns_are_means_over_the_responses_that_have_some():
     assert found[f"episode/{first}"] == 2.5
 
 
+def test_metrics_of_several_validation_sets_and_their_means():
+    """The sets' errors are independent: the mean's is sqrt(0.3^2 + 0.4^2) / 2."""
+    one = {"accuracy": 0.2, "accuracy_stderr": 0.3}
+    found = over_sets({"a": one, "b": {"accuracy": 0.6, "accuracy_stderr": 0.4}})
+    means = {"accuracy": pytest.approx(0.4), "accuracy_stderr": pytest.approx(0.25)}
+    of_sets = {"a/accuracy": 0.2, "a/accuracy_stderr": 0.3, "b/accuracy": 0.6, "b/accuracy_stderr": 0.4}
+    assert found == means | of_sets
+    assert over_sets({"": one}) == one
+    row = {f"validation/{name}": value for name, value in found.items()}
+    assert validation_note(row) == "accuracy 0.400, a 0.200, b 0.600"
+    assert validation_note({"validation/val_loss": 1.5, "loss/total": 1}) == "held-out loss 1.500"
+
+
 def test_shares_are_of_all_drawn_groups():
     """Right; wrong; mixed; mixed, but all are cut off."""
     drawn = [
@@ -66,11 +81,19 @@ def test_updates_of_a_step_are_averaged_and_counted():
     assert (state.skipped, state.skipped_in_a_row, state.no_signal) == (3, 1, 1)
 
 
+class Decodes:
+    """A tokenizer that hides its mark unless it is asked not to."""
+
+    def decode(self, tokens, skip_special_tokens=True):
+        return f"{'' if skip_special_tokens else '<user>'}{tokens}"
+
+
 def test_samples_are_a_steps_first_responses():
     groups = [group(response(1.0, num_tokens=3)), group(response(0.0, cut=True), response(1.0), name="q")]
-    first, second = sample_rows(4, groups, 2)
+    first, second = sample_rows(4, groups, 2, Decodes())
     assert first == {
         **{"step": 4, "problem": "p", "question": "1 + 1?", "answer": "2", "response": "text"},
+        "prompt": "<user>[7]",
         **{"reward": 2.5, "scores": {"accuracy": 1.0, "format": 0.5}, "truncated": False, "num_tokens": 3},
     }
     assert (second["problem"], second["reward"], second["truncated"]) == ("q", 0.5, True)
@@ -79,6 +102,7 @@ def test_samples_are_a_steps_first_responses():
 def test_note_shows_what_there_is():
     row = {"reward/mean": 0.256, "reward/accuracy": 0.5, "tokens_per_second": 10.4, "lr": 1.0}
     assert note(row) == "reward 0.26  right 50%  10 tokens/s"
+    assert note(row | {"validation/accuracy": 0.5}).startswith("accuracy 0.500  reward 0.26  right")
 
 
 def test_rows_go_round_the_ranks_by_length():

@@ -36,6 +36,15 @@ def test_check_of_a_folder_gives_one_line_per_recipe_and_skips_bases(tmp_path: P
     ]
 
 
+def test_prompt_is_printed_as_the_model_sees_it() -> None:
+    task = load_recipe(QUICKSTART).task.build()
+    code, output = run("prompt", QUICKSTART, "nemo_grpo.prompt.response_prefix=Well", "grpo.seed=3")
+    question = task.train_problem(0, 3).question
+    assert (code, output) == (0, f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\nWell\n")
+    with pytest.raises(UserError, match="cannot read the tokenizer in no/model"):
+        run("prompt", QUICKSTART, "nemo_grpo.warm_start=null", "policy.model_name=no/model")
+
+
 def test_check_reports_all_wrong_recipes_with_exit_code_2(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.yaml").write_text(f"defaults: {QUICKSTART}\ngrpo: {{sed_{name}: 1}}")
