@@ -22,8 +22,7 @@ def data_files(recipe: Recipe) -> dict[str, Path]:
     if task is None:
         texts = [value for _, value in leaves(recipe.data.model_dump()) if isinstance(value, str)]
         return {file: Path(file) for file in texts if Path(file).is_file()}
-    lists = (getattr(task, key, ()) for key in ("train_files", "validation_files"))
-    listed = [*(file for files in lists for file in files), getattr(task, "corpus", None)]
+    listed = [*getattr(task, "files", ()), getattr(task, "corpus", None)]
     return {file: Path(file) for file in listed if file}
 
 

@@ -195,8 +195,8 @@ def missing_files(recipe: Recipe) -> list[str]:
     """List the files of the recipe's task that this machine does not have."""
     task = recipe.nemo_grpo.task
     corpus = getattr(task, "corpus", None)
-    listed = (*task.train_files, *task.validation_files) if isinstance(task, FileTaskConfig) else ()
-    return [file for file in (*listed, corpus) if file and not Path(file).exists()]
+    listed = (*getattr(task, "files", ()), corpus)
+    return [file for file in listed if file and not Path(file).exists()]
 
 
 def _is_prepared(file: str) -> bool:

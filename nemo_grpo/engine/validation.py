@@ -14,6 +14,8 @@ from nemo_grpo.recipe.sections import GRPOSection, metric_key
 from nemo_grpo.sampling.requests import Generator, SamplingParams
 from nemo_grpo.support.progress import TokenMeter, progress
 from nemo_grpo.tasks import Problem, Task
+from nemo_grpo.tasks.base import by_validation_set
+from nemo_grpo.tasks.scoring import over_sets
 
 log = logging.getLogger(__name__)
 
@@ -33,25 +35,27 @@ def validate(
     problems: Sequence[Problem],
     sampling: SamplingParams,
 ) -> dict[str, float]:
-    """Greedy, avg@k and pass@k of these weights on these problems, as ``validation/*``."""
+    """Measure greedy, avg@k and pass@k of these weights on each validation set, as ``validation/*``."""
     start = time.monotonic()
     generator.update_weights(named_tensors)
-    k = recipe.grpo.val_num_generations_per_prompt
+    k, found = recipe.grpo.val_num_generations_per_prompt, dict[str, dict[str, float]]()
     with _shown(recipe.world_size, len(problems), k, sampling) as meter:
-        result = evaluate(
-            generator,
-            tokenizer,
-            task,
-            recipe.nemo_grpo.prompt,
-            problems,
-            num_samples=k,
-            sampling=sampling,
-            seed=recipe.grpo.seed,
-            meter=meter,
-        )
-    for problem in result.problems[: recipe.logger.num_val_samples_to_print]:
-        log.info("%s -> %r (gold %s)", problem.id, problem.greedy.completions[0], problem.gold)
-    metrics = {f"validation/{name}": value for name, value in result.metrics().items()}
+        for name, some in by_validation_set(problems).items():
+            result = evaluate(
+                generator,
+                tokenizer,
+                task,
+                recipe.nemo_grpo.prompt,
+                some,
+                num_samples=k,
+                sampling=sampling,
+                seed=recipe.grpo.seed,
+                meter=meter,
+            )
+            found[name] = result.metrics()
+            for problem in result.problems[: recipe.logger.num_val_samples_to_print]:
+                log.info("%s -> %r (gold %s)", problem.id, problem.greedy.completions[0], problem.gold)
+    metrics = {f"validation/{name}": value for name, value in over_sets(found).items()}
     return metrics | {"time/validation": time.monotonic() - start}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from numbers import Real
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from nemo_grpo.engine.input_hashes import data_files, keep_inputs
@@ -14,9 +15,9 @@ from nemo_grpo.engine.run_folder import RunFolder, newest_checkpoint, step_of
 from nemo_grpo.nemorl.compat import rebound
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.sections import OVERLAP, VLLM
-from nemo_grpo.report.runs import METRICS_FILE
+from nemo_grpo.report.runs import METRICS_FILE, json_lines, validation_note
 from nemo_grpo.report.stuck import SIGNAL, Watch
-from nemo_grpo.tasks.scoring import component_means, right_and_wrong
+from nemo_grpo.tasks.scoring import component_means, over_sets, right_and_wrong
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +43,10 @@ def calling_back(
     """Within the block, NeMo-RL's logger and checkpoint manager also call these, in this order."""
 
     def log(theirs: Callable[..., Any]) -> Callable[..., Any]:
-        def log_metrics(metrics: Mapping[str, Any], step: int, *rest: Any, **named: Any) -> Any:
+        def log_metrics(metrics: dict[str, Any], step: int, *rest: Any, **named: Any) -> Any:
             prefix = named.get("prefix", rest[0] if rest else "") or ""
-            for callback in callbacks:
-                metrics = {**metrics, **callback.added_metrics(metrics, step, prefix)}
+            for callback in callbacks:  # NeMo-RL ranks checkpoints, and stops, by the same dictionary
+                metrics.update(callback.added_metrics(metrics, step, prefix))
             done = theirs(metrics, step, *rest, **named)
             for callback in callbacks:
                 callback.on_metrics(metrics, step, prefix)
@@ -131,8 +132,36 @@ class RunRecord(Callback):
         }
         with (self.folder / METRICS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **row}) + "\n")
+        if prefix == "validation" and (line := validation_note(row)):
+            log.info("step %d: %s", step, line)
         for sentence in self.watch({"step": step, **row}) if SIGNAL in row else ():
             log.warning("%s", sentence)
+
+
+class ValidationSets(Callback):
+    """Adds the metrics of each of several validation sets; the whole's become the sets' means.
+
+    NeMo-RL validates on all problems in their order, as one set, and records each response's reward.
+    """
+
+    def __init__(self, sets: Sequence[str], folder: Path, num_generations: int) -> None:
+        """Args: sets: of each validation problem, the name.  folder: NeMo-RL's logs."""
+        self.sets, self.folder, self.num_generations = sets, folder, num_generations
+
+    def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
+        """Group the responses of a validation; a trainer that has no pass_k samples one for each problem."""
+        if prefix != "validation" or "accuracy" not in metrics or len(set(self.sets)) < 2:
+            return {}
+        size = self.num_generations if "pass_k" in metrics else 1
+        rewards = [row["rewards"][0] for row in json_lines(self.folder / f"val_data_step{step}.jsonl")]
+        groups = dict[str, list[list[float]]]()
+        for place, name in enumerate(self.sets[: len(rewards) // size]):
+            groups.setdefault(name, []).append(rewards[place * size : (place + 1) * size])
+        found = {name: {"accuracy": fmean(map(fmean, some))} for name, some in groups.items()}
+        if "pass_k" in metrics:
+            for name, some in groups.items():
+                found[name]["pass_k"] = fmean(max(group) > 0 for group in some)
+        return over_sets(found) if len(found) > 1 else {}
 
 
 METRIC = "gen_kl_error"

@@ -60,6 +60,14 @@ def set_up_data(run: ClusterRun, encoder: Any) -> Data:
     return data, validation, training_env, validation_env
 
 
+def set_names(run: ClusterRun, problems: Any) -> list[str]:
+    """Name the validation set of each problem that NeMo-RL reads, as it does; none of a single set."""
+    if not isinstance(run.recipe.data.validation, list) or run.recipe.env.should_use_nemo_gym:
+        return []
+    number = min(len(problems), run.recipe.grpo.num_val_problems)
+    return [str(problems.dataset[index]["task_name"]) for index in range(number)]
+
+
 REMEDY = (
     "download it once where there is a network (HF_HOME on a disk that the nodes see), or name a local file: "
     "dataset_name: ResponseDataset, data_path, input_key, output_key"

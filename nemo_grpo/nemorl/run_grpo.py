@@ -17,14 +17,22 @@ from typing import Any, NamedTuple
 from nemo_grpo.engine.recipe_checks import check_recipe
 from nemo_grpo.nemorl import compat, sft, single_controller
 from nemo_grpo.nemorl.advantage import StepDiagnostics, VariantEstimator
-from nemo_grpo.nemorl.callbacks import RewardMetrics, RolloutCheck, RunRecord, alone, calling_back
+from nemo_grpo.nemorl.callbacks import (
+    Callback,
+    RewardMetrics,
+    RolloutCheck,
+    RunRecord,
+    ValidationSets,
+    alone,
+    calling_back,
+)
 from nemo_grpo.nemorl.checkpoints import SideFiles, resume_carried, resume_with_optimizer
 from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.config import ClusterRun, load_run
 from nemo_grpo.nemorl.exit_status import exit_code, finished_steps, last_step, stop_after_step
 from nemo_grpo.nemorl.host_api import GRPO, GRPO_SYNC
 from nemo_grpo.nemorl.loss import loss_of
-from nemo_grpo.nemorl.nemo_rl_batches import gym_environments, set_up_data
+from nemo_grpo.nemorl.nemo_rl_batches import gym_environments, set_names, set_up_data
 from nemo_grpo.nemorl.policy import data_plane_of, policy_factory
 from nemo_grpo.nemorl.pretrained import load_tokenizer, model_config
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
@@ -33,6 +41,7 @@ from nemo_grpo.nemorl.start_checks import check_async_save, check_data_plane, ch
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import EXIT_USAGE, UserError
+from nemo_grpo.tasks.base import VALIDATION_SET
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +88,7 @@ class Ready(NamedTuple):
     environments: list[Any]
     side_files: SideFiles
     last_step: int
+    validation_sets: Callback = Callback()
     is_supervised: bool = False
     controller: Any = None
 
@@ -133,14 +143,18 @@ def set_up(run: ClusterRun) -> Ready:
         if data_plane_of(config) is not None and recipe.nemo_grpo.engine.diagnostics_period > 0:
             log.info("data_plane.enabled=true: conversations do not reach the driver; no diagnostics.jsonl")
     side_files = SideFiles(encoder, hf_config, context)
-    return Ready(parts, tokenizer, processor, environments, side_files, last, controller=controller)
+    held_out = () if problems is None else problems.held_out
+    names = [one.metadata.get(VALIDATION_SET, "") for one in held_out] or set_names(run, val_dataset)
+    logs = Path(config.logger["log_dir"])
+    sets = ValidationSets(names, logs, recipe.grpo.val_num_generations_per_prompt)
+    return Ready(parts, tokenizer, processor, environments, side_files, last, sets, controller=controller)
 
 
 def train(run: ClusterRun, ready: Ready) -> int:
     """Train to the end or to a requested stop; returns the exit code."""
     parts, recipe = ready.parts, run.recipe
     try:
-        adding = [RolloutCheck(recipe), RewardMetrics(ready.environments)]
+        adding = [RolloutCheck(recipe), RewardMetrics(ready.environments), ready.validation_sets]
         with (
             stop_after_step(recipe.grpo) as ending,
             calling_back(

@@ -1,5 +1,6 @@
 """Rules for both engines, and advice, that take arithmetic or a look-up; see `registry`."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,25 +105,39 @@ def validation_metrics_exist(recipe: Recipe) -> Iterator[str]:
     if recipe.env.should_use_nemo_gym:  # its environments name the metrics
         return
     known = [f"validation/{name}" for name in validation_metrics(recipe)]
-    ranking = recipe.checkpointing.metric_key or ""
+    ranking, goal = recipe.checkpointing.metric_key or "", metric_key(recipe.grpo.stop_at_validation_metric)
     for key, metric in (
         ("checkpointing.metric_name", ranking if ranking.startswith("validation/") else None),
-        ("grpo.stop_at_validation_metric", metric_key(recipe.grpo.stop_at_validation_metric)),
+        ("grpo.stop_at_validation_metric", goal),
     ):
-        if metric is not None and metric not in known:
+        if metric is not None and metric not in known and not _is_of_their_data(recipe, metric):
             yield f"{key}: validation has no metric {metric!r}{did_you_mean(metric, known)}"
+    if recipe.grpo.is_async and goal is not None and goal.count("/") > 1:
+        yield (
+            f"grpo.stop_at_validation_metric={goal}: NeMo-RL's asynchronous trainer decides before each "
+            "validation set has its own; use validation/accuracy"
+        )
+
+
+def _is_of_their_data(recipe: Recipe, metric: str) -> bool:
+    """True for the metric of a validation set of NeMo-RL's, which names several when it reads them."""
+    sets = recipe.data.validation if recipe.nemo_grpo.task is None else None
+    return isinstance(sets, list) and re.fullmatch("validation/.+/(accuracy|pass_k)", metric) is not None
 
 
 def validation_metrics(recipe: Recipe) -> list[str]:
-    """Names of the validation metrics of the recipe's engine."""
+    """Names of the validation metrics of the recipe's engine, with those of each of several sets."""
     k, learns = recipe.grpo.val_num_generations_per_prompt, recipe.loss_fn.learns_from_demonstrations
     if recipe.nemo_grpo.target == "cluster" and learns:  # NeMo-RL's sft
         return ["val_loss"]
-    if recipe.nemo_grpo.target == "cluster":  # NeMo-RL's validate()
-        return ["accuracy", "avg_length", *(["pass_k"] if k > 1 else [])]
     passes = [f"pass@{n}" for n in sorted({*(1 << i for i in range(k.bit_length())), k})]
     sampled = ["accuracy", "greedy", f"maj@{k}", "format", "truncated", "num_tokens", *passes]
-    return ["val_loss", *sampled] if learns else sampled
+    whole = ["val_loss"] if learns else []
+    if recipe.nemo_grpo.target == "cluster":  # NeMo-RL's validate()
+        sampled, whole = ["accuracy", *(["pass_k"] if k > 1 else [])], ["avg_length"]
+    sets = getattr(recipe.nemo_grpo.task, "validation_sets", {})
+    of_sets = [f"{name}/{metric}" for name in sets for metric in sampled] if len(sets) > 1 else []
+    return [*whole, *sampled, *of_sets]
 
 
 @rule(Scope.ALL)

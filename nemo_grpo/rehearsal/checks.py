@@ -17,7 +17,8 @@ from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.export import bridges_export, compare_folders, compare_with_base, convert
 from nemo_grpo.rehearsal.run_output import Recorded, Row, Scored, num_tokens
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, metrics, newest_checkpoint
-from nemo_grpo.tasks.scoring import component_means
+from nemo_grpo.tasks.base import VALIDATION_SET
+from nemo_grpo.tasks.scoring import component_means, over_sets
 
 log = logging.getLogger(__name__)
 
@@ -199,16 +200,25 @@ def validation(run: Recorded) -> str:
     found = run.validations(name)
     _refuse(not found, f"no validation/{name} is logged")
     step, value = max(found.items())
-    shown = f"{name} {value:.3f} of {small.NUM_VALIDATION} problems"
+    number = run.recipe.grpo.num_val_problems
+    shown = f"{name} {value:.3f} of {number} problems"
     _refuse(not math.isfinite(value), shown)
     if run.is_supervised:
         return shown
     if not run.is_graded_here:
         return f"{shown}, by NeMo-RL's environment"
     graded = run.validated(step)
-    _refuse(len(graded) != small.NUM_VALIDATION, f"{shown}; {len(graded)} of them are recognised")
-    accuracy = fmean(one.scores["accuracy"] for one in graded)
-    _refuse(not math.isclose(value, accuracy, abs_tol=1e-4), f"{shown}; the grader says {accuracy:.3f}")
+    _refuse(len(graded) != number, f"{shown}; {len(graded)} of them are recognised")
+    scores = dict[str, list[float]]()
+    for one in graded:
+        scores.setdefault(one.problem.metadata.get(VALIDATION_SET, ""), []).append(one.scores["accuracy"])
+    sets = {name: {"accuracy": fmean(some)} for name, some in scores.items()}
+    for metric, accuracy in over_sets(sets).items():
+        logged = run.validations(metric).get(step, math.nan)
+        right = math.isclose(logged, accuracy, abs_tol=1e-4)
+        _refuse(not right, f"{shown}; {metric} {logged:.3f}: the grader says {accuracy:.3f}")
+    if len(sets) > 1:
+        shown += "".join(f", {name} {row['accuracy']:.3f}" for name, row in sets.items())
     return f"{shown}, as the grader says"
 
 

@@ -131,6 +131,11 @@ def _replaced_parts(recipe: Recipe) -> Iterator[Override]:
         yield Override("checkpointing.metric_name", None, "stopped and saved where nothing is validated")
 
 
+def num_validation(recipe: Recipe) -> int:
+    """Validation problems of a rehearsal, one of each set at least."""
+    return max(NUM_VALIDATION, len(getattr(recipe.nemo_grpo.task, "validation_sets", ())))
+
+
 def _loop(recipe: Recipe) -> dict[str, Any]:
     g, learns = recipe.grpo, recipe.loss_fn.learns_from_demonstrations
     generations = min(g.num_generations_per_prompt, NUM_GENERATIONS)
@@ -148,7 +153,7 @@ def _loop(recipe: Recipe) -> dict[str, Any]:
         settings["async_rl.max_inflight_prompts"] = NUM_PROMPTS
     if g.validates:
         settings["grpo.val_at_end"] = True
-        settings |= dict.fromkeys(("grpo.max_val_samples", "grpo.val_batch_size"), NUM_VALIDATION)
+        settings |= dict.fromkeys(("grpo.max_val_samples", "grpo.val_batch_size"), num_validation(recipe))
     return settings
 
 

@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.stages import Rehearsal, metrics
 from nemo_grpo.rehearsal.tiny_data import ToyTask
 from nemo_grpo.tasks import Problem
@@ -86,7 +85,7 @@ class Recorded:
 
     def validated(self, step: int) -> list[Scored]:
         """Grade the validation's responses whose problem is recognised."""
-        problems = self.task.validation_problems(small.NUM_VALIDATION)
+        problems = self.task.validation_problems(self.recipe.grpo.num_val_problems)
         return self._graded(self.responses(step, "val"), problems)
 
     def _graded(self, rows: list[Row], known: Sequence[Problem]) -> list[Scored]:

@@ -92,7 +92,7 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     toy = {"task": problems.task, "prompt": problems.prompt}
     toy_recipe = recipe.model_copy(update={"nemo_grpo": recipe.nemo_grpo.model_copy(update=toy)})
     task = ToyTask(toy_recipe, problems.task)
-    num_validation = small.NUM_VALIDATION if recipe.grpo.validates else 0
+    num_validation = small.num_validation(recipe) if recipe.grpo.validates else 0
     model = make_model(toy_recipe, task, num_validation, folder / "model")
     layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)
     changed = list(small.overrides_of(recipe, problems.task, model, layout, folder / "runs", has_vllm))

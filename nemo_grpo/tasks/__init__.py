@@ -80,6 +80,7 @@ def parse_task(section: Mapping[str, Any]) -> TaskConfig:
         return config.model_validate(dict(section))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(str(part) for part in first["loc"] if "[" not in str(part))  # a union's type
         rule = "it must be a list, such as [a, b]" if first["type"] == "tuple_type" else first["msg"]
+        rule = rule.removeprefix("Value error, ")
         raise UserError(f"nemo_grpo.task.{where}={first['input']!r}: {rule}") from error

@@ -27,10 +27,14 @@ def check_num_validation(wanted: int, available: int, source: str) -> None:
     Raises: UserError: more are wanted than available.
     """
     if wanted > available:
-        remedy = f"use {available} or fewer" if available else "name files that have some"
+        remedy = f"use {available} or fewer"
+        if not available:
+            remedy = "name files that have some, or set grpo.val_period=0 to train without validation"
         raise UserError(f"grpo.max_val_samples={wanted}: {source} has {available} problems; {remedy}")
 
 
+VALIDATION_SET = "validation_set"
+"""Metadata key of a validation problem: its set's name, if the task has several."""
 NOT_FINITE = "not_finite"
 """Key beside the components of a response that had one without a finite value."""
 ACCURACY = "1: the answer is correct; 0: it is wrong or missing"
@@ -58,6 +62,14 @@ class Problem:
     answer: str
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
     history: Sequence[Message] = field(default=(), hash=False)
+
+
+def by_validation_set(problems: Iterable[Problem]) -> dict[str, list[Problem]]:
+    """Group problems by their validation set; one without a name is the only one."""
+    found: dict[str, list[Problem]] = {}
+    for problem in problems:
+        found.setdefault(problem.metadata.get(VALIDATION_SET, ""), []).append(problem)
+    return found
 
 
 class TaskConfig(BaseModel, ABC):

@@ -6,12 +6,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, Strict, field_validator
 
 from nemo_grpo.support.errors import UserError
-from nemo_grpo.tasks.base import Problem, TaskConfig, check_num_validation, stream
+from nemo_grpo.tasks.base import (
+    VALIDATION_SET,
+    Problem,
+    TaskConfig,
+    by_validation_set,
+    check_num_validation,
+    stream,
+)
 from nemo_grpo.tasks.columns import Columns, Key, problem_of
 from nemo_grpo.tasks.response import render_response
 from nemo_grpo.tasks.rows import read_rows
@@ -26,10 +33,29 @@ class FileTaskConfig(TaskConfig):
 
     train_files: tuple[str, ...] = Field(default=(), strict=False)
     """JSONL or Parquet files, joined in this order; relative to the working directory."""
-    validation_files: tuple[str, ...] = Field(default=(), strict=False)
-    """Files of the held-out problems; training drops the same questions."""
+    validation_files: Annotated[tuple[str, ...], Strict(False)] | dict[str, str] = ()
+    """Files of the held-out problems, whose questions training drops. Each is a validation set, named by its
+    file, or ``{name: file}``."""
     columns: dict[Key, str] = Field(default_factory=dict)
     """Columns by other names, {question: prompt, answer: reward_model.ground_truth}."""
+
+    @field_validator("validation_files")
+    @classmethod
+    def _sets_have_names(cls, files: tuple[str, ...] | dict[str, str]) -> tuple[str, ...] | dict[str, str]:
+        if not isinstance(files, dict) and len({Path(file).stem for file in files}) < len(files):
+            raise ValueError("two files give their sets one name; write {name: FILE, other: FILE}")
+        return files
+
+    @property
+    def validation_sets(self) -> dict[str, str]:
+        """Name of each validation set -> its file."""
+        files = self.validation_files
+        return files if isinstance(files, dict) else {Path(file).stem: file for file in files}
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files, of training and of validation."""
+        return (*self.train_files, *self.validation_sets.values())
 
     def made_up(self, folder: Path, number: int) -> Self:
         """This task with invented problems in place of its files, for a rehearsal without them.
@@ -38,10 +64,12 @@ class FileTaskConfig(TaskConfig):
         """
         problems = [self.made_up_problem(index, folder) for index in range(2 * number)]
         train = write_problems(folder / "train.jsonl", problems[:number])
-        validation = write_problems(folder / "validation.jsonl", problems[number:])
-        return self.model_copy(
-            update={"train_files": (train,), "validation_files": (validation,), "columns": {}}
-        )
+        names = list(self.validation_sets) or ["validation"]
+        parts = [problems[number + place :: len(names)] for place in range(len(names))]
+        paths = [folder / f"validation-{name}.jsonl" for name in names]
+        held_out = dict(zip(names, map(write_problems, paths, parts), strict=True))
+        files = held_out if len(names) > 1 else tuple(held_out.values())
+        return self.model_copy(update={"train_files": (train,), "validation_files": files, "columns": {}})
 
     def made_up_problem(self, number: int, folder: Path) -> Problem:
         """An invented problem, different for each number; ``folder`` is its file's."""
@@ -81,10 +109,18 @@ class FileTask:
         return self.train[_shuffled(len(self.train), seed, epoch)[position]]
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
+        """Take them from every validation set, in proportion but at least one."""
         check_num_validation(num_problems, len(self.validation), VALIDATION_FILES)
         if num_problems == len(self.validation):
             return self.validation  # as in the files
-        return [self.validation[index] for index in _stratified(self.validation)[:num_problems]]
+        ordered = [self.validation[index] for index in _stratified(self.validation)]
+        first = [problems[0] for problems in by_validation_set(ordered).values()]
+        if num_problems < len(first):
+            raise UserError(
+                f"grpo.max_val_samples={num_problems}: {VALIDATION_FILES} has {len(first)} sets; use "
+                f"{len(first)} or more"
+            )
+        return [*first, *(problem for problem in ordered if problem not in first)][:num_problems]
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """The problem's ``metadata["solution"]`` as reasoning, then its answer."""
@@ -115,7 +151,8 @@ def _stratified(problems: Sequence[Problem]) -> list[int]:
     """Order all indices so that every beginning holds each stratum in proportion to its size."""
     strata: dict[str, list[int]] = {}
     for index, problem in enumerate(problems):
-        strata.setdefault(repr([problem.metadata.get(key) for key in STRATA]), []).append(index)
+        kind = repr([problem.metadata.get(key) for key in STRATA])
+        strata.setdefault(problem.metadata.get(VALIDATION_SET, "") + kind, []).append(index)
     places: list[tuple[float, int]] = []
     for kind, members in strata.items():
         stream("validation", kind).shuffle(members)
@@ -170,15 +207,26 @@ def read_problems(
 
 
 def listed_problems(config: FileTaskConfig, key: str) -> list[Problem]:
-    """The problems of a task's ``train_files`` or ``validation_files``.
+    """The problems of a task's ``train_files`` or ``validation_files``; of several sets each names its own.
 
     Raises: UserError: as `read_problems`; the message begins with the key.
     """
-    files = [(path, _state(path)) for path in map(Path, getattr(config, key))]
+    sets = config.validation_sets
+    listed = map(Path, config.train_files if key == "train_files" else sets.values())
+    files = tuple((path, _state(path)) for path in listed)
+    columns = tuple(config.columns.items())
     try:
-        return list(_read_once(tuple(files), config.needs_images, tuple(config.columns.items())))
+        problems = list(_read_once(files, config.needs_images, columns))
+        if key == "train_files" or len(sets) < 2:
+            return problems
+        sizes = [len(_read_once((file,), config.needs_images, columns)) for file in files]
     except UserError as error:
         raise UserError(f"nemo_grpo.task.{key}: {error}") from error
+    names = (name for name, size in zip(sets, sizes, strict=True) for _ in range(size))
+    return [
+        replace(problem, metadata={**problem.metadata, VALIDATION_SET: name})
+        for name, problem in zip(names, problems, strict=True)
+    ]
 
 
 def _state(path: Path) -> tuple[int, int] | None:
@@ -186,7 +234,7 @@ def _state(path: Path) -> tuple[int, int] | None:
     return ((found := path.stat()).st_mtime_ns, found.st_size) if path.is_file() else None
 
 
-@lru_cache(maxsize=4)  # several rules ask for the same files
+@lru_cache(maxsize=16)  # several rules ask for the same files
 def _read_once(
     files: tuple[tuple[Path, tuple[int, int] | None], ...],
     with_images: bool,

@@ -101,6 +101,21 @@ def component_means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {f"reward/{name}": fmean(values) for name, values in given.items() if values}
 
 
+def over_sets(sets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Name each validation set's metrics ``<set>/<metric>``, and add their means over the sets, ``<metric>``.
+
+    Of standard errors (``_stderr``) it is the error of the mean. A single set has its metrics alone.
+    """
+    if len(sets) == 1:
+        return dict(*sets.values())
+    found = {f"{name}/{metric}": value for name, metrics in sets.items() for metric, value in metrics.items()}
+    for metric in dict.fromkeys(metric for metrics in sets.values() for metric in metrics):
+        values = [metrics[metric] for metrics in sets.values() if metric in metrics]
+        total = math.hypot(*values) if metric.endswith("_stderr") else sum(values)
+        found[metric] = total / len(values)
+    return found
+
+
 def right_and_wrong(groups: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, float]:
     """Shares of the groups in which every response is right, and wrong."""
     accuracies = [[scores["accuracy"] for scores in group] for group in groups]

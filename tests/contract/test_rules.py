@@ -91,7 +91,7 @@ SHORT["RECOMPUTE"] = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=tr
 SHORT["CHUNK"] = "async_rl.min_groups_for_streaming_train"
 SHORT["CONTROLLER"] = Template(
     "$PLANE; ++$CHUNK=2; $V.async_engine=true; $GPUS=2; $APART; checkpointing.metric_name=null; $CORRECTED; "
-    "grpo.val_period=0; grpo.val_at_start=false; grpo.val_at_end=false"
+    "grpo.val_period=0"
 ).substitute(SHORT)
 
 
@@ -176,6 +176,18 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("validation_metrics_exist", "embedded cluster", "checkpointing.metric_name=val:acuracy",
      "no metric 'validation/acuracy'; did you mean 'validation/accuracy'",
      "checkpointing.metric_name=val:accuracy"),
+    ("validation_metrics_exist", "lora",
+     "checkpointing.metric_name=val:aime2/accuracy; checkpointing.save_period=100",
+     "no metric 'validation/aime2/accuracy'; did you mean 'validation/aime25/accuracy'",
+     "checkpointing.metric_name=val:aime25/accuracy"),
+    ("validation_metrics_exist", "stock", "checkpointing.metric_name=val:AIME2024/accuracy",
+     "no metric 'validation/AIME2024/accuracy'",
+     "data.validation=[{dataset_name: AIME2024}, {dataset_name: gsm8k}]; data.default.env_name=math"),
+    ("validation_metrics_exist", "cluster",
+     "$ASYNC; $CORRECTED; ++$RECOMPUTE; nemo_grpo.task={_override_: true, name: math, "
+     "validation_files: {a: x, b: y}}; grpo.stop_at_validation_metric=validation/b/accuracy; "
+     "grpo.stop_at_validation_threshold=1", "decides before each validation set has its own",
+     "grpo.stop_at_validation_metric=accuracy"),
     ("validation_metrics_exist", "embedded",
      "grpo.stop_at_validation_metric=pass@3; grpo.stop_at_validation_threshold=1",
      "no metric 'validation/pass@3'", "grpo.stop_at_validation_metric=pass@4"),
@@ -310,8 +322,8 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "checkpointing.metric_name=train:reward"),
     ("a row", "cluster", "checkpointing.save_period=15",
      "save_period=15 is not a multiple of grpo.val_period=10", "checkpointing.metric_name=null"),
-    ("a row", "cluster", "grpo.val_period=0", "grpo.val_period=0: a check",
-     "grpo.val_period=5"),
+    ("a row", "cluster", "grpo.val_period=0; grpo.val_at_end=true", "grpo.val_period=0: a check",
+     "grpo.val_at_end=false"),
     ("a row", "small logic dapo", "checkpointing.save_period=7",
      "save_period=7 is not", "-"),
     # NeMo-RL: rollouts
@@ -325,7 +337,7 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "val_batch_size=256 exceeds grpo.max_val_samples=64", "grpo.val_batch_size=64"),
     ("a row", "cluster", "grpo.max_val_samples=255; ~grpo.val_batch_size",
      "val_batch_size=256 exceeds grpo.max_val_samples=255",
-     "grpo.val_period=0; grpo.val_at_start=false; grpo.val_at_end=false; checkpointing.metric_name=null"),
+     "grpo.val_period=0"),
     ("prefixes_are_read_with_the_new_weights", "cluster", "$ASYNC; $CORRECTED",
      "async_grpo.recompute_kv_cache_after_weight_updates=false: after a refit",
      "++$RECOMPUTE; ++grpo.async_grpo.in_flight_weight_updates=true"),
@@ -498,6 +510,7 @@ def test_no_rule_speaks_against_a_shipped_recipe(path: Path) -> None:
 
 DRAWN = "uses_data_plane and grpo.use_dynamic_sampling and not async_rl and not loss_fn.is_stock"
 CONTEXTS: dict[str, str] = {
+    "checkpointing.ranks_by_validation and grpo.validates": "cluster grpo.val_at_end=true",
     "async_rl": "cluster $CONTROLLER",
     "async_rl and checkpointing.enabled": "cluster $CONTROLLER",
     "async_rl and rollouts_ahead": "cluster $CONTROLLER; ++$V.enable_prefix_caching=false",

@@ -12,7 +12,7 @@ import torch
 from toy_training import GENERATIONS, GRPO, PROMPTS, Loader, Run, rollouts, toy_run
 
 from nemo_grpo.nemorl import compat, run_grpo
-from nemo_grpo.nemorl.callbacks import calling_back
+from nemo_grpo.nemorl.callbacks import ValidationSets, calling_back
 from nemo_grpo.nemorl.checkpoints import SideFiles, resume_carried
 from nemo_grpo.nemorl.exit_status import Ending, finished_steps, last_step, stop_after_step
 from nemo_grpo.support.errors import UserError
@@ -200,6 +200,31 @@ def test_a_run_that_reached_its_goal_is_known(tmp_path):
         ):
             run.train()
         assert (stop.reached_threshold, len(run.policy.trained)) == (steps == 0, steps)
+
+
+def test_checkpoints_are_ranked_by_the_accuracy_of_one_validation_set(tmp_path):
+    """b is best after step 2, the mean of a and b after step 3."""
+    accuracies = {1: (0.0, 0.25), 2: (0.0, 0.75), 3: (1.0, 0.5), 4: (0.0, 0.0)}
+    run = Run(
+        *(tmp_path, {"variant": "grpo"}, "grpo.val_period=1", "grpo.max_num_steps=4"),
+        *("checkpointing.keep_top_k=1", "checkpointing.metric_name=val:b/accuracy"),
+        "nemo_grpo.task={_override_: true, name: math, validation_files: {a: a.jsonl, b: b.jsonl}}",
+    )
+    run.parts = run.parts._replace(val_dataloader=Loader())
+
+    def validate(*_: Any, step: int, **__: Any) -> tuple[dict[str, float], dict[str, float]]:
+        lines = (json.dumps({"rewards": [reward]}) + "\n" for reward in accuracies[step])
+        (tmp_path / f"val_data_step{step}.jsonl").write_text("".join(lines))
+        return {"accuracy": sum(accuracies[step]) / 2}, {}
+
+    sets = ValidationSets(["a", "b"], tmp_path, 1)
+    with patch(f"{GRPO}.validate", side_effect=validate), calling_back([sets], run.logger):
+        run.train()
+    kept = {path.name: path for path in run.run.recipe.checkpoint_dir.glob("step_*")}
+    assert set(kept) == {"step_2", "step_4"}
+    info = json.loads((kept["step_2"] / "training_info.json").read_text())
+    assert info["val:b/accuracy"] == 0.75
+    assert info["val_reward"] == 0.375
 
 
 def test_epochs_are_counted_on_nemo_rls_own_state(tmp_path):

@@ -21,6 +21,7 @@ from nemo_grpo.nemorl.callbacks import (
     RolloutCheck,
     RolloutRewards,
     RunRecord,
+    ValidationSets,
     alone,
     bound,
     calling_back,
@@ -66,6 +67,33 @@ def test_callbacks_hear_what_others_add_until_the_block_ends():
     assert heard == [({"x": 1, "twice": 2}, 4, "train"), ({"x": 2, "twice": 4}, 5, "")]
     assert [metrics for metrics, *_ in logger.calls] == [{"x": 1, "twice": 2}, {"x": 2, "twice": 4}, {"x": 3}]
     assert logger.log_metrics == plain
+
+
+def test_validation_sets_are_told_apart_by_the_order_of_their_problems(tmp_path: Path):
+    """a: p0 and p2, b: p1; two responses to each of the first validation's problems, then NeMo-RL's one."""
+    rewards = {5: [1, 0, 1, 1, 0, 0], 6: [1.0, 0.0, 0.0]}
+    for step, some in rewards.items():
+        lines = (json.dumps({"content": [["p", "r"]], "rewards": [reward]}) + "\n" for reward in some)
+        (tmp_path / f"val_data_step{step}.jsonl").write_text("".join(lines))
+    logger, theirs = Logger(), {"accuracy": 0.5, "avg_length": 7.0, "pass_k": 1.0}
+    with calling_back([ValidationSets(["a", "b", "a"], tmp_path, 2)], logger):
+        logger.log_metrics(theirs, 5, prefix="validation")
+        logger.log_metrics({"accuracy": 0.3}, 6, prefix="validation")
+        logger.log_metrics({"accuracy": 0.5}, 6, prefix="train")
+        logger.log_metrics({"payload": 0.5}, 6, prefix="validation")
+    of_sets = {"a/accuracy": 0.25, "a/pass_k": 0.5, "b/accuracy": 1.0, "b/pass_k": 1.0}
+    assert theirs == {"accuracy": 0.625, "pass_k": 0.75, "avg_length": 7.0} | of_sets, "it ranks checkpoints"
+    assert [metrics for metrics, *_ in logger.calls][1:] == [
+        {"accuracy": 0.25, "a/accuracy": 0.5, "b/accuracy": 0.0}, {"accuracy": 0.5}, {"payload": 0.5},
+    ]  # fmt: skip
+
+
+def test_a_single_validation_set_changes_nothing(tmp_path: Path):
+    for names in ([], ["", ""], ["a", "a"]):
+        logger = Logger()
+        with calling_back([ValidationSets(names, tmp_path, 1)], logger):
+            logger.log_metrics({"accuracy": 0.3}, 6, prefix="validation")
+        assert logger.calls[0][0] == {"accuracy": 0.3}
 
 
 def ending(metric: str | None = None, threshold: float | None = None) -> Ending:

@@ -51,12 +51,13 @@ def test_a_recipe_whose_files_are_here_is_rehearsed_on_them(tmp_path):
     train = write_problems(tmp_path / "own.jsonl", made.build().train)
     overrides = [
         f"nemo_grpo.task.train_files=[{train}]",
-        f"nemo_grpo.task.validation_files={list(made.validation_files)}",
-        f"grpo.max_val_samples={len(read_problems(map(Path, made.validation_files)))}",
+        f"nemo_grpo.task.validation_files={json.dumps(made.validation_sets)}",
+        f"grpo.max_val_samples={len(read_problems(made.validation_sets.values()))}",
     ]
     problems = problems_of(load_recipe(path, overrides), tmp_path / "unused")
     assert problems.are_real
     assert problems.task.train_files == (train,)
+    assert problems.task.validation_sets == made.validation_sets
     assert not (tmp_path / "unused").exists()
 
 

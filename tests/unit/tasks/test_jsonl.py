@@ -8,6 +8,7 @@ import pytest
 
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import parse_task
+from nemo_grpo.tasks.base import by_validation_set
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig, read_problems
 
 
@@ -200,6 +201,63 @@ def test_a_part_of_the_validation_problems_holds_every_stratum_in_proportion(tmp
     again = config.build()
     assert again.validation_problems(50)[:25] == taken
     assert task.validation_problems(100) == task.validation  # all, as in the file
+
+
+def three_sets(folder, form=dict):
+    """Validation files of 2, 6 and 12 problems: p0, p1; p2 to p7; p8 to p19."""
+    parts = {"a": range(2), "b": range(2, 8), "c": range(8, 20)}
+    files = {name: write(folder / f"{name}.jsonl", *map(entry, part)) for name, part in parts.items()}
+    return Config(validation_files=files if form is dict else [*files.values()])
+
+
+@pytest.mark.parametrize("form", [dict, list])
+def test_several_validation_files_are_sets_by_name(tmp_path, form):
+    config = three_sets(tmp_path, form)
+    assert config.validation_sets == {name: f"{tmp_path}/{name}.jsonl" for name in "abc"}
+    assert config.files == tuple(config.validation_sets.values())
+    problems = config.build().validation_problems(20)
+    found = {name: [p.id for p in some] for name, some in by_validation_set(problems).items()}
+    assert found == {
+        "a": ["p0", "p1"],
+        "b": [f"p{i}" for i in range(2, 8)],
+        "c": [f"p{i}" for i in range(8, 20)],
+    }
+
+
+def test_a_part_of_the_validation_problems_has_every_set(tmp_path):
+    """In proportion 2 : 6 : 12, but one of the smallest even where a proportion would be none."""
+    task = three_sets(tmp_path).build()
+    for number, expected in ((10, [1, 3, 6]), (3, [1, 1, 1]), (4, [1, 1, 2])):
+        sets = by_validation_set(task.validation_problems(number))
+        assert [len(sets[name]) for name in "abc"] == expected
+    with pytest.raises(UserError, match=r"max_val_samples=2: \S+validation_files has 3 sets; use 3 or more"):
+        task.validation_problems(2)
+
+
+def test_a_single_validation_file_has_no_name_of_a_set(tmp_path):
+    config = Config(validation_files={"a": write(tmp_path / "x", entry(1))})
+    assert [p.metadata for p in config.build().validation_problems(1)] == [{}]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["a/test.jsonl", "b/test.jsonl"], "=.*: two files give their sets one name; write {name: FILE, "),
+        (5, "=5: it must be a list"),
+        ([1], r"\.0=1: Input should be a valid string"),
+    ],
+)
+def test_unusable_validation_files_are_a_user_error(files, message):
+    with pytest.raises(UserError, match=f"nemo_grpo.task.validation_files{message}"):
+        parse_task({"name": "math", "validation_files": files})
+
+
+def test_made_up_problems_keep_the_validation_sets(tmp_path):
+    config = parse_task({"name": "math", "validation_files": ["aime.jsonl", "amc.jsonl"]})
+    made = config.made_up(tmp_path, 8)
+    assert list(made.validation_sets) == ["aime", "amc"]
+    sets = by_validation_set(made.build().validation_problems(8))
+    assert [len(sets[name]) for name in ("aime", "amc")] == [4, 4]
 
 
 def test_too_few_problems_are_a_user_error(tmp_path):
