@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+import sys
 
 import pytest
 from rich.console import Console
@@ -50,6 +51,20 @@ def test_on_a_terminal_there_is_a_bar_and_no_line(caplog):
     assert caplog.records == []
     assert "3/3" in out.getvalue()
     assert "loss 2" in out.getvalue()
+
+
+def test_what_is_logged_stands_above_the_bar_on_a_line_of_its_own(monkeypatch):
+    out, other = io.StringIO(), io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, color_system=None)
+    handlers = [logging.StreamHandler(stream) for stream in (sys.stderr, other)]
+    monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
+    with progress("work", 2, console=console) as advance:
+        advance()
+        logging.getLogger("x").warning("step 1: accuracy 0.5 [red]")
+        advance()
+    assert re.search(r"^(\x1b\[2K|\r)*step 1: accuracy 0.5 \[red\]$", out.getvalue(), re.MULTILINE)
+    assert other.getvalue() == "step 1: accuracy 0.5 [red]\n"
+    assert handlers[0].stream is sys.stderr
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
