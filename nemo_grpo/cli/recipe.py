@@ -181,9 +181,7 @@ def diff(
 
 
 @app.command()
-def prompt(
-    path: Annotated[Path, typer.Argument(help="Recipe.", show_default=False)], overrides: Overrides = None
-) -> None:
+def prompt(path: RecipeFile, overrides: Overrides = None) -> None:
     """Print the first training prompt as the model sees it, with the tokens of its chat template.
 
     Example: nemo-grpo recipe prompt recipes/quickstart.yaml

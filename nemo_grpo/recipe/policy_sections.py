@@ -16,6 +16,8 @@ class Tokenizer(Section):
     """Folder or Hub name; null: that of nemo_grpo.warm_start; not given: policy.model_name."""
     chat_template: str | None = "default"
     """Jinja text or file; default: the tokenizer's; null: NeMo-RL's plain concatenation."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the template; null: none."""
 
 
 class SequencePacking(Section):
