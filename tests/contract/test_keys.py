@@ -112,6 +112,7 @@ MAPPINGS = {
     "logger.wandb": "arguments of wandb.init",
     "policy.hf_config_overrides": "fields of a model's configuration",
     "policy.megatron_cfg.env_vars": "names and values",
+    "policy.tokenizer.chat_template_kwargs": "arguments of a template",
 }
 ORDINARY: dict[tuple[str, str], str] = {
     ("grpo.seed", "zero"): "a seed like any other",
