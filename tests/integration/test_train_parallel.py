@@ -14,8 +14,6 @@ from ranks import run_ranks, slow_but
 from safetensors.torch import load_file
 from small_runs import DP2, QUICKSTART, TP2_PP2, arguments, assert_same_rows, has_trained, rows, weights_after
 
-from nemo_grpo import UserError
-from nemo_grpo.engine.checks import check
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 
 STEPS = ["grpo.max_num_steps=2", "grpo.val_period=0", "policy.train_micro_batch_size=2"]
@@ -81,19 +79,3 @@ def test_a_dead_rank_ends_the_job(training):
     assert training.returncode not in (0, EXIT_INTERRUPTED)
     ended = r"rank \d ended \((killed by SIGKILL.*|exit code 1)\); ending the others"
     assert re.search(ended, said), said[-2000:]
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "size", "message"),
-    [
-        (3, "tensor_model_parallel_size=3", "num_key_value_heads=2"),
-        (4, "tensor_model_parallel_size=4", "num_key_value_heads=2"),
-        (4, "pipeline_model_parallel_size=4", "num_hidden_layers=2"),
-        (3, "tensor_model_parallel_size=2", "multiple"),
-    ],
-)
-def test_layouts_that_do_not_divide_are_refused_before_anything_starts(recipe, num_ranks, size, message):
-    layout = (f"policy.megatron_cfg.{size}", f"cluster.gpus_per_node={num_ranks}")
-    with pytest.raises(UserError, match=message):
-        check(recipe(*layout), resume=False)
-    assert not recipe().run_dir.exists()
