@@ -12,7 +12,7 @@ import typer
 from typer import Argument, Option
 
 from nemo_grpo.cli import launch
-from nemo_grpo.cli.recipe import Overrides
+from nemo_grpo.cli.recipe import Overrides, wide_console
 from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
@@ -170,7 +170,6 @@ def _run(runs: Sequence[Job], out: Path, num_parallel: int, baseline: str | None
 
 def show_results(found: Results) -> None:
     """Print the tables and what stands below them, as wide as the terminal."""
-    from nemo_grpo.cli.console import wide_console
     from nemo_grpo.report.paired import paired_table
     from nemo_grpo.report.summary import table
 

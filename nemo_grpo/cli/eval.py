@@ -36,11 +36,7 @@ def eval_command(
     ] = None,
     prompt: Annotated[str | None, Option(help="A paper's, as gpg_7b; else the recipe's or task's.")] = None,
     protocol: Annotated[
-        str | None,
-        Option(
-            help="A paper's evaluation: cw_grpo, erpo, tr_grpo, gpg, r1, qwen-math or greedy set k, "
-            "sampling, length and, without --recipe, the prompt; options override it."
-        ),
+        str | None, Option(help="A paper's: cw_grpo, erpo, tr_grpo, gpg, r1, qwen-math, greedy; options win.")
     ] = None,
     task: Annotated[str | None, Option(help="Task of JSONL files without manifest. Default: math.")] = None,
     dtype: Annotated[

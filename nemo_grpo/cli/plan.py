@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from nemo_grpo.cli.recipe import split_items
+from nemo_grpo.cli.recipe import split_items, wide_console
 from nemo_grpo.support.errors import EXIT_USAGE, UserError
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ def plan(
       nemo-grpo plan recipes/gpg policy.train_micro_batch_size=2
       nemo-grpo plan recipes/gpg/gpg-qwen2.5-32b-4n8g.yaml --lengths 4000 --best --scale 32,64,128
     """
-    from nemo_grpo.cli.console import wide_console
     from nemo_grpo.plan import plan_recipe
     from nemo_grpo.plan.forecast import Assumptions
     from nemo_grpo.recipe import load_recipe

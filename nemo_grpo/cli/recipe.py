@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from nemo_grpo.support import shipped
 from nemo_grpo.support.errors import EXIT_USAGE, UserError, did_you_mean, shown
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from nemo_grpo.recipe import Recipe
     from nemo_grpo.recipe.interpolation import Resolved
 
@@ -22,6 +25,8 @@ app = typer.Typer(
     no_args_is_help=True,
     help="List, copy, check, resolve and compare recipes, and print their rules. Nothing is trained.",
 )
+WIDTH = 200
+"""Columns of tables where there is no terminal."""
 RecipeFile = Annotated[Path, Argument(help="Recipe.")]
 Overrides = Annotated[
     list[str] | None,
@@ -128,7 +133,7 @@ def resolve(path: RecipeFile, overrides: Overrides = None) -> None:
 
 
 def _settings(path: Path, overrides: Iterable[str] = ()) -> tuple[Resolved, list[str]]:
-    """The settings of a recipe that may be invalid, and what is wrong with it."""
+    """Read the settings of a recipe that may be invalid, and its errors."""
     from nemo_grpo.recipe import load_recipe
     from nemo_grpo.recipe.validation import RecipeErrors
 
@@ -279,6 +284,14 @@ def split_items(items: list[str], verb: str) -> tuple[list[Path], list[str]]:
     if not paths:
         raise UserError(f"no recipe to {verb}; name a file, or a folder that holds *.yaml")
     return paths, [item for item in items if is_override(item)]
+
+
+def wide_console() -> Console:
+    """Make one as wide as the terminal or COLUMNS; in a pipe or file wide enough for whole names."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)
 
 
 def is_override(item: str) -> bool:
