@@ -1,7 +1,6 @@
 """The GPU benchmark's arithmetic by hand, and its loop on a very small shape on the CPU."""
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,13 +20,6 @@ def test_flops_count_every_product_three_times():
     # one layer: qkv 2 x 8 x (8 + 8) = 256, projection 2 x 8 x 8 = 128, mlp 6 x 8 x 16 = 768,
     # attention 2 x 8 x 10 = 160; vocabulary 2 x 8 x 32 = 512
     assert bench.update_flops_per_token(TINY, length=10) == 3 * (2 * (256 + 128 + 768 + 160) + 512)
-
-
-def test_shapes_have_the_parameters_that_their_names_say():
-    for name, published in (("qwen2.5-1.5b", 1.54e9), ("qwen2.5-7b", 7.62e9)):
-        shape = bench.SHAPES[name]
-        total = shape.num_layers * shape.layer_parameters + shape.vocab * shape.hidden * (2 - shape.tied)
-        assert total == pytest.approx(published, rel=0.01)
 
 
 def test_layers_fit_by_their_state_and_activations():
@@ -59,7 +51,10 @@ def test_the_loop_runs_and_two_runs_start_from_the_same_weights(capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the benchmark would run")
-def test_without_cuda_it_says_so_in_one_line():
-    done = subprocess.run([sys.executable, str(PATH)], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "gpu_policy_update: torch finds no CUDA device; run it on a GPU host\n"
+def test_without_cuda_it_says_so_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(PATH)])
+    assert bench.main() == 2
+    assert capsys.readouterr() == (
+        "",
+        "gpu_policy_update: torch finds no CUDA device; run it on a GPU host\n",
+    )

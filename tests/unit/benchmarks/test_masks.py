@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import SamConfig, SamImageProcessorPil, SamModel, SamProcessor
 from typer.testing import CliRunner
 
-from benchmarks.studies.masks import SamMasks, app, polygon_mask, score_masks
+from benchmarks.studies.masks import app, polygon_mask, score_masks
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem
 
@@ -60,11 +60,6 @@ def test_giou_and_ciou_by_hand(problems: list[Problem]) -> None:
     assert scores.num_boxes == 2
 
 
-def test_a_box_outside_of_the_picture_is_none(problems: list[Problem]) -> None:
-    scores = score_masks(problems[:1], {"half": said(30, 30, 40, 40)}, filled)
-    assert (scores.ious, scores.num_boxes) == ([0.0], 0)
-
-
 def test_what_cannot_be_compared_is_refused(problems: list[Problem]) -> None:
     with pytest.raises(UserError, match="no problem of --data has a response"):
         score_masks(problems, {"other": ""}, filled)
@@ -96,14 +91,6 @@ def sam(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     SamProcessor(images).save_pretrained(folder)
     return folder
-
-
-def test_sam_gives_a_mask_of_the_pictures_size_that_depends_on_the_box(sam: Path) -> None:
-    generator = np.random.default_rng(0)
-    image = Image.fromarray(generator.integers(0, 255, (40, 60, 3), dtype=np.uint8))
-    masks = [SamMasks(sam)(image, box) for box in ((0.0, 0.0, 20.0, 20.0), (30.0, 10.0, 60.0, 40.0))]
-    assert [(mask.shape, mask.dtype) for mask in masks] == [((40, 60), bool)] * 2
-    assert (masks[0] != masks[1]).any()
 
 
 def test_the_command_reads_what_eval_wrote(sam: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The perturbation study: which positions, which replacements, what is compared."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from transformers import Qwen2Config
 from typer.testing import CliRunner
 
-from benchmarks.studies import perturbation, pivots
+from benchmarks.studies import pivots
 from benchmarks.studies.perturbation import Experiment, choose_positions, response_entropies
 from benchmarks.studies.pivot_results import PivotSettings, PivotStudy, Point, Solved, sign_flip_p
 from nemo_grpo.sampling.generate_hf import HFGenerator
@@ -84,22 +83,22 @@ def test_pivots_are_the_most_and_calm_ones_the_least_undecided() -> None:
     assert set(chosen["calm"]) == {0, 3}
     assert len(set(chosen["random"])) == 2
     assert max(chosen["random"]) <= 4
-
-
-@pytest.mark.parametrize(("candidates", "number"), [(1, 1), (10, 1), (30, 2), (1000, 4)])
-def test_number_of_positions_is_a_share_with_bounds(candidates: int, number: int) -> None:
-    assert PivotSettings(share=0.05, max_positions=4).num_positions(candidates) == number
+    bounded = PivotSettings(share=0.05, max_positions=4)
+    assert [bounded.num_positions(candidates) for candidates in (1, 10, 30, 1000)] == [1, 1, 2, 4]
 
 
 def test_prefixes_differ_in_the_chosen_token_only(generator: HFGenerator) -> None:
     solved = item([0.1, 0.9, 0.3, 0.2], [5, 6, 7, STOP])
-    for replacement in ("uniform", "policy"):
-        points = of_policy(generator, PivotSettings(replacement=replacement)).choose_points([solved])
+    for setting in ({"replacement": "uniform"}, {"replacement": "policy"}, {"perturbation": "truncate"}):
+        points = of_policy(generator, PivotSettings(**setting)).choose_points([solved])
         for _, _, position, kept, replaced in points:
             assert kept == [0, 1, *solved.response[: position + 1]]
+            if "perturbation" in setting:
+                assert replaced == kept[:-1]
+                continue
             assert replaced[:-1] == kept[:-1]
             assert replaced[-1] != kept[-1]
-            assert replacement == "policy" or replaced[-1] != STOP
+            assert setting == {"replacement": "policy"} or replaced[-1] != STOP
 
 
 def test_together_replaces_all_tokens_of_a_kind_and_goes_on_behind_the_last(generator: HFGenerator) -> None:
@@ -116,25 +115,6 @@ def test_together_replaces_all_tokens_of_a_kind_and_goes_on_behind_the_last(gene
         assert kept == [0, 1, *solved.response[: position + 1]]
         changed = {i - 2: token for i, token in enumerate(replaced) if token != kept[i]}
         assert changed == {at: alone[at] for at in chosen[kind]}  # the same replacements as one by one
-
-
-def test_truncation_drops_the_token_and_what_follows(generator: HFGenerator) -> None:
-    solved = item([0.1, 0.9, 0.3, 0.2], [5, 6, 7, STOP])
-    points = of_policy(generator, PivotSettings(perturbation="truncate")).choose_points([solved])
-    for _, _, position, kept, cut in points:
-        assert (kept, cut) == ([0, 1, *solved.response[: position + 1]], [0, 1, *solved.response[:position]])
-
-
-def test_policy_replacements_follow_the_policy_without_the_token(generator: HFGenerator) -> None:
-    logits = generator.model(input_ids=torch.tensor([[0, 1, 5]])).logits[0, -1].double()
-    logits[6] = -torch.inf
-    expected = logits.softmax(-1)
-    counts = torch.zeros(20)
-    for seed in range(600):
-        other = perturbation._other_by_policy(generator, [0, 1, 5], 6, perturbation.stream(seed))
-        counts[other] += 1
-    assert counts[6] == 0
-    assert (counts / 600 - expected).abs().max() < 0.07  # three deviations of a share near 0.5
 
 
 def test_entropies_are_those_of_the_distribution_a_token_came_from(generator: HFGenerator) -> None:
@@ -193,21 +173,5 @@ def test_a_model_that_solves_nothing_is_refused(generator: HFGenerator) -> None:
     hopeless = SimpleNamespace(score=lambda problem, response: {"accuracy": 0.0})
     with pytest.raises(UserError, match="solves none of 4 problems"):
         study(generator, hopeless)
-
-
-def command(*arguments: Any) -> None:
-    CliRunner().invoke(pivots.app, [*map(str, arguments)], catch_exceptions=False)
-
-
-def model_folder(folder: Path, recipe: str = "quickstart") -> list[str]:
-    """The options for a model without weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text("{}")
-    return ["--model", str(folder), "--recipe", f"recipes/{recipe}.yaml"]
-
-
-def test_command_without_a_model_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="give --run RUN, or --model FOLDER and --recipe FILE"):
-        command()
-    with pytest.raises(UserError, match="holds no model"):
-        command("--run", tmp_path)
+        CliRunner().invoke(pivots.app, [], catch_exceptions=False)

@@ -68,17 +68,13 @@ def test_lost_pieces_are_refused_and_the_others_kept(tmp_path, lost, message):
     assert (tmp_path / "big.whl.part-ac").exists()
 
 
-def test_wrong_arguments_and_folders_are_refused(tmp_path):
-    assert "usage: install_transformer_engine.sh" in run()[1]
+def test_wrong_arguments_folders_and_wheels_are_refused(tmp_path, wheels):
     assert "usage: install_transformer_engine.sh" in run("a", "b")[1]
     assert "is not a folder" in run(str(tmp_path / "none"))[1]
     code, said = run(str(tmp_path))
     assert code == 2
     assert "no transformer_engine-*.whl" in said
     assert "pip download --no-deps transformer_engine\n" in said
-
-
-def test_two_versions_and_several_files_are_refused(wheels):
     (wheels / WHEELS[2]).rename(wheels / "transformer_engine_torch-2.11.0.tar.gz")
     assert "transformer_engine_torch-2.11.0.tar.gz is not of version 2.20.2" in run(str(wheels))[1]
     (wheels / "transformer_engine-2.11.0-py3-none-any.whl").touch()
@@ -86,32 +82,22 @@ def test_two_versions_and_several_files_are_refused(wheels):
 
 
 @pytest.mark.parametrize(
-    ("python", "message"),
+    ("python", "has_nvcc", "message"),
     [
-        ("no-such-python", "PYTHON=no-such-python is not there"),
-        ("#!/bin/sh\nexit 1\n", "has no torch; name one that has it"),
-        ("#!/bin/sh\necho none\n", "torch was built for CUDA none"),
+        ("exit 1", False, "has no torch; name one that has it"),
+        ("echo none", False, "torch was built for CUDA none"),
+        ("echo 13.0", False, "nvcc is neither on PATH nor in CUDA_HOME={cuda}"),
+        ("echo 13.0", True, "there is no cuda_runtime_api.h, neither in {cuda}/include nor beside torch"),
+        (None, False, "PYTHON=no-such-python is not there"),
     ],
 )
-def test_a_host_that_cannot_build_is_refused(tmp_path, wheels, python, message):
-    if python.startswith("#!"):
-        fake = tmp_path / "python"
-        fake.write_text(python)
-        fake.chmod(0o755)
-        python = str(fake)
-    code, said = run(str(wheels), PYTHON=python)
+def test_a_host_that_cannot_build_is_refused(tmp_path, wheels, python, has_nvcc, message):
+    cuda, fake = tmp_path / "cuda", tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\n{python}\n")
+    fake.chmod(0o755)
+    if has_nvcc:
+        (cuda / "bin").mkdir(parents=True)
+        (cuda / "bin/nvcc").touch(mode=0o755)
+    code, said = run(str(wheels), PYTHON=str(fake) if python else "no-such-python", CUDA_HOME=str(cuda))
     assert code == 2
-    assert message in said
-
-
-def test_a_toolkit_without_compiler_or_headers_is_refused(tmp_path, wheels):
-    cuda, python = tmp_path / "cuda", tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 13.0\n")
-    python.chmod(0o755)
-    environment = {"PYTHON": str(python), "CUDA_HOME": str(cuda)}
-    assert f"nvcc is neither on PATH nor in CUDA_HOME={cuda}" in run(str(wheels), **environment)[1]
-    (cuda / "bin").mkdir(parents=True)
-    (cuda / "bin/nvcc").touch(mode=0o755)
-    code, said = run(str(wheels), **environment)
-    assert code == 2
-    assert f"there is no cuda_runtime_api.h, neither in {cuda}/include nor beside torch" in said
+    assert message.format(cuda=cuda) in said
