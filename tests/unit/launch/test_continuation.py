@@ -127,7 +127,7 @@ def run(*arguments):
     return CliRunner().invoke(app, [*map(str, arguments)])
 
 
-@pytest.mark.parametrize("command", [["recipe", "check"], ["launch"], ["launch", "--dry-run"], ["preflight"]])
+@pytest.mark.parametrize("command", [["recipe", "check"], ["launch"], ["preflight"]])
 def test_every_command_before_a_job_refuses_it(command):
     begun = begin()
     record = (begun.run_dir / "recipe.resolved.yaml").read_text()
@@ -193,12 +193,17 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("command", "fault"),
+    [
+        *((command, fault) for command in COMMANDS for fault in ("reward", "Megatron")),
+        *(("train", fault) for fault in FAULTS if fault not in ("reward", "Megatron")),
+        *(("check of a cluster recipe", fault) for fault in ("loss", "data", "adapters")),
+        ("compare", "loss"),
+    ],
+)
 def test_every_command_refuses_the_same(command, fault, monkeypatch):
     overrides, said = FAULTS[fault]
-    if "cluster" in command and fault in ("Hub name", "no model"):
-        pytest.skip("NeMo-RL downloads a model, and its nodes may have a folder that is not here")
     arguments = COMMANDS[command]
     if command == "compare" and fault == "loss":
         arguments, overrides = [*arguments[:3], LOSS, *arguments[4:]], []

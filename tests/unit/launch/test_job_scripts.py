@@ -119,14 +119,6 @@ def test_model_of_an_older_checkpoint_of_the_same_step_is_converted_again(place,
     assert "--resume" not in calls(place)[0].split()
 
 
-def test_model_of_the_checkpoint_itself_is_not_made_again(place):
-    os.utime(place / "disk/step_000020", (1, 1))
-    (place / "run/hf-step_000020").mkdir()
-    assert run(place, "convert.sbatch", "x.yaml").returncode == 0
-    assert calls(place) == []
-    assert (place / "run/hf-latest").readlink() == Path("hf-step_000020")
-
-
 def test_every_kept_checkpoint_is_converted_or_the_one_that_is_named(place):
     for name in ("step_9", "step_100", "tmp_step_101"):
         (place / "disk" / name).mkdir()
@@ -134,6 +126,10 @@ def test_every_kept_checkpoint_is_converted_or_the_one_that_is_named(place):
     assert [line.split()[4].rpartition("/")[2] for line in calls(place)] == ["step_000020"]
     assert (place / "run/hf-latest").readlink() == Path("hf-step_000020")
     (place / "calls").write_text("")
+    (place / "run/hf-step_000020").mkdir()
+    assert run(place, "convert.sbatch", "x.yaml", STEP="20").returncode == 0
+    assert calls(place) == [], "the model is there"
+    (place / "run/hf-step_000020").rmdir()
     assert run(place, "convert.sbatch", "x.yaml").returncode == 0
     assert [line.split()[4].rpartition("/")[2] for line in calls(place)] == [
         *("step_9", "step_000020", "step_100")
@@ -141,16 +137,13 @@ def test_every_kept_checkpoint_is_converted_or_the_one_that_is_named(place):
     assert (place / "run/hf-latest").readlink() == Path("hf-step_100")
 
 
-def test_pipeline_leaves_nothing_behind_when_a_stage_is_refused(place):
+def test_pipeline_chains_its_jobs_and_leaves_nothing_behind_when_a_stage_is_refused(place):
+    assert run(place, "pipeline.sh", "x.yaml", "aime24").stdout == "train 11, convert 11, evaluate 11\n"
+    assert "--dependency=afterok:11 " in calls(place)[1], "the number alone, without the cluster's name"
     done = run(place, "pipeline.sh", "x.yaml", "aime24", REFUSED="convert.sbatch")
     assert done.returncode == 1
     assert calls(place)[-1] == "scancel 11"
     assert "cancelled those before it: 11" in done.stderr
-
-
-def test_pipeline_depends_on_numbers_where_slurm_names_the_cluster_too(place):
-    assert run(place, "pipeline.sh", "x.yaml", "aime24").stdout == "train 11, convert 11, evaluate 11\n"
-    assert "--dependency=afterok:11 " in calls(place)[1]
 
 
 PREFLIGHT = """
@@ -183,7 +176,7 @@ def test_second_job_in_a_run_folder_is_refused_while_the_first_runs(place):
 def test_node_local_checkpoint_folder_is_refused(place):
     assert "passed" in check(place, "check_checkpoint_folder").stdout
     assert sorted(path.name for path in (place / "disk").iterdir()) == ["step_000020"]
-    refused = check(place, "check_checkpoint_folder", "NODES=(n1 n2)")  # n2 writes somewhere else
+    refused = check(place, "check_checkpoint_folder", "NODES=(n1 n2); sleep() { :; }")  # n2: elsewhere
     assert refused.returncode == 69
     assert "this script does not see what n2 writes there" in refused.stdout
 

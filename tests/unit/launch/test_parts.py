@@ -21,7 +21,7 @@ exit 0
 """
 READY = ": >$LOG/ready"
 LISTENS = f"trap 'exit 75' USR1; {READY}; while :; do sleep 0.1; done"
-LATE = f"trap 'trap - USR1; sleep 3; exit 75' USR1; {READY}; while :; do sleep 0.1; done"
+LATE = f"trap 'trap - USR1; sleep 2; exit 75' USR1; {READY}; while :; do sleep 0.1; done"
 IS_DEAF = f"trap '' USR1; {READY}; sleep 30"
 
 
@@ -48,8 +48,8 @@ def run(folder, body):
         ((part("driver", "exit 3"),), "0 none 3"),
         ((part("driver", "sleep 30"), part("ray-worker", "exit 9")), "1 ray-worker 9"),
         ((part("driver", LISTENS), signal("USR1")), "0 none 75"),
-        # 50 s until the limit, of which 48 are to spare: it has two
-        ((f"SPARE_SECONDS=48; {part('driver', IS_DEAF)}", signal("USR1")), "1 time limit 75"),
+        # 50 s until the limit, of which 49 are to spare: it has one
+        ((f"SPARE_SECONDS=49; {part('driver', IS_DEAF)}", signal("USR1")), "1 time limit 75"),
         # by hand, and again by Slurm: the driver of this case would not survive a second one
         (("SPARE_SECONDS=9", part("driver", LATE), signal("USR1"), signal("USR1", 1)), "0 none 75"),
         # Slurm does not answer when asked for the limit

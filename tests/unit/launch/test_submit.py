@@ -97,15 +97,6 @@ def test_missing_data_are_named_and_nothing_is_submitted(monkeypatch, tmp_path):
     assert str(done.exception) == "the data are not ready, as said above; nothing was submitted"
 
 
-def test_slurm_need_not_manage_the_gpus():
-    assert " --gpus-per-node=0 " in launch(CLUSTER, "--sbatch", "gpus-per-node=0", "--dry-run").stdout
-
-
-def test_embedded_recipe_goes_to_its_own_script():
-    done = launch(QUICKSTART, "--sbatch", "qos=high", "--dry-run", "grpo.max_num_steps=5")
-    assert f"--qos=high {ROOT}/slurm/embedded.sbatch {QUICKSTART} grpo.max_num_steps=5" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -131,20 +122,18 @@ def test_what_cannot_run_is_not_submitted(arguments, part, monkeypatch):
     [
         *((name, "must be name=value, such as qos=high, or one of") for name in ("qos", "qos=", "wrap", "")),
         ("nodes=2", "--sbatch nodes=2: the plan would not know of it; use cluster.num_nodes="),
-        ("--gpus-per-node=4", "use cluster.gpus_per_node="),
         *(
-            (f"{name}=1", "use cluster.gpus_per_node=")
-            for name in ("gpus", "gpus-per-task", "gpus-per-socket")
+            (option, "use cluster.gpus_per_node=")
+            for option in (
+                *("--gpus-per-node=4", "gpus=1", "gpus-per-task=1", "gpus-per-socket=1", "ntasks-per-gpu=1"),
+                *("gres=gpu:1", "gres=gpu", "gres=tmp:5,gpu:h100:2", "tres-per-task=gres/gpu:1"),
+                "gpus-per-no=1",  # sbatch takes abbreviations
+            )
         ),
-        *((f"gres={value}", "use cluster.gpus_per_node=") for value in ("gpu:1", "gpu", "tmp:5,gpu:h100:2")),
-        ("tres-per-task=gres/gpu:1", "use cluster.gpus_per_node="),
-        ("ntasks-per-gpu=1", "use cluster.gpus_per_node="),
-        ("gpus-per-no=1", "use cluster.gpus_per_node="),  # sbatch takes abbreviations
         *(
             (f"ntasks{name}=8", "one task on each node")
-            for name in ("", "-per-node", "-per-core", "-per-socket")
+            for name in ("", "-per-node", "-per-core", "-per-socket", "-per-nod")
         ),
-        ("ntasks-per-nod=8", "one task on each node"),
         ("array=0-3", "train one run side by side"),
         ("job-name=../../x", "use nemo_grpo.run_name="),
         ("chdir=/tmp", "relative to the folder of this command"),
