@@ -15,7 +15,6 @@ from nemo_grpo.engine.signals import StopRequest
 from nemo_grpo.nemorl.callbacks import (
     BF16_BOUND,
     EXCEEDS,
-    FP8_BOUND,
     Callback,
     RewardMetrics,
     RolloutCheck,
@@ -146,23 +145,16 @@ def test_every_call_is_a_row_and_still_reaches_nemo_rl(recipe: Recipe):
         logger.log_metrics(
             {"reward": torch.tensor(0.5), "texts": ["a"], "lr": 1}, 1, "train", step_metric="s"
         )
+    with calling_back([RunRecord(recipe)], logger):  # resumed
+        logger.log_metrics({"loss": 0.5}, 2, "train")
     assert rows(recipe) == [
         {"step": 0, "validation/accuracy": 0.25},
         {"step": 1, "reward/mean": 0.5, "lr": 1.0},
+        {"step": 2, "loss/total": 0.5},
     ]
     assert logger.calls[0] == ({"accuracy": 0.25}, 0, "validation", {})
     assert logger.calls[1][1:] == (1, "train", {"step_metric": "s"})
     assert logger.calls[1][0]["texts"] == ["a"]
-
-
-def test_recording_ends_with_the_block_and_a_resumed_run_appends(recipe: Recipe):
-    logger = Logger()
-    for step in (1, 2):
-        with calling_back([RunRecord(recipe)], logger):
-            logger.log_metrics({"loss": 0.5}, step, "train")
-        logger.log_metrics({"loss": 9.0}, step, "train")
-    assert rows(recipe) == [{"step": 1, "loss/total": 0.5}, {"step": 2, "loss/total": 0.5}]
-    assert len(logger.calls) == 4
 
 
 def test_the_folder_reads_back_as_a_run_of_nemo_rl(recipe: Recipe):
@@ -201,9 +193,8 @@ def test_a_folder_in_use_is_refused_until_the_run_that_uses_it_is_dead(tmp_path:
         assert (tmp_path / "shared" / ".lock").exists()
 
 
-def settings_of(num_updates=1, precision="bfloat16", fp8=False, ahead=0):
-    uses_fp8 = fp8 or precision == "fp8"
-    return Of(uses_fp8=uses_fp8, rollouts_ahead=ahead, num_updates_per_step=num_updates)
+def settings_of(fp8=False, ahead=0):
+    return Of(uses_fp8=fp8, rollouts_ahead=ahead)
 
 
 def logged(settings, error):
@@ -222,22 +213,14 @@ def logged(settings, error):
     ("settings", "error", "exceeds"),
     [
         ({}, 0.0456, 1.0),
-        ({}, 1.9e-5, 0.0),
         ({}, 0.0101, 1.0),
         ({}, 0.0099, 0.0),
         ({}, float("nan"), 1.0),
-        ({"num_updates": 4}, 0.0101, 1.0),  # NeMo-RL's workers divide by the number of updates
-        ({"num_updates": 4}, 0.0099, 0.0),
-        ({"precision": "fp8"}, 0.0456, 1.0),
-        ({"precision": "fp8"}, 0.029, 0.0),
         ({"fp8": True}, 0.029, 0.0),
-        ({"ahead": 1}, 0.0276, 0.0),  # 0.01 + 1.2 - 1 - ln(1.2) = 0.02768
-        ({"ahead": 1}, 0.0278, 1.0),
-        ({"ahead": 1, "fp8": True}, 0.0476, 0.0),
+        ({"ahead": 1, "fp8": True}, 0.0476, 0.0),  # 0.03 + 1.2 - 1 - ln(1.2) = 0.04768
         ({"ahead": 1, "fp8": True}, 0.0478, 1.0),
         ({"ahead": 4}, 0.354, 0.0),  # 0.01 + 1.2^4 - 1 - 4 ln(1.2) = 0.35431
         ({"ahead": 4}, 0.355, 1.0),
-        ({"ahead": 4}, float("nan"), 1.0),
     ],
 )
 def test_error_above_the_bound_is_warned_of_and_logged(settings, error, exceeds, caplog):
@@ -268,18 +251,6 @@ def test_step_whose_every_response_is_empty_is_warned_of(ahead, caplog):
     assert "'Error generating response'" in message
 
 
-def test_bounds_lie_below_what_stale_weights_gave():
-    assert bound(settings_of(), 9) == BF16_BOUND < bound(settings_of(fp8=True), 9) == FP8_BOUND < 0.0456
-
-
-def test_other_metrics_pass_as_they_are():
-    logger = Logger()
-    with calling_back([RolloutCheck(settings_of())], logger):
-        logger.log_metrics({"total": 2.0}, 3, prefix="timing/train")
-    logger.log_metrics({"gen_kl_error": 1.0}, 4, prefix="train")
-    assert [metrics for metrics, *_ in logger.calls] == [{"total": 2.0}, {"gen_kl_error": 1.0}]
-
-
 def test_a_mean_with_responses_without_a_reward_is_that_of_the_others(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", Of(get=lambda found: []))
     logger = Logger()
@@ -293,9 +264,9 @@ def scores(accuracy: float, form: float = 1.0) -> dict[str, float]:
     return {"accuracy": accuracy, "format": form}
 
 
-def test_shares_and_means_of_all_groups_then_nothing():
+def test_shares_and_means_of_all_groups_also_of_a_problem_drawn_twice():
     drawn = RolloutRewards(2)
-    for problem, accuracies in {"a": (1, 1), "b": (0, 0), "c": (0, 1), "d": (0, 0)}.items():
+    for problem, accuracies in (("a", (1, 1)), ("a", (0, 0)), ("c", (0, 1)), ("d", (0, 0))):
         for accuracy in accuracies:
             drawn.note(problem, scores(accuracy, 0.5))
     drawn.by_problem["c"][5] |= {NOT_FINITE: 1.0}
@@ -308,13 +279,6 @@ def test_shares_and_means_of_all_groups_then_nothing():
         "reward/abstained": 0.0,
     }
     assert drawn.take() == {}
-
-
-def test_a_problem_drawn_twice_makes_two_groups():
-    drawn = RolloutRewards(2)
-    for accuracy in (1, 1, 0, 0):
-        drawn.note("a", scores(accuracy))
-    assert drawn.take()["rollout/all_right"] == 0.5
 
 
 def test_the_last_turn_of_a_response_counts():

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from nemo_grpo.nemorl import compat, policy, sft
+from nemo_grpo.nemorl import compat, policy
 from nemo_grpo.nemorl.config import load_run
 from nemo_grpo.nemorl.doctor import Diagnosis, diagnose, recorded
 from nemo_grpo.nemorl.host_api import (
@@ -57,11 +57,6 @@ def test_what_setup_returns_is_named_by_place_and_counted():
 def test_a_recipe_for_the_embedded_engine_is_sent_there():
     with pytest.raises(UserError, match=r"target=embedded: .*quickstart.yaml is for the embedded engine"):
         load_run(RECIPES / "quickstart.yaml")
-
-
-@pytest.mark.parametrize(("section", "has"), [({}, False), ({"draft": {"enabled": True}}, True)])
-def test_further_losses_are_those_that_nemo_rl_is_told_of(section, has):
-    assert policy.has_further_losses({"policy": section}) == has
 
 
 @pytest.mark.parametrize("has_videos", [True, False])
@@ -143,12 +138,6 @@ def test_a_policy_with_entropies_asks_for_its_parts(install):
     policy.policy_factory(run("cluster-quickstart.yaml"), MagicMock(), MagicMock())
     with pytest.raises(UserError, match="variants with entropies"):
         policy.policy_factory(run("erpo/erpo-qwen2.5-7b-1n8g.yaml"), MagicMock(), MagicMock())
-
-
-def test_supervised_training_asks_for_its_part(install):
-    install(broken("nemo_rl.algorithms.sft:setup"))
-    with pytest.raises(UserError, match="supervised training"):
-        sft.set_up(run("cluster-quickstart.yaml"), MagicMock(), MagicMock())
 
 
 @pytest.fixture

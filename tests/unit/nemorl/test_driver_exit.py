@@ -69,14 +69,6 @@ def test_data_of_nemo_rl_end_a_run_with_their_last_epoch():
     assert exit_code(run, ended(29, 9), last, stop()) == 1
 
 
-def test_several_data_loaders_have_no_end():
-    recipe = Of(**{**vars(RUN.recipe), "nemo_grpo": Of(task=None)})
-    parts = ended(6, 6)
-    parts.master_config["data"] = {"use_multiple_dataloader": True}
-    parts.dataloader = object()  # without a length
-    assert last_step(Of(recipe=recipe), parts) == 100
-
-
 def test_workers_end_before_the_exit_code_is_judged(monkeypatch):
     closed, how = [], stop(True)
     monkeypatch.setattr(run_grpo, "close", lambda parts, _: closed.append(parts))

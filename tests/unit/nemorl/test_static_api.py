@@ -1,6 +1,5 @@
 """Reading a tree's definitions and calls by its syntax."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -144,13 +143,6 @@ def test_a_name_that_is_not_taken_is_named():
     assert misfit(["a", "*", "b="], "(_, c=_)") == "got an unexpected keyword argument 'c'"
     assert misfit(["a"], "(_, _)") == "too many positional arguments"
     assert "positional" in misfit(["a", "/"], "(a=_)")
-
-
-def test_records_hold_names_and_digests_only():
-    for path in (Path(static_api.__file__).with_name("interfaces")).glob("*.json"):
-        texts = json.dumps(json.loads(path.read_text()))
-        assert "def " not in texts
-        assert "\\n" not in texts
 
 
 def test_syntax_of_a_newer_python_is_refused_with_its_line(tree, tmp_path):
