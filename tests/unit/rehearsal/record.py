@@ -2,7 +2,7 @@
 
     NEMO_RL_SRC=DIR PYTHONPATH=. .venv-nemo-rl/bin/python tests/unit/rehearsal/record.py [NAME...]
 
-Writes ``recorded/NAME``; the folder's path is ``FOLDER`` in its files. Checkpoints keep the adapters alone.
+Writes ``recorded/NAME``; the folder's path is ``FOLDER`` in its files.
 """
 
 import json
@@ -13,11 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from recordings import FOLDER, RECORDED, RECORDINGS, ROOT, SKELETON
-
-sys.path.insert(0, str(ROOT / "tests" / "nemo_rl"))
-import oracle
-from adapters import read
-from recomputed import Run
 
 from nemo_grpo.rehearsal import checks, model, stages
 from nemo_grpo.rehearsal.environment import find_stack
@@ -32,7 +27,7 @@ def main(names: list[str]) -> int:
     for name in names or RECORDINGS:
         with tempfile.TemporaryDirectory() as scratch:
             rehearsal = rehearse(Path(scratch) / "run", *RECORDINGS[name])
-            found = [*checks.stages(rehearsal), *oracle.prove(rehearsal)]
+            found = checks.stages(rehearsal)
             sys.stdout.write("\n  ".join([name, *map(str, found), ""]))
             if not all(stage.ok for stage in found):
                 return 1
@@ -60,8 +55,6 @@ def keep(rehearsal: stages.Rehearsal, target: Path) -> None:
             copy.write_text(path.read_text().replace(str(rehearsal.folder), FOLDER))
         else:
             shutil.copy(path, copy)
-    if rehearsal.small.policy.megatron_cfg.lora_in_use:
-        keep_adapters(Run(rehearsal).stop_checkpoint, rehearsal.folder, target)
     (target / SKELETON).write_text(json.dumps({"stopped_after": rehearsal.stopped_after}))
 
 
@@ -70,20 +63,12 @@ def kept(rehearsal: stages.Rehearsal) -> Iterator[Path]:
     yield folder / "recipe.yaml"
     yield from (folder / "problems").glob("*")
     yield from (path for path in (folder / "model").glob("*") if path.suffix in OF_A_MODEL)
-    for name in ("hf-of-stop", "hf-last"):
-        yield from (path for path in (folder / name).glob("*") if path.name in OF_AN_EXPORT)
+    yield from (path for path in (folder / "hf-of-stop").glob("*") if path.name in OF_AN_EXPORT)
     yield rehearsal.small.run_dir / "metrics.jsonl"
     yield from Path(str(rehearsal.small.logger.log_dir)).glob("exp_*/*.jsonl")
     checkpoints = rehearsal.small.checkpoint_dir
     yield from checkpoints.glob("step_*/training_info.json")
     yield from checkpoints.glob("step_*/policy/tokenizer/config.json")
-
-
-def keep_adapters(checkpoint: Path, folder: Path, target: Path) -> None:
-    from torch.distributed import checkpoint as dcp
-
-    (weights,) = (checkpoint / "policy" / "weights").glob("iter_*")
-    dcp.save(read(checkpoint), checkpoint_id=target / weights.relative_to(folder), no_dist=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Defects planted in recorded rehearsals (`record.py`): the stage that is about them must fail.
 
 Recorded from real runs of NeMo-RL: metrics, responses, the model, the export. Megatron-Bridge's export, equal
-to ours bit for bit in the recorded run, is a copy of ours. `tests/nemo_rl` has the oracle's defects.
+to ours bit for bit in the recorded run, is a copy of ours.
 """
 
 import shutil

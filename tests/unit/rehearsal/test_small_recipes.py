@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from nemo_grpo.cli.rehearse import run_rehearsal
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.loader import load_tree, merge
 from nemo_grpo.rehearsal import overrides as small
@@ -82,11 +81,6 @@ LAYOUTS = [
 @pytest.mark.parametrize(("layout", "ranks", "expected"), LAYOUTS)
 def test_every_parallel_dimension_stays_as_far_as_the_ranks_go(layout, ranks, expected):
     assert small.reduced_ranks(layout, ranks) == expected
-
-
-def test_an_override_of_the_user_is_rehearsed(tmp_path):
-    _, rehearsed, _, _ = made_small(CW_GRPO, tmp_path, "loss_fn.logprob_centering=group")
-    assert rehearsed.loss_fn.logprob_centering == "group"
 
 
 def test_token_ids_of_the_full_models_tokenizer_are_left_out(tmp_path):
@@ -175,8 +169,3 @@ def test_asynchronous_rollouts_of_another_sampler_become_vllms(tmp_path):
         stack_for(asynchronous, CW_GRPO, WITH_VLLM)
         with pytest.raises(UserError, match="run make venv-vllm and leave --sampler out"):
             stack_for(asynchronous, CW_GRPO, replace(WITH_VLLM, vllm_python=None))
-
-
-def test_a_folder_that_is_there_is_refused_at_once(tmp_path):
-    with pytest.raises(UserError, match="exists; remove it, or name another"):
-        run_rehearsal(CW_GRPO, [], folder=tmp_path)
