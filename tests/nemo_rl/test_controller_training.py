@@ -305,12 +305,3 @@ def test_what_nemo_rl_refuses_is_an_error_of_the_recipe(tmp_path):
     reason = "requires reference_policy_logprobs"
     with pytest.raises(UserError, match=f"refuses the configuration: .*{reason}"):
         single_controller.check(config)
-
-
-LONG = ("grpo.max_num_steps=30", "grpo.max_num_epochs=1")
-
-
-def test_data_that_end_early_are_said(tmp_path):
-    run = Controlled(tmp_path, {"variant": "grpo"}, *LONG, controlled(PROMPTS))
-    with pytest.raises(UserError, match="the data ends after 10"):
-        last_step(run.run, run.parts)

@@ -171,13 +171,6 @@ def test_the_data_plane_gives_the_steps_of_the_driver(setting, tmp_path):
     torch.testing.assert_close(run.policy.model, plain.policy.model, rtol=1e-5, atol=1e-6)
 
 
-def test_the_estimators_metrics_are_logged(tmp_path):
-    run = started(tmp_path, {"variant": "gpg"})
-    run.train()
-    assert run.logged()["gpg/alpha"] == 2.0
-    assert {"loss", "gen_kl_error", "reward"} <= set(run.logged())
-
-
 def test_a_response_without_a_reward_is_left_out_of_the_step(tmp_path):
     run = started(tmp_path, {"variant": "grpo"})
     run.train(NO_REWARD)

@@ -89,27 +89,6 @@ def test_packed_and_sharded_loss_equals_the_unsharded_one(setting, fused, group)
         assert summed[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), name
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_plain_microbatches_of_every_size_add_up(setting):
-    loss, _, _ = unsharded(setting)
-    for size in (1, 2, 4):
-        data, total = step(), 0.0
-        for shard in data.shard_by_batch_size(2, batch_size=ROWS):
-            for microbatch in shard.make_microbatch_iterator(size):
-                logprobs = current_logprobs(microbatch)
-                total += float(build_loss(SETTINGS[setting])(logprobs, microbatch, **counts(data))[0])
-        assert total == pytest.approx(float(loss), abs=1e-5)
-
-
-def test_losses_have_what_the_workers_read():
-    from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
-
-    loss_fn = build_loss(SETTINGS["grpo"])
-    assert loss_fn.input_type is LossInputType.LOGPROB
-    assert loss_fn.loss_type is LossType.TOKEN_LEVEL
-    assert build_loss(SETTINGS["dr_grpo"]).loss_type is LossType.SEQUENCE_LEVEL
-
-
 def test_split_normalisation_equals_the_global_one():
     """Some trainers run every microbatch with denominators of 1 and divide at the end, as the loss says."""
     interfaces = pytest.importorskip("nemo_rl.algorithms.loss.interfaces")

@@ -36,10 +36,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"variant": "gspo", "ratio_clip_min": 3e-2, "ratio_clip_max": 4e-2},
         {**SEQUENCES, "ratio_clip_min": 3e-2, "ratio_clip_max": 4e-2, **NO_KL},
     ),
-    "gspo_defaults": (
-        {"variant": "gspo"},
-        {**SEQUENCES, "ratio_clip_min": 3e-4, "ratio_clip_max": 4e-4, **NO_KL},
-    ),
     "gspo_corrected": (
         {"variant": "grpo", "aggregation": "sequence_mean", "sequence_level_importance_ratios": True,
          "use_importance_sampling_correction": True},
@@ -48,10 +44,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cispo": (
         {"variant": "cispo", "ratio_clip_min": 0.1, "ratio_clip_max": 0.15},
         {"use_cispo": True, "ratio_clip_min": 0.1, "ratio_clip_max": 0.15, **NO_KL},
-    ),
-    "cispo_recipe": (
-        {"variant": "cispo", "use_importance_sampling_correction": True},
-        {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 5.0, **CORRECTED},
     ),
     "cispo_kl": (
         {"variant": "cispo", "reference_policy_kl_penalty": 0.1, "kl_score_function_gradient": True},
@@ -63,10 +55,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "forced_kl": (
         {"variant": "grpo", "reference_policy_kl_penalty": 0.1, "kl_score_function_gradient": True, **FORCED},
         {"reference_policy_kl_penalty": 0.1, **FORCED},
-    ),
-    "forced_corrected": (
-        {"variant": "grpo", "use_importance_sampling_correction": True, **FORCED},
-        {**CORRECTED, **FORCED},
     ),
     **{
         kind: (

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from cluster import ROOT
-from jobs import Job, preempt, submit, submit_pipeline
+from jobs import Job, submit, submit_pipeline
 from processes import nemo_grpo, output_of
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -67,28 +67,14 @@ def assert_equal(weights, expected):
     assert_close(weights, expected, rtol=0, atol=0)
 
 
-def submit_and_train(slurm, folder, recipe, name, *options):
-    """The job of a run on n3, once it has trained three steps."""
-    line = ("--nodelist=n3", "--time=20", *options, str(recipe), f"nemo_grpo.run_name={name}")
-    job = submit(slurm, folder, *line, script="embedded.sbatch", name=name, **ENVIRONMENT)
-    metrics = folder / name / "metrics.jsonl"
-    job.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, 4 * MINUTE, "three steps")
-    return job
-
-
-def assert_continued(job, cause):
-    """Two attempts: saved because of ``cause``, and to the end from there."""
-    first, second = job.attempts()
-    assert first[2:4] + first[6:] == [cause, "75", "retry"]
-    assert 3 <= int(first[5]) < 40
-    assert second[2:6] == ["finished", "0", first[5], "40"]
-
-
 def test_run_requeued_at_its_time_limit_ends_with_the_weights_of_an_uninterrupted_run(
     slurm, folder, recipe, unbroken
 ):
     """It is held still after a few steps, and its limit then brought near, so that any machine meets it."""
-    job = submit_and_train(slurm, folder, recipe, "requeued", "--signal=B:USR1@60")
+    line = ("--nodelist=n3", "--time=20", "--signal=B:USR1@60", str(recipe), "nemo_grpo.run_name=requeued")
+    job = submit(slurm, folder, *line, script="embedded.sbatch", name="requeued", **ENVIRONMENT)
+    metrics = folder / "requeued/metrics.jsonl"
+    job.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, 4 * MINUTE, "three steps")
     trainers = ("pkill", "-f", "^[^ ]*python[^ ]* -m nemo_grpo.cli train --resume .*=requeued$")
     slurm.run(*trainers, "-STOP", node="n3")
     minutes = int(job.field("RunTime").split(":")[1])
@@ -98,20 +84,11 @@ def test_run_requeued_at_its_time_limit_ends_with_the_weights_of_an_uninterrupte
     slurm.run(*trainers, "-CONT", node="n3")
     assert job.wait(4 * MINUTE) == "COMPLETED"
 
-    assert_continued(job, "time limit")
+    first, second = job.attempts()
+    assert first[2:4] + first[6:] == ["time limit", "75", "retry"]
+    assert 3 <= int(first[5]) < 40
+    assert second[2:6] == ["finished", "0", first[5], "40"]
     assert_equal(load_file(folder / "requeued/hf/model.safetensors"), unbroken)
-
-
-def test_preempted_run_requeues_and_ends_with_the_weights_of_an_uninterrupted_run(
-    slurm, folder, recipe, unbroken
-):
-    """Slurm gives a preempted job its partition's GraceTime, beginning with a SIGTERM to the steps."""
-    job = submit_and_train(slurm, folder, recipe, "preempted")
-    urgent = preempt(slurm, folder, "n3")
-    assert urgent.wait(2 * MINUTE) == "COMPLETED"
-    assert job.wait(5 * MINUTE) == "COMPLETED"
-    assert_continued(job, "preempted")
-    assert_equal(load_file(folder / "preempted/hf/model.safetensors"), unbroken)
 
 
 def test_pipeline_trains_converts_and_evaluates(slurm, folder, recipe, unbroken):

@@ -1,6 +1,5 @@
 """vLLM's OpenAI server on an export, in a process of its own."""
 
-import json
 import os
 import subprocess
 import sys
@@ -41,13 +40,3 @@ def answers(port):
             return reply.status == 200
     except OSError:
         return False
-
-
-def post(address, path, content):
-    request = urllib.request.Request(
-        f"{address}/{path}",
-        json.dumps({"model": "policy", **content}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return json.load(reply)["choices"]
