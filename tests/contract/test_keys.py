@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from nemo_grpo.recipe import load_recipe_dict, refuse_unsupported
+from nemo_grpo.recipe.keys import is_known
 from nemo_grpo.recipe.loader import load_tree, merge
 from nemo_grpo.recipe.megatron_sections import Section
 from nemo_grpo.recipe.recipe import Recipe
@@ -139,9 +140,10 @@ def test_keys_are_those_that_are_read() -> None:
     assert [call for call in calls if call[0].startswith("nemo_grpo/plan/")] == [], "nor by a section's name"
 
 
-def test_keys_that_nemo_rl_does_not_read_have_no_type() -> None:
+def test_keys_that_nemo_rl_does_not_know_or_read_have_no_type() -> None:
     assert {"grpo.use_best_at_k", "policy.megatron_cfg.do_not_average_loss"} <= unread_keys() < nemo_rl_keys()
     assert unread_keys().isdisjoint(KEYS)
+    assert [key for key in KEYS if not is_known(key)] == []
 
 
 @pytest.mark.parametrize("kind", VALUES)

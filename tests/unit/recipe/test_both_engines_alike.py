@@ -81,10 +81,3 @@ def test_task_objective_and_optimizer_are_the_quickstarts() -> None:
     megatron = ("policy.megatron_cfg.optimizer.", "policy.megatron_cfg.scheduler.")
     same = ("loss_fn.", "nemo_grpo.task.", "nemo_grpo.prompt.", *megatron, "policy.generation.", "grpo.num_")
     assert not [key for key in differing(embedded, quickstart) if key.startswith(same)]
-
-
-def test_validation_samples_like_training() -> None:
-    recipe = load_recipe(RECIPES / "cluster-quickstart-embedded.yaml")
-    generation = recipe.policy.generation
-    assert (generation.val_temperature, generation.val_top_p) == (generation.temperature, generation.top_p)
-    assert recipe.grpo.val_num_generations_per_prompt == 1

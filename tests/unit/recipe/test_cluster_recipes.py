@@ -15,6 +15,7 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 PAPERS = ("cw_grpo", "erpo", "tr_grpo", "gpg")
 CLUSTER = sorted(path for paper in PAPERS for path in (RECIPES / paper).glob("*.yaml"))
 NAME = re.compile(r"(?P<variant>[a-z_]+)-(?P<model>.+)-(?P<nodes>\d+)n(?P<gpus>\d+)g(?P<fp8>-fp8)?")
+SOURCED = re.compile(r"^\s+(num_prompts|num_gen|max_num_steps|lr|weight_decay|ratio_clip|reference)")
 
 
 @pytest.mark.parametrize("path", CLUSTER, ids=lambda path: path.stem)
@@ -29,18 +30,8 @@ def test_cluster_recipe_is_what_its_name_says_and_fits_its_gpus(path: Path) -> N
     assert (recipe.cluster.num_nodes, recipe.cluster.gpus_per_node) == (int(name["nodes"]), int(name["gpus"]))
     assert (fp8 is not None and fp8.enabled) == bool(name["fp8"])
     assert problems(shape_of(recipe), plan_input(recipe), HARDWARE["h100"]) == []
-
-
-@pytest.mark.parametrize("path", CLUSTER, ids=lambda path: path.stem)
-def test_numbers_of_a_cluster_recipe_name_their_source(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    bare = [
-        line
-        for line in lines
-        if re.search(r"^\s+(num_prompts|num_gen|max_num_steps|lr|weight_decay|ratio_clip|reference)", line)
-        and "#" not in line
-    ]
-    assert bare == []
+    numbers = [line for line in path.read_text().splitlines() if SOURCED.search(line)]
+    assert [line for line in numbers if "#" not in line] == [], "each names its source"
 
 
 def test_every_cluster_recipe_is_in_the_table_of_the_docs() -> None:

@@ -1,18 +1,17 @@
 """Validation as a whole: types, unknown keys, defaults, round trips, and every shipped recipe."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
-from nemo_grpo.recipe import load_recipe, load_recipe_dict
+from nemo_grpo.recipe import advice, load_recipe, load_recipe_dict, refuse_unsupported
 from nemo_grpo.recipe.keys import is_known
-from nemo_grpo.recipe.recipe import Recipe
-from nemo_grpo.recipe.sections import Section, metric_key
+from nemo_grpo.recipe.sections import metric_key
 from nemo_grpo.recipe.validation import DERIVED_DEFAULTS
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError
@@ -23,12 +22,15 @@ SHIPPED = sorted(p for p in RECIPES.rglob("*.yaml") if not {"base", "sweeps"} & 
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
-def test_shipped_recipe_is_valid_and_survives_a_round_trip(path: Path, tmp_path: Path) -> None:
+def test_shipped_recipe_breaks_no_rule_and_survives_a_round_trip(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     (tmp_path / "resolved.yaml").write_text(recipe.to_yaml())
     again = load_recipe(tmp_path / "resolved.yaml")
     assert again == recipe
     assert again.to_yaml() == recipe.to_yaml()
+    assert advice(again) == advice(recipe), "writing defaults out changes nothing"
+    if recipe.nemo_grpo.target == "embedded":
+        refuse_unsupported(recipe)
     if path.stem.startswith("quickstart-"):
         assert recipe.loss_fn.variant == path.stem.split("-")[1]
         assert recipe.nemo_grpo.run_name == path.stem
@@ -39,17 +41,6 @@ def test_quickstart_takes_every_variant_on_the_command_line(variant: str) -> Non
     recipe = load_recipe(RECIPES / "quickstart.yaml", [f"loss_fn.variant={variant}"])
     assert type(recipe.loss_fn) is VARIANTS[variant]
     recipe.loss_fn.build()
-
-
-def test_quickstart_overlays_keep_model_data_and_validation() -> None:
-    base = load_recipe(RECIPES / "quickstart.yaml")
-    for path in SHIPPED:
-        if path.stem.startswith("quickstart-"):
-            recipe = load_recipe(path)
-            assert recipe.nemo_grpo.warm_start == base.nemo_grpo.warm_start
-            assert recipe.nemo_grpo.task == base.nemo_grpo.task
-            assert recipe.nemo_grpo.evaluation == base.nemo_grpo.evaluation
-            assert recipe.policy.generation.val_temperature == 1.0
 
 
 def test_not_given_keys_follow_the_key_they_depend_on(tree: dict[str, Any]) -> None:
@@ -117,20 +108,6 @@ def test_gpus_that_only_sample_do_not_train() -> None:
     assert sizes(f"policy.generation.colocated={apart}") == (2, 6, 2)
 
 
-def test_every_typed_key_is_one_of_nemo_rl() -> None:
-    def keys(model: type[BaseModel], prefix: str) -> list[str]:
-        found = []
-        for name, field in model.model_fields.items():
-            models = [t for t in (field.annotation, *get_args(field.annotation)) if isinstance(t, type)]
-            nested = [t for t in models if issubclass(t, Section)]
-            found += keys(nested[0], f"{prefix}{name}.") if nested else [f"{prefix}{name}"]
-        return found
-
-    typed = {k for k in keys(Recipe, "") if k.split(".")[0] not in ("loss_fn", "nemo_grpo", "data", "env")}
-    assert {key for key in typed if not is_known(key)} == set()
-    assert len(typed) > 130
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -181,14 +158,6 @@ def test_wrong_values_say_key_value_and_rule(tree: dict[str, Any], override: str
         load_recipe_dict(tree, [override])
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
-
-
-def test_a_response_may_be_one_token_long(tree: dict[str, Any]) -> None:
-    assert (
-        load_recipe_dict(tree, ["policy.generation.max_new_tokens=1"]).policy.generation.max_new_tokens == 1
-    )
-    with pytest.raises(UserError, match="max_new_tokens=0 must be greater than 0"):
-        load_recipe_dict(tree, ["policy.generation.max_new_tokens=0"])
 
 
 def test_preset_fills_in_the_prompt_and_keys_beside_it_take_precedence(tree: dict[str, Any]) -> None:

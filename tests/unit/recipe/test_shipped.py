@@ -7,7 +7,7 @@ import yaml
 from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
-from nemo_grpo.experiments.sweep import load_sweep, sweep_variants
+from nemo_grpo.experiments.sweep import load_sweep
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support import shipped
 from nemo_grpo.support.errors import UserError
@@ -91,13 +91,3 @@ def test_list_names_every_recipe():
     )
     only = runner.invoke(app, ["recipe", "list", "quickstart-gpg"]).output
     assert only.startswith("quickstart-gpg: gpg, warm start, 160 steps of 16 x 8")
-
-
-def test_a_job_and_a_comparison_get_the_shipped_file_itself(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert f" {RECIPES}/quickstart.yaml" in runner.invoke(app, ["launch", "quickstart", "--dry-run"]).stdout
-    settings = sweep_variants(Path("quickstart"), ["grpo", "gpg"], [0]).settings
-    assert [setting.recipe for setting in settings] == [
-        RECIPES / "quickstart.yaml",
-        RECIPES / "quickstart-gpg.yaml",
-    ]
