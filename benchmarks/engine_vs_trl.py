@@ -267,12 +267,16 @@ def trainer_with(head: str) -> Any:
 
 
 class Side:
-    """A side's process; ``options`` are the command line's."""
+    """A side's process from the sources in ``root``; ``options`` are the command line's."""
 
-    def __init__(self, python: str, side: str, folder: Path, options: Sequence[str]) -> None:
-        command = [python, __file__, "--side", side, "--folder", str(folder), *options]
+    def __init__(
+        self, python: str, side: str, folder: Path, options: Sequence[str], root: Path = ROOT
+    ) -> None:
+        program = str(root / "benchmarks" / Path(__file__).name)
+        command = [python, program, "--side", side, "--folder", str(folder), *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        environment["PYTHONPATH"] = str(ROOT) if side == "ours" else ""
+        environment["PYTHONPATH"] = str(root) if side == "ours" else ""
+        folder.mkdir(exist_ok=True)
         self.log = folder / f"{side}.log"
         self.process = subprocess.Popen(
             command,
@@ -334,6 +338,9 @@ def compare(name: str, config: Config, arguments: argparse.Namespace) -> None:
         sides = {"ours": Side(sys.executable, "ours", folder, options)}
         if trl_python:
             sides |= {head: Side(trl_python, head, folder, options) for head in heads}
+        if arguments.release:
+            root = arguments.release.absolute()
+            sides["release"] = Side(sys.executable, "ours", folder / "release", options, root)
         for _ in range(arguments.repetitions):
             for side in sides.values():
                 side.turn(config.steps_per_turn)
@@ -354,11 +361,14 @@ def compare(name: str, config: Config, arguments: argparse.Namespace) -> None:
             ours = sides["ours"].median("cpu")
             ratios = {head: ours / sides[head].median("cpu") for head in heads}
             print("  ours / TRL:", ", ".join(f"{head} {ratio:.2f}" for head, ratio in ratios.items()))
+        if arguments.release:
+            print(f"  ours / release: {sides['ours'].median('cpu') / sides['release'].median('cpu'):.2f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--trl-python", help="Python of an environment with TRL; see above")
+    parser.add_argument("--release", type=Path, help="clone of an earlier release, as one more side")
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=HEADS, help="only these of TRL's")
     parser.add_argument("--config", choices=CONFIGS, help="only this one")
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
