@@ -1,7 +1,7 @@
 """NeMo-RL's policy saves after two steps and goes on; another resumes from there: ``FOLDER OUTPUT``.
 
-A process in a rehearsal's environment. OUTPUT gets, of the third step of both and of one that resumes as
-NeMo-RL would by itself: loss, gradient norm, learning rate, weights.
+A process in a rehearsal's environment. OUTPUT gets, of the third step of both: loss, gradient norm, learning
+rate, weights.
 """
 
 import os
@@ -24,7 +24,7 @@ SCHEDULE = (
 
 
 def main(folder: Path, output: Path) -> None:
-    """Run the three."""
+    """Run both."""
     prepare()
     case = Case("grpo", "DP2", "bfloat16")
     recipe, step_2 = case.recipe(folder), folder / "checkpoints" / "step_2"
@@ -51,7 +51,6 @@ def main(folder: Path, output: Path) -> None:
 
     results["unbroken"] = third(Engine(case, folder, SCHEDULE), 0)
     manager = CheckpointManager
-    results["stock_finds"] = manager.get_resume_paths(step_2)[1] is not None
     resume_with_optimizer(recipe)
     results["resumed"] = third(Engine(case, folder, SCHEDULE, manager.get_resume_paths(step_2)), 2)
     torch.save(results, output)

@@ -12,8 +12,6 @@ NINES = "9" * 5000
 FILES = {
     "digits": (f"grpo: {{seed: {NINES}}}", "4300 digits"),
     "bits": (f"grpo: {{seed: 0x{'f' * 5000}}}", "grpo.seed: an integer of 20000 bits"),
-    "key": (f"policy: {{hf_config_overrides: {{0x{'f' * 5000}: 1}}}}", "not valid YAML"),
-    "sexagesimal": (f"grpo: {{seed: {':'.join(['59'] * 3000)}}}", "an integer of"),
     "lists": (f"data: {{x: {'[' * 5000}{']' * 5000}}}", "nested too deeply"),
     "sections": (f"data: {'{a: ' * 3000}1{'}' * 3000}", "nested too deeply"),
     "interpolations": (f"grpo: {{seed: '{'${' * 500}a{'}' * 500}'}}", "nested|recursion"),
@@ -23,10 +21,6 @@ FILES = {
     "dots in a section": (
         "policy: {megatron_cfg.optimizer.lr: 1.0e-9}",
         "^policy.megatron_cfg.optimizer.lr=1e-09: .*`megatron_cfg: {optimizer: {lr: 1e-09}}` below policy$",
-    ),
-    "dots in our section": (
-        "nemo_grpo: {engine.num_threads: 3}",
-        "`engine: {num_threads: 3}` below nemo_grpo$",
     ),
     "date": ("grpo: {seed: 2001-99-99}", "is a text; it must be an integer"),
     "tag": ("grpo: {seed: !!python/object/apply:os.system [x]}", "not valid YAML.*os.system"),
@@ -40,9 +34,7 @@ FILES = {
         "policy: {generation: {temperature: 1.0e-300}}",
         "temperature: 1e-300 is 0 in the float32",
     ),
-    "cold": ("policy: {generation: {temperature: 0.001}}", "temperature=0.001 must be at least 0.01"),
     "relative": ("loss_fn: {variant: '.x:y'}", "variant=.x:y: '.x' is no module"),
-    "nowhere": ("loss_fn: {variant: ':y'}", "variant=:y: '' is no module"),
     "task": ("nemo_grpo: {task: {name: '.x:y'}}", "'.x' is no module"),
     "own reward": ("nemo_grpo: {rewards: {'.x:y': 1}}", "'.x' is no module"),
 }

@@ -97,12 +97,6 @@ def test_end_of_ray_ends_the_wait_for_the_driver(ray, tmp_path):
             next(polls)
 
 
-def test_wait_ends_with_the_driver(ray, tmp_path):
-    with background([sys.executable, "-c", ""], {}, subprocess.DEVNULL) as driver:
-        driver.wait()
-        assert list(stages.polls(driver, ray, tmp_path / "driver.log")) == []
-
-
 @pytest.fixture
 def watched(tmp_path):
     """(log, progress, time and CPU seconds to set)."""

@@ -13,7 +13,7 @@ from nemo_grpo.models import family_for
 from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal import vision
-from nemo_grpo.rehearsal.model import Encoder, small_config
+from nemo_grpo.rehearsal.model import small_config
 from nemo_grpo.rehearsal.torchvision_names import decode_image
 from nemo_grpo.tasks.word_problems import WordProblemsConfig
 
@@ -100,9 +100,3 @@ def test_a_picture_is_decoded_as_pillow_does(tmp_path, of_bytes):
     found = decode_image(source, "RGB")
     assert found.shape == (3, 5, 7)
     assert torch.equal(found.permute(1, 2, 0), torch.from_numpy(pixels))
-
-
-def test_an_encoder_without_a_processor_gives_text_alone(tokenizer):
-    problem = WordProblemsConfig().build().train_problem(0, 0)
-    encoder = Encoder(tokenizer, load_recipe(RECIPE).nemo_grpo.prompt)
-    assert encoder.inputs(None, None, [problem]) == {}
