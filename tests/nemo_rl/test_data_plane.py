@@ -140,7 +140,7 @@ class PlaneRun(Run):
         self.plane = NoOpDataPlaneClient()
         toy = patch.object(tq_policy, "TQPolicy", type("Toy", (PlanePolicy,), {}))
         with toy, patch("nemo_grpo.nemorl.policy.worker_class", return_value=None):
-            make = policy_factory(self.run, self.context, MagicMock())
+            make = policy_factory(self.run, self.context)
         self.policy = make(plane=self.plane)
         loss = ObjectiveLoss(self.run.recipe.loss_fn, folded=True)
         self.parts = self.parts._replace(policy=self.policy, policy_generation=Generation(), loss_fn=loss)
