@@ -135,9 +135,9 @@ def run(recipe: str, *overrides: str) -> MagicMock:
 
 def test_a_policy_with_entropies_asks_for_its_parts(install):
     install(broken("post-processor call"))
-    policy.policy_factory(run("cluster-quickstart.yaml"), MagicMock(), MagicMock())
+    policy.policy_factory(run("cluster-quickstart.yaml"), MagicMock())
     with pytest.raises(UserError, match="variants with entropies"):
-        policy.policy_factory(run("erpo/erpo-qwen2.5-7b-1n8g.yaml"), MagicMock(), MagicMock())
+        policy.policy_factory(run("erpo/erpo-qwen2.5-7b-1n8g.yaml"), MagicMock())
 
 
 @pytest.fixture
