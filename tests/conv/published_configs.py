@@ -74,12 +74,6 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         **_QWEN_1_5B, "max_position_embeddings": 131072, "sliding_window": 131072,
         "tie_word_embeddings": True,
     }),
-    "Qwen/Qwen2.5-3B-Instruct": (3_085_938_688, {
-        **_QWEN_3B, "max_position_embeddings": 32768, "sliding_window": 32768, "tie_word_embeddings": True,
-    }),
-    "Qwen/Qwen2.5-7B": (7_615_616_512, {
-        **_QWEN_7B, "max_position_embeddings": 131072, "sliding_window": 131072,
-    }),
     "Qwen/Qwen2.5-Math-7B": (7_615_616_512, {
         **_QWEN_7B, "max_position_embeddings": 4096, "rope_theta": 10000, "sliding_window": 4096,
     }),
@@ -87,11 +81,6 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         **_QWEN_7B, "max_position_embeddings": 1010000, "rope_theta": 10000000.0, "sliding_window": 32768,
         "dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192,
                                         "original_max_position_embeddings": 262144},
-    }),
-    "Qwen/Qwen2.5-32B": (32_763_876_352, {
-        **_QWEN_7B, "hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40,
-        "num_hidden_layers": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-05, "sliding_window": 131072, "max_window_layers": 64,
     }),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": (1_777_088_000, {
         **_QWEN_1_5B, "max_position_embeddings": 131072, "rope_theta": 10000, "sliding_window": 4096,
@@ -113,10 +102,6 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "meta-llama/Llama-3.1-8B-Instruct": (8_030_261_248, {
         **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
         "num_hidden_layers": 32,
-    }),
-    "meta-llama/Llama-3.1-70B-Instruct": (70_553_706_496, {
-        **_LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
-        "num_hidden_layers": 80,
     }),
     "mistralai/Mistral-7B-Instruct-v0.3": (7_248_023_552, {
         "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,

@@ -71,24 +71,14 @@ def test_logits_that_cannot_be_compared_are_refused_before_the_tensors(family, r
 @pytest.mark.parametrize(
     "command",
     [
-        ["hf-to-megatron", "--hf-model", "Qwen/Qwen3-8B", "--output", "x"],
-        ["verify", "--hf-model", "Qwen/Qwen3-8B", "--megatron-checkpoint", "x"],
-        ["megatron-to-hf", "--hf-config", "Qwen/Qwen3-8B", "--megatron-checkpoint", "x", "--output", "y"],
-        [
-            "megatron-to-hf",
-            "--lora",
-            "merge",
-            "--base",
-            "Qwen/Qwen3-8B",
-            "--megatron-checkpoint",
-            "x",
-            "--output",
-            "y",
-        ],
+        "hf-to-megatron --output x --hf-model",
+        "verify --megatron-checkpoint x --hf-model",
+        "megatron-to-hf --megatron-checkpoint x --output y --hf-config",
+        "megatron-to-hf --megatron-checkpoint x --output y --lora merge --base",
     ],
 )
 def test_a_name_on_the_hub_is_answered_with_its_download(command):
-    error = run(*command).exception
+    error = run(*command.split(), "Qwen/Qwen3-8B").exception
     assert isinstance(error, UserError)
     assert "`hf download Qwen/Qwen3-8B --local-dir DIR`" in str(error)
 

@@ -105,13 +105,8 @@ def test_link_to_a_file_that_is_gone_is_named(source, tmp_path, index):
         (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(UserError, match=r"model\.safetensors is a link to .*0123, which is not there"):
         SafetensorsFolder(base)
-
-
-@pytest.mark.parametrize("text", ["[]", '{"weight_map": null}', '{"weight_map": ["a"]}'])
-def test_index_of_another_form_is_refused(source, tmp_path, text):
-    base = shutil.copytree(source, tmp_path / "base")
     (base / "model.safetensors").rename(base / "model-1.safetensors")
-    (base / "model.safetensors.index.json").write_text(text)
+    (base / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
     with pytest.raises(UserError, match="is not a safetensors index"):
         SafetensorsFolder(base)
 
@@ -164,18 +159,14 @@ def test_weights_that_only_transformers_would_load_are_refused(change, message, 
     assert "adapter_config.json" not in names_in(exported)
 
 
-def test_file_is_no_checkpoint(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="file is not a folder; give a Megatron checkpoint"):
-        TorchDistReader(tmp_path / "file")
-
-
 def test_older_iteration_is_not_taken_for_the_latest(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint, tmp_path / "copy")
     (folder / "iter_0000200").mkdir()  # was not copied to the end
     (folder / "latest_checkpointed_iteration.txt").write_text("200")
     with pytest.raises(UserError, match="names iteration 200"):
         find_checkpoint(folder)
+    with pytest.raises(UserError, match="is not a folder; give a Megatron checkpoint"):
+        TorchDistReader(folder / "latest_checkpointed_iteration.txt")
     assert find_checkpoint(folder / "iter_0000000") == folder / "iter_0000000"
 
 
@@ -188,7 +179,7 @@ def test_one_of_several_iterations_must_be_named(checkpoint, tmp_path):
     assert find_checkpoint(folder) == other
     latest.unlink()
     with pytest.raises(
-        UserError, match=r"several iterations \(iter_0000000, iter_0000005\); give the folder of"
+        UserError, match=r"several iterations \(iter_0000000, iter_0000005\); give the folder"
     ):
         find_checkpoint(folder)
     shutil.rmtree(first)
@@ -199,7 +190,6 @@ def test_one_of_several_iterations_must_be_named(checkpoint, tmp_path):
     ("rope", "warns"),
     [
         ({"rope_type": "default", "rope_theta": 1e4}, False),
-        ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}, True),
         ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, True),
     ],
 )

@@ -8,7 +8,6 @@ import resource
 import shutil
 import sys
 import types
-from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path, PosixPath
 
@@ -221,7 +220,6 @@ class Attribute:
     "attribute",
     [
         Attribute(PosixPath, "touch"),  # known, and no enumeration
-        Attribute(OrderedDict, "fromkeys"),
         Attribute(TensorStorageMetadata, "__init__"),  # a record, and no enumeration
         Attribute(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"), "__class__"),  # a member
         Attribute("text", "format"),
@@ -331,39 +329,28 @@ def test_files_that_cannot_be_read_are_named_before_weights_are_written(
 
 
 def test_a_place_that_cannot_be_read_is_one_message(source, tmp_path):
-    place = tmp_path / ("n" * 300)
-    for convert in (
-        lambda: megatron_to_hf(place, source, tmp_path / "out"),
-        lambda: hf_to_megatron(place, tmp_path / "out"),
-    ):
-        with pytest.raises(
-            UserError, match=r"cannot be read \(File name too long\); check its name and mode"
-        ):
-            convert()
+    place, message = tmp_path / ("n" * 300), r"cannot be read \(File name too long\); check its name and mode"
+    with pytest.raises(UserError, match=message):
+        megatron_to_hf(place, source, tmp_path / "out")
+    with pytest.raises(UserError, match=message):
+        hf_to_megatron(place, tmp_path / "out")
 
 
 def num_open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-SECRETS = {
-    ".env": "TOKEN=1",
-    ".git-credentials": "x",
-    "id_rsa": "x",
-    "notes.txt": "x",
-    "training_args.json": "x",
-}
+SECRETS = (".env", ".git-credentials", "id_rsa", "notes.txt", "training_args.json")
 
 
 def test_only_files_that_models_have_reach_an_export(source, checkpoint, tmp_path, caplog):
     shutil.copytree(source, tmp_path / "model")
-    for name, text in SECRETS.items():
-        (tmp_path / "model" / name).write_text(text)
+    for name in SECRETS:
+        (tmp_path / "model" / name).write_text("x")
     (tmp_path / "model" / "merges.txt").write_text("a b")
     found = names_in(megatron_to_hf(checkpoint, tmp_path / "model", tmp_path / "hf"))
-    assert "merges.txt" in found
-    assert "chat_template.jinja" in found
-    assert not SECRETS.keys() & set(found)
+    assert {"merges.txt", "chat_template.jinja"} <= set(found)
+    assert not set(SECRETS) & set(found)
     assert "not copied, since models have no such files: .env, .git-credentials, id_rsa" in caplog.text
 
 
@@ -380,9 +367,7 @@ def test_tiktoken_and_further_chat_templates_reach_an_export(source, checkpoint,
         assert names_in(folder / "additional_chat_templates") == ["tool_use.jinja"]
     assert "not copied, since models have no such files: additional_chat_templates/notes.txt" in caplog.text
     (model / "additional_chat_templates" / "other.jinja").symlink_to("/etc/passwd")
-    with pytest.raises(
-        UserError, match=r"other\.jinja is a link to /etc/passwd, outside of the model's folder"
-    ):
+    with pytest.raises(UserError, match=r"other\.jinja is a link to /etc/passwd, outside"):
         megatron_to_hf(checkpoint, model, tmp_path / "other")
 
 
@@ -396,7 +381,5 @@ def test_a_link_that_leaves_the_folder_is_refused_and_the_hubs_cache_is_not(sour
     exported = megatron_to_hf(checkpoint, snapshot, tmp_path / "hf")
     assert (exported / "vocab.txt").read_text() == "a\nb\n"
     (snapshot / "merges.txt").symlink_to("/etc/passwd")
-    with pytest.raises(
-        UserError, match=r"merges\.txt is a link to /etc/passwd, outside of the model's folder"
-    ):
+    with pytest.raises(UserError, match=r"merges\.txt is a link to /etc/passwd, outside of the model's"):
         megatron_to_hf(checkpoint, snapshot, tmp_path / "other")

@@ -4,18 +4,16 @@ import shutil
 
 import pytest
 import torch
-from conv_models import assert_same_tensors, rewrite, save_adapters, save_model, shapes_in, tensors_of
+from conv_models import assert_same_tensors, rewrite, save_model, shapes_in, tensors_of
 from transformers import AutoConfig
 
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.inspect import summarize
-from checkpoints_conv.lora import merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 from nemo_grpo.engine.megatron.logits import compare_logits
-from nemo_grpo.models import family_for
 from nemo_grpo.sampling.decoder.weights import unsupported
 from nemo_grpo.support.model_folder import hf_config
 
@@ -128,26 +126,6 @@ def test_fp8_with_scales_of_other_blocks_is_refused(quantized, tmp_path):
         hf_to_megatron(folder, tmp_path / "megatron")
 
 
-def test_adapters_on_unstacked_layers_are_merged(hf_models, tmp_path):
-    """W + alpha / r B A on one layer's shared experts and latent queries; gate's rows of B come first."""
-    base, rank, alpha = hf_models("deepseek-v3"), 3, 6
-    torch.manual_seed(1)
-    pairs = {
-        "1.mlp.shared_experts.linear_fc1": (torch.randn(1, rank, 32), torch.randn(1, 64, rank)),
-        "2.self_attention.linear_q_up_proj": (torch.randn(1, rank, 24), torch.randn(1, 64, rank)),
-    }
-    lora = save_adapters(pairs, tmp_path / "lora", rank, alpha, stacked=False)
-    found, weights = tensors_of(merge_lora(lora, base, tmp_path / "merged")), tensors_of(base)
-    (a, b), (c, d) = ((one[0], other[0]) for one, other in pairs.values())
-    expected = {
-        "model.layers.1.mlp.shared_experts.gate_proj.weight": 2 * b[:32] @ a,
-        "model.layers.1.mlp.shared_experts.up_proj.weight": 2 * b[32:] @ a,
-        "model.layers.2.self_attn.q_b_proj.weight": 2 * d @ c,
-    }
-    for name, weight in weights.items():
-        torch.testing.assert_close(found[name], weight + expected.get(name, 0), rtol=1e-5, atol=1e-5)
-
-
 def test_layers_that_differ_are_found_in_the_run_config(model, megatron_checkpoints, tmp_path):
     """Shapes alone do not tell how the routed experts' share is scaled."""
     rewrite(model, routed_scaling_factor=1.0)
@@ -160,9 +138,3 @@ def test_the_engine_and_the_decoder_say_that_they_do_not_compute_it(hf_models, m
     assert message in unsupported(AutoConfig.from_pretrained(model))
     with pytest.raises(UserError, match=message):
         compare_logits(model, megatron_checkpoints("moonlight"))
-
-
-def test_the_family_without_a_query_rank_projects_queries_from_the_input(hf_models):
-    names = family_for(hf_config(hf_models("moonlight"))).hf_shapes
-    assert names["model.layers.0.self_attn.q_proj.weight"] == (4 * (12 + 4), 32)
-    assert not any("q_a_" in name for name in names)

@@ -223,28 +223,20 @@ def test_a_file_is_no_place_and_is_not_replaced(direction, tmp_path):
     with pytest.raises(UserError, match="holds other things"):
         convert(tmp_path / "file", force=True)
     assert (tmp_path / "file").read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", ["/", "n" * 250, "n" * 300, "d" * 300 + "/out"])
-def test_a_name_that_cannot_be_made_is_one_message(name, direction, tmp_path):
-    convert, _, _ = direction
-    with pytest.raises(UserError, match=r"^--output .*(is no folder that can|cannot) be made"):
-        convert(tmp_path / name)
-    assert names_in(tmp_path) == []
-
-
-def test_a_lock_that_cannot_be_opened_is_one_message(direction, tmp_path):
-    convert, _, _ = direction
+    with pytest.raises(UserError, match=r"^--output .*cannot be made"):
+        convert(tmp_path / ("n" * 300))
     (tmp_path / ".out.partial" / "lock").mkdir(parents=True)  # as root, who may open any file
     with pytest.raises(UserError, match=r"out cannot be made \(Is a directory\); choose another folder"):
         convert(tmp_path / "out", resume=True)
 
 
 def test_output_must_not_overlap_the_source(source, checkpoint):
-    with pytest.raises(UserError, match="overlaps the source"):
-        hf_to_megatron(source, source / "inside", force=True)
-    with pytest.raises(UserError, match="overlaps the source"):
-        megatron_to_hf(checkpoint, source, checkpoint, force=True)
+    for convert in (
+        lambda: hf_to_megatron(source, source / "inside", force=True),
+        lambda: megatron_to_hf(checkpoint, source, checkpoint, force=True),
+    ):
+        with pytest.raises(UserError, match="overlaps the source"):
+            convert()
 
 
 def test_resume_with_other_options_is_refused(source, tmp_path, monkeypatch):

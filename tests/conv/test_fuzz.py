@@ -8,24 +8,18 @@ import struct
 from contextlib import closing, contextmanager
 
 import pytest
-import torch
-import yaml
 from conv_models import save_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoints_conv.formats.archive import SavedTensor
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import LATEST, METADATA, TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.inspect import summarize
-from checkpoints_conv.lora import merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
-from checkpoints_conv.run_config import RUN_CONFIG
 from nemo_grpo import UserError
 from nemo_grpo.models import family_for
-from nemo_grpo.support.model_card import training_of, write_card
-from nemo_grpo.support.model_folder import INDEX, hf_config
+from nemo_grpo.support.model_folder import hf_config
 
 pytestmark = pytest.mark.slow
 FUZZ = settings(
@@ -164,26 +158,9 @@ def test_headers_of_safetensors(tmp_path):
     good = {"x": {"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]}, "__metadata__": {"format": "pt"}}
     headers = changed(good).map(lambda content: json.dumps(content).encode())
     fuzz(
-        st.one_of(headers, st.binary(max_size=40), st.just(b"[" * 200_000)),
+        headers | st.binary(max_size=40) | st.just(b"[" * 200_000),
         lambda header: write_safetensors(tmp_path / "model.safetensors", header, bytes(8)),
         lambda: read_all(tmp_path),
-    )
-
-
-def test_lengths_of_safetensors(tmp_path):
-    write = (tmp_path / "model.safetensors").write_bytes
-    fuzz(st.binary(max_size=30), write, lambda: SafetensorsFolder(tmp_path))
-
-
-def test_indices(tmp_path):
-    header = b'{"x":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
-    write_safetensors(tmp_path / "a.safetensors", header, b"1")
-    (tmp_path / "b.safetensors").mkdir()
-    good = {"metadata": {}, "weight_map": {"x": "a.safetensors"}}
-    fuzz(
-        changed(good, VALUES | st.sampled_from(["b.safetensors", ".", "c.safetensors"])),
-        lambda content: (tmp_path / INDEX).write_text(json.dumps(content)),
-        lambda: SafetensorsFolder(tmp_path).close(),
     )
 
 
@@ -202,29 +179,6 @@ def damaged(whole, tmp_path):
     return whole[0], tmp_path / "megatron"
 
 
-BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefghi", "bcdefghij", strict=True)
-)
-TEXTS = ["model: [", "- 1", "model: {num_layers: *x}", "\0", "é", "x" * 9, "model: " + "[" * 5000, "<<: 1"]
-TEXTS += [BOMB + "model: {num_layers: *j}\n", "model: {num_layers: 0x" + "f" * 9000 + "}"]
-
-
-def test_run_configs(damaged, tmp_path):
-    model, megatron = damaged
-    file = megatron / "iter_0000000" / RUN_CONFIG
-    texts = st.one_of(changed(yaml.safe_load(file.read_text())).map(yaml.safe_dump), st.sampled_from(TEXTS))
-    fuzz(texts, file.write_text, lambda: megatron_to_hf(megatron, model, tmp_path / "hf", force=True))
-    alphas = VALUES.map(lambda value: yaml.safe_dump({"peft": {"alpha": value}}))
-    fuzz(alphas, file.write_text, lambda: merge_lora(megatron, model, tmp_path / "hf", force=True))
-
-
-def test_trackers(damaged):
-    _, megatron = damaged
-    texts = st.sampled_from(["²", "9" * 5000, "-1", "release", "1/../.."]).map(str.encode)
-    write = (megatron / LATEST).write_bytes
-    fuzz(st.binary(max_size=20) | texts, write, lambda: TorchDistReader(megatron).close())
-
-
 def bombs():
     """Pickles that are short and take the stack, the time or the memory."""
     deep = b"\x80\x04}" + b")" + b"\x85" * 2_000_000 + b"K\x01s."
@@ -233,8 +187,13 @@ def bombs():
     return [deep, slow, large]
 
 
-def test_metadata_that_takes_stack_time_or_memory_is_damaged(damaged):
+def test_metadata_and_trackers_that_take_stack_time_or_memory_are_damaged(damaged):
     _, megatron = damaged
+    for tracker in ("9" * 5000, "1/../..", "\u00b2"):
+        (megatron / LATEST).write_text(tracker)
+        with only_messages():
+            TorchDistReader(megatron).close()
+    (megatron / LATEST).write_text("0")
     for content in bombs():
         (megatron / "iter_0000000" / METADATA).write_bytes(content)
         with pytest.raises(UserError, match=r"is damaged or truncated"):
@@ -260,35 +219,3 @@ def test_flipped_bytes(damaged, tmp_path, name):
     file = megatron / "iter_0000000" / name
     contents = bytes_changed(file.read_bytes())
     fuzz(contents, file.write_bytes, lambda: megatron_to_hf(megatron, model, tmp_path / "hf", force=True))
-
-
-def test_pickles_of_tensors(tmp_path):
-    """Not what torch.save writes: other opcodes, keys, numbers that describe no tensor."""
-    file = tmp_path / "x.pt"
-    torch.save(torch.arange(6.0).view(2, 3), file)
-    whole = bytes_changed(file.read_bytes())
-    cut = st.builds(lambda content, share: content[: len(content) * share // 8], whole, st.integers(0, 8))
-
-    def read():
-        with file.open("rb") as stream:
-            saved = SavedTensor(file, stream.fileno(), 0, file.stat().st_size)
-            data = bytearray(saved.dtype.itemsize * max(1, torch.Size(saved.shape).numel()))
-            saved.read_into(0, [memoryview(data)])
-            saved.finish()
-
-    fuzz(whole | cut, file.write_bytes, read)
-
-
-def test_cards(tmp_path):
-    step = tmp_path / "run" / "step_1"
-    weights = step / "policy" / "weights" / "iter_0000000"
-    weights.mkdir(parents=True)
-    recipe = {"policy": {"model_name": "a/b"}, "loss_fn": {"variant": "x"}}
-    recipe["nemo_grpo"] = {"run_name": "x", "task": {"name": "t", "train_files": ["a"]}, "warm_start": None}
-
-    def write(content):
-        (step / "training_info.json").write_text(json.dumps(content["info"]))
-        (step / "config.yaml").write_text(json.dumps(content["recipe"]))
-
-    both = {"info": {"step": 1, "metrics": {"val": 1.0}}, "recipe": recipe}
-    fuzz(changed(both), write, lambda: write_card(tmp_path, training_of(weights), tmp_path))

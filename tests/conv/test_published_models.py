@@ -32,13 +32,6 @@ OWN = {"kimi_k2": "deepseek_v3"}
 """Model types that need code from the Hub -> the type by which transformers has the same model."""
 
 
-def transformers_model(config):
-    own = transformers.AutoConfig.for_model(
-        **config | {"model_type": OWN.get(kind := config["model_type"], kind)}
-    )
-    return auto_class(own).from_config(own)
-
-
 def small(config):
     """The same config.json with small sizes and token ids within the vocabulary."""
     found = {key: {**SMALL, **TOKENS}.get(key, value) for key, value in config.items()}
@@ -54,15 +47,11 @@ def small(config):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_table_planner_and_transformers_count_the_same(name):
+def test_table_and_planner_count_as_published(name):
     expected, config = PUBLISHED[name]
     family = family_for(config)
     assert sum(map(math.prod, family.hf_shapes.values())) == expected
     assert model_parameters(family.spec) == expected
-    with torch.device("meta"):
-        model = transformers_model(config)
-    biases = [tensor for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias")]
-    assert sum(tensor.numel() for tensor in [*model.parameters(), *biases]) == expected
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -70,7 +59,9 @@ def test_the_form_of_its_config_converts_both_ways(name, tmp_path):
     config = small(PUBLISHED[name][1])
     torch.manual_seed(0)
     source = tmp_path / "source"
-    transformers_model(config).to(torch.bfloat16).save_pretrained(source)
+    kind = config["model_type"]
+    own = transformers.AutoConfig.for_model(**config | {"model_type": OWN.get(kind, kind)})
+    auto_class(own).from_config(own).to(torch.bfloat16).save_pretrained(source)
     (source / "config.json").write_text(json.dumps(config))
     megatron = hf_to_megatron(source, tmp_path / "megatron")
     assert not verify(source, megatron).different

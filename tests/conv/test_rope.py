@@ -25,7 +25,6 @@ FORMS = {
     "new": {"rope_parameters": YARN},
     "old": {"rope_scaling": OLD_YARN, "rope_theta": 5e5},
     "old_without_theta": {"rope_scaling": LINEAR},
-    "beside": {"rope_parameters": PLAIN, "rope_scaling": OLD_YARN},
     "beside_with_theta": {"rope_parameters": PLAIN, "rope_scaling": OLD_YARN, "rope_theta": 3e4},
     "beside_scaled": {"rope_parameters": LLAMA3_ROPE, "rope_scaling": {**LINEAR, "rope_theta": 9.0}},
     "default_beside": {"rope_parameters": YARN, "rope_scaling": {"rope_type": "default"}},
@@ -50,6 +49,7 @@ OF_GEMMA = {name: form for name, form in FORMS.items() if "rope_parameters" not 
     "flat": {"rope_parameters": PLAIN},
 }
 CASES = [(name, form) for name in MAKERS for form in FORMS.values()]
+CASES += [(name, {"partial_rotary_factor": 0.25}) for name in ("llama3-rope", "glm-4.5", "qwen3")]
 CASES += [
     (name, form) for name in ("qwen2-vl", "qwen2.5-vl", "qwen2.5-vl-tied") for form in SECTIONS.values()
 ]
@@ -70,15 +70,6 @@ def of_transformers(given):
 
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_rotary_parameters_are_transformers(name, form):
-    given = config_json(MAKERS[name](), form)
-    assert read_spec(given).rope == of_transformers(given)
-
-
-@pytest.mark.parametrize("name", ["llama3-rope", "glm-4.5", "qwen3"])
-@pytest.mark.parametrize(
-    "form", [{"partial_rotary_factor": 0.25}, FORMS["old"] | {"partial_rotary_factor": 0.25}]
-)
-def test_share_of_a_head_that_rotates_is_transformers(name, form):
     given = config_json(MAKERS[name](), form)
     assert read_spec(given).rope == of_transformers(given)
 
