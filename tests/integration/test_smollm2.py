@@ -18,7 +18,6 @@ from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from nemo_grpo import build_objective
 from nemo_grpo.core.batch import Sequences
-from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
@@ -29,11 +28,7 @@ from nemo_grpo.support.hf_folder import load_config, load_tokenizer, load_weight
 
 pytestmark = pytest.mark.slow
 SETTINGS = MegatronOptimizer(lr=1e-5, adam_eps=1e-4, clip_grad=1.0)
-LAYOUTS = {
-    "tp3": (3, Layout(tensor=3, sequence_parallel=True), None, None),
-    "pp2": (2, Layout(pipeline=2), None, None),
-    "dp2-packed": (2, Layout(), 256, None),
-}
+LAYOUTS = {"tp3": (3, Layout(tensor=3, sequence_parallel=True), None), "dp2-packed": (2, Layout(), 256)}
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +52,9 @@ def rollout(folder: Path) -> tuple[Sequences, torch.Tensor]:
     return Sequences(ids, lengths, prompt_lengths, prompt_ids), torch.tensor([1.0, 0.0, 1.0, 0.0])
 
 
-def one_update(
-    folder: Path, layout: Layout, mb_tokens: int | None, lora: LoRASettings | None
-) -> dict[str, Any]:
+def one_update(folder: Path, layout: Layout, mb_tokens: int | None) -> dict[str, Any]:
     """Scores of a step's responses, and what one update by GRPO reports and leaves behind."""
-    policy = MegatronPolicy(load_config(folder), SETTINGS, layout=layout, lora=lora, seed=0)
+    policy = MegatronPolicy(load_config(folder), SETTINGS, layout=layout, seed=0)
     policy.load_weights(load_weights(folder), keep_reference=False)
     sequences, rewards = rollout(folder)
     passes = dict(micro_batch_size=2, mb_tokens=mb_tokens, temperature=1.0)
@@ -79,7 +72,7 @@ def one_update(
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    return run_ranks(1, one_update, folder, Layout(), None, None)[0]
+    return run_ranks(1, one_update, folder, Layout(), None)[0]
 
 
 def test_scores_equal_transformers(folder, alone):
@@ -100,13 +93,6 @@ def test_scores_equal_transformers(folder, alone):
 def test_every_layout_updates_alike(folder, alone, name):
     world_size, *rest = LAYOUTS[name]
     assert_alike(run_ranks(world_size, one_update, folder, *rest)[0], alone)
-
-
-def test_lora_updates_alike_in_parallel(folder, alone):
-    lora = LoRASettings(dim=4, alpha=8)
-    found = run_ranks(1, one_update, folder, Layout(), None, lora)[0]
-    assert found["loss"] == pytest.approx(alone["loss"], abs=1e-4)  # B = 0: the base model
-    assert_alike(run_ranks(2, one_update, folder, Layout(pipeline=2), None, lora)[0], found)
 
 
 def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -2,10 +2,6 @@
 
 import importlib.util
 import sqlite3
-import sys
-from functools import partial
-from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 from processes import nemo_grpo, output_of
@@ -97,55 +93,6 @@ def test_a_tracker_that_fails_costs_neither_the_run_nor_the_other_trackers(
     assert caplog.text.count("wandb gets no more metrics of this run: the server is gone") == 1
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
     assert list((tmp_path / "run/tensorboard").glob("events*"))
-
-
-class Client:
-    """mlflow's, on a dictionary."""
-
-    points: ClassVar[list[tuple[str, int]]] = []
-    states: ClassVar[list[str]] = []
-
-    def __init__(self, _place):
-        pass
-
-    def get_experiment_by_name(self, _name):
-        return SimpleNamespace(experiment_id="1")
-
-    def create_run(self, _experiment, run_name):
-        return SimpleNamespace(info=SimpleNamespace(run_id=run_name))
-
-    def get_metric_history(self, _run, key):
-        return [SimpleNamespace(step=step) for name, step in self.points if name == key]
-
-    def log_batch(self, _run, metrics):
-        self.points.extend(metrics)
-
-    def update_run(self, _run, status):
-        self.states.append(status)
-
-    def set_terminated(self, _run, status):
-        self.states.append(status)
-
-
-def test_mlflow_gets_every_step_once_and_how_the_run_ended(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client))
-    entities = SimpleNamespace(Metric=lambda name, _value, _now, step: (name, step))
-    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
-    recipe = load_recipe(QUICKSTART, ["++logger.mlflow_enabled=true", "logger.tensorboard_enabled=false"])
-    for begin, end, ended in (
-        (-1, 3, None),
-        (1, 3, "KILLED"),
-        (3, 5, "FINISHED"),
-    ):  # None: killed after step 3
-        run = RunFolder(tmp_path / "run", resume=begin >= 0)
-        opens = partial(trackers.open_trackers, recipe, from_step=begin)
-        run.open("", from_step=begin, trackers=opens)
-        for step in range(begin + 1, end + 1):
-            run.append_metrics({"step": step, "time/step" if step else "time/validation": 0.5})
-        if ended:
-            run.close(ended)
-    assert [step for _, step in Client.points] == [0, 1, 2, 3, 4, 5]
-    assert Client.states == ["RUNNING", "RUNNING", "KILLED", "RUNNING", "FINISHED"]
 
 
 def test_wandb_is_online_only_with_a_login(tmp_path, monkeypatch):

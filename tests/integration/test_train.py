@@ -7,14 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import (
-    NO_VALIDATION,
-    QUICKSTART,
-    arguments,
-    lines_of,
-    rows,
-    weights_after,
-)
+from small_runs import NO_VALIDATION, QUICKSTART, arguments, lines_of, rows, weights_after
 from toy_policies import assert_equal, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

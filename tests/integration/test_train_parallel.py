@@ -24,8 +24,6 @@ from small_runs import (
     weights_after,
 )
 
-from nemo_grpo import UserError
-from nemo_grpo.engine.checks import check
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 
 STEPS = ["grpo.max_num_steps=2", *AT_THE_ENDS, "policy.train_micro_batch_size=2"]
@@ -91,19 +89,3 @@ def test_a_dead_rank_ends_the_job(training):
     assert training.returncode not in (0, EXIT_INTERRUPTED)
     ended = r"rank \d ended \((killed by SIGKILL.*|exit code 1)\); ending the others"
     assert re.search(ended, said), said[-2000:]
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "size", "message"),
-    [
-        (3, "tensor_model_parallel_size=3", "num_key_value_heads=2"),
-        (4, "tensor_model_parallel_size=4", "num_key_value_heads=2"),
-        (4, "pipeline_model_parallel_size=4", "num_hidden_layers=2"),
-        (3, "tensor_model_parallel_size=2", "multiple"),
-    ],
-)
-def test_layouts_that_do_not_divide_are_refused_before_anything_starts(recipe, num_ranks, size, message):
-    layout = (f"policy.megatron_cfg.{size}", f"cluster.gpus_per_node={num_ranks}")
-    with pytest.raises(UserError, match=message):
-        check(recipe(*layout), resume=False)
-    assert not recipe().run_dir.exists()

@@ -82,8 +82,8 @@ def test_loss_and_gradient_are_those_of_the_policys_tokens_by_hand(model):
     assert result.grad_norm == pytest.approx(norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["grpo", "cw_grpo", "tr_grpo", "erpo"])
-@pytest.mark.parametrize("spoil", [float("nan"), float("-inf"), 1e30])
+@pytest.mark.parametrize("variant", ["grpo", "erpo"])
+@pytest.mark.parametrize("spoil", [float("nan"), 1e30])
 def test_garbage_under_the_tools_tokens_changes_nothing(model, variant, spoil):
     clean, weights = update(model, variant, None)
     spoilt, spoilt_weights = update(model, variant, spoil)

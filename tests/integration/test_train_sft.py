@@ -11,7 +11,6 @@ from ranks import run_ranks, slow_but
 from safetensors.torch import load_file
 from small_runs import (
     AT_THE_ENDS,
-    DP2,
     TP2_PP2,
     arguments,
     assert_same_rows,
@@ -35,12 +34,7 @@ SMALL = [
     "nemo_grpo.warm_start.num_steps=20",
 ]
 UNPACKED = "policy.sequence_packing.enabled=false"
-LAYOUTS = {
-    "padded": (1, [UNPACKED, "policy.train_micro_batch_size=8"]),
-    "padded-mbs1": (1, [UNPACKED, "policy.train_micro_batch_size=1"]),
-    "dp2": (2, [*DP2, UNPACKED]),
-    "tp2-pp2": (4, TP2_PP2),
-}
+LAYOUTS = {"padded": (1, [UNPACKED, "policy.train_micro_batch_size=8"]), "tp2-pp2": (4, TP2_PP2)}
 
 
 @pytest.fixture
