@@ -103,14 +103,9 @@ def test_schedule_is_the_recipes(style, after, expected):
 
 def test_optimizer_gets_every_setting_of_the_recipe(monkeypatch):
     given: dict[str, object] = {}
+    betas = {"adam_beta1": 0.75, "adam_beta2": 0.875}
     section = MegatronOptimizer(
-        lr=0.5,
-        min_lr=0.25,
-        weight_decay=0.125,
-        adam_beta1=0.75,
-        adam_beta2=0.875,
-        adam_eps=1e-3,
-        clip_grad=2.0,
+        lr=0.5, min_lr=0.25, weight_decay=0.125, adam_eps=1e-3, clip_grad=2.0, **betas
     )
     monkeypatch.setattr(megatron_optimizer, "DistributedDataParallel", lambda *parts: parts)
     monkeypatch.setattr(megatron_optimizer, "_schedule", lambda *_: None)
@@ -122,7 +117,7 @@ def test_optimizer_gets_every_setting_of_the_recipe(monkeypatch):
     monkeypatch.setattr(megatron_optimizer, "get_megatron_optimizer", made)
     config = SimpleNamespace(bf16=False)
     megatron_optimizer.with_optimizer(None, config, section, MegatronScheduler(lr_decay_iters=1))
-    same = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+    same = ("lr", "min_lr", "weight_decay", *betas, "adam_eps", "clip_grad")
     assert {name: given[name] for name in same} == {name: getattr(section, name) for name in same}
     assert given["optimizer"] == "adam"
 
@@ -134,32 +129,3 @@ def test_group_without_parameters_counts_no_steps():
     parameter.grad = torch.ones(1)
     optimizer.step()
     assert [group.get("step") for group in optimizer.param_groups] == [1, None]
-
-
-@pytest.mark.parametrize("is_missing", [True, False])
-def test_adam_is_installed_where_there_is_no_fused_one(monkeypatch, is_missing):
-    from megatron.core import optimizer
-    from megatron.core.optimizer import clip_grads, distrib_optimizer
-
-    from nemo_grpo.engine.megatron import optimizer as module
-
-    monkeypatch.setattr(optimizer, "USING_PYTORCH_OPTIMIZER", is_missing)
-    for owner in (optimizer, distrib_optimizer):
-        monkeypatch.setattr(owner, "Adam", None, raising=False)
-    for name in ("HAVE_APEX_OR_TE", "USING_APEX_OPTIMIZER"):
-        monkeypatch.setattr(distrib_optimizer, name, False, raising=False)
-    for owner, name in (
-        (clip_grads, "l2_norm_impl"),
-        (clip_grads, "multi_tensor_scale_impl"),
-        (optimizer.optimizer, "multi_tensor_scale_impl"),
-    ):
-        monkeypatch.setattr(owner, name, None, raising=False)
-    module.install_adam()
-    assert optimizer.USING_PYTORCH_OPTIMIZER is False
-    found = (optimizer.Adam, distrib_optimizer.Adam, clip_grads.l2_norm_impl)
-    assert found == (
-        (FusedLayoutAdam, FusedLayoutAdam, module._l2_norm) if is_missing else (None, None, None)
-    )
-    assert distrib_optimizer.HAVE_APEX_OR_TE is distrib_optimizer.USING_APEX_OPTIMIZER is is_missing
-    scaled = (clip_grads.multi_tensor_scale_impl, optimizer.optimizer.multi_tensor_scale_impl)
-    assert scaled == ((module._scale, module._scale) if is_missing else (None, None))

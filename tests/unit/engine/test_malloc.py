@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -42,17 +41,3 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 2**26 / 4096 / 10
-
-
-def test_an_older_library_that_refuses_a_threshold_gets_the_most_that_it_takes(monkeypatch):
-    thresholds: dict[int, int] = {}
-
-    def mallopt(parameter: int, value: int) -> int:
-        taken = parameter != -3 or value <= 2**25  # -3: M_MMAP_THRESHOLD
-        if taken:
-            thresholds[parameter] = value
-        return int(taken)
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
-    malloc.keep()
-    assert thresholds == {-1: 2**31 - 1, -3: 2**25}

@@ -45,22 +45,12 @@ SPEC = ModelSpec("tiny", "qwen2", 32, 4, 4, 2, 64, 96, 64, False, 8, rope={"rope
         (section(fp8_cfg={"enabled": False, "fp8": "hybrid"}), {}),
         (fp8(), {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False}),
         (
-            fp8(fp8="hybrid", fp8_recipe="delayed"),
-            {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param": False},
-        ),
-        (
             section(
-                fp8_cfg={"enabled": True, "fp8_recipe": "tensorwise"},
+                fp8_cfg={"enabled": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
                 model_overrides={"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 2},
             ),
-            {
-                "fp8": "e4m3",
-                "fp8_recipe": "tensorwise",
-                "fp8_param": False,
-                "first_last_layers_bf16": True,
-                "num_layers_at_start_in_bf16": 1,
-                "num_layers_at_end_in_bf16": 2,
-            },
+            {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": False, "first_last_layers_bf16": True}
+            | {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 2},
         ),
         (section(model_overrides={"first_last_layers_bf16": True}), {}),
         (
@@ -92,11 +82,7 @@ def test_megatron_has_every_recipe_and_field_that_is_named_here():
     ("megatron", "machine", "message"),
     [
         (fp8(), Machine(None, True, None), "torch finds none; use false for BF16"),
-        (
-            fp8(),
-            Machine((9, 0), False, CUDA),
-            "it is not installed; run scripts/install_transformer_engine.sh",
-        ),
+        (fp8(), Machine((9, 0), False, CUDA), "not installed; run scripts/install_transformer_engine.sh"),
         (
             fp8(),
             Machine((8, 9), True, CUDA),

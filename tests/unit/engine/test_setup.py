@@ -18,7 +18,7 @@ from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.run import begin
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.support import distributed, shipped
+from nemo_grpo.support import shipped
 from nemo_grpo.support.hf_folder import end_tokens
 
 SCHEDULER = "policy.megatron_cfg.scheduler"
@@ -75,16 +75,6 @@ def test_policy_gets_the_recipes_settings(given):
     assert given["layout"] == made.policy.megatron_cfg.layout
     assert (given["lora"].dim, given["lora"].alpha) == (4, 6)
     assert given["lora"].targets == ("linear_qkv", "linear_proj", "linear_fc2")
-
-
-@pytest.mark.parametrize(
-    ("fp8", "rank", "is_told"), [("e4m3", 0, True), ("e4m3", 1, False), ("hybrid", 0, False)]
-)
-def test_the_first_rank_says_what_to_know_of_fp8(given, monkeypatch, caplog, fp8, rank, is_told):
-    monkeypatch.setattr(distributed, "is_rank_zero", lambda: rank == 0)
-    section = f"policy.megatron_cfg.fp8_cfg={{enabled: true, fp8: {fp8}, fp8_recipe: delayed}}"
-    setup.build_policy(recipe("policy.precision=bfloat16", section), "folder", keep_reference=False)
-    assert [record.getMessage()[-14:] for record in caplog.records] == ["use fp8=hybrid"] * is_told
 
 
 def test_widths_of_the_model_that_fp8_cannot_have_are_refused(tmp_path):
@@ -151,11 +141,7 @@ def test_checkpoint_is_due_by_the_period_at_the_end_and_before_an_abort(state, s
     )
     state = TrainingState(**state)
     run = SimpleNamespace(
-        recipe=made,
-        state=state,
-        saver=Mock(),
-        save=Mock(),
-        has_ended=state.step == 8 or state.reached_goal,
+        recipe=made, state=state, saver=Mock(), save=Mock(), has_ended=state.step == 8 or state.reached_goal
     )
     if state.skipped_in_a_row == 2:
         with pytest.raises(TrainingAborted, match=r"2 steps in a row .*last at step 7"):

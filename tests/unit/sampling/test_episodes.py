@@ -6,9 +6,9 @@ from small_models import SPECIAL, small_config
 from toy_models import logprobs_of, make_generator, make_model
 
 from nemo_grpo.engine.demonstrations import demonstrated
-from nemo_grpo.engine.rollout import Group, Scored, assemble, sample_groups
+from nemo_grpo.engine.rollout import sample_groups
 from nemo_grpo.engine.warm_start import build_tokenizer
-from nemo_grpo.sampling.episodes import Response, StopTexts, sample_responses
+from nemo_grpo.sampling.episodes import StopTexts, sample_responses
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.requests import Request, Rollout, SamplingParams, Turn
@@ -124,17 +124,8 @@ def test_an_observation_needs_room_for_one_more_token(task, spare, goes_on):
     assert only.text == (ASK + TOLD + "<" if goes_on else ASK)
     assert only.truncated
     assert len(only.tokens) <= limit
-
-
-def test_a_turn_that_is_cut_off_is_not_answered(task):
-    (only,), calls = converse(task, {"p": ASK}, ["p"], 1, len(ASK) - 1)
-    assert (only.text, only.truncated, only.episode, len(calls)) == (ASK[:-1], True, Episode(), 1)
-
-
-def test_a_malformed_call_is_answered_and_goes_on(task):
-    wrong, error = "x</search>", "\n<information>Error: the search was not opened.</information>\n"
-    (only,), _ = converse(task, {"p": wrong, f"p{wrong}{error}": ANSWER}, ["p"], 1)
-    assert (only.text, only.episode) == (wrong + error + ANSWER, Episode(2, 0, 1))
+    (cut,), calls = converse(task, {"p": ASK}, ["p"], 1, len(ASK) - 1)  # within its call
+    assert (cut.text, cut.truncated, cut.episode, len(calls)) == (ASK[:-1], True, Episode(), 1)
 
 
 def test_a_task_without_turns_is_sampled_in_one_call():
@@ -144,26 +135,6 @@ def test_a_task_without_turns_is_sampled_in_one_call():
     assert sampled[0].token_mask.tolist() == [True, True]
     assert sampled[0].episode is None
     assert [(n, turn) for _, n, turn in calls] == [(2, None)]
-
-
-def test_groups_carry_mask_reward_and_episode(task):
-    script = {"p": [ASK, ANSWER], f"p{ASK}{TOLD}": "no\0"}
-    problem = Problem("x", "?", "A", {"answers": ["A.", "b"]})
-    (group,) = sample_groups(
-        ScriptedGenerator(script),
-        CharacterTokenizer(),
-        Scorer(task, {"answer": 1.0, "format": 0.5}, Prompt()),
-        [problem],
-        Request([[ord("p")]], 2, SamplingParams(200, stop_token_ids=(END,)), 0),
-    )
-    assert [one.reward for one in group.responses] == [-1.0, 1.5]
-    assert [one.response.episode for one in group.responses] == [Episode(2, 1, 0), Episode(1, 0, 0)]
-    step = assemble([group])
-    # columns are shifted: the prompt has one token, so column t is token t of the response
-    spoken = len(ASK) * [True] + len(TOLD) * [False] + 3 * [True]
-    assert step.token_mask[0].tolist() == spoken
-    assert step.token_mask[1].tolist() == len(ANSWER) * [True] + (len(spoken) - len(ANSWER)) * [False]
-    assert (step.generation_logprobs[0][~torch.tensor(spoken)] == 0).all()
 
 
 def test_the_response_prefix_begins_what_is_graded_observed_and_recorded(task):
@@ -289,27 +260,6 @@ def test_a_turn_is_the_beginning_of_an_unlimited_response(generator):
     assert turns.lengths[0] <= 6
 
 
-class LastTokens(StopTexts):
-    """Keeps how many tokens it was given."""
-
-    num_tokens = 5
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.asked = []
-
-    def reached(self, tokens):
-        self.asked.append(len(tokens))
-        return super().reached(tokens)
-
-
-def test_the_end_of_a_turn_is_told_by_its_last_tokens_alone(generator):
-    """A copy of the whole turn at every step would take time quadratic in its length."""
-    end = LastTokens(("never",), LetterTokenizer())
-    generator.generate(Request([[3, 7, 1]], 1, SamplingParams(24, greedy=True), 0, Turn([24], end)))
-    assert end.asked == [1, 2, 3, 4] + 20 * [5]
-
-
 def test_every_policy_token_has_the_logprob_of_a_full_forward_pass(generator):
     sampled = echo(generator, PROMPTS)
     assert any(not one.token_mask.all() for one in sampled)
@@ -355,11 +305,3 @@ def test_demonstrations_teach_the_policys_part_only():
     assert tokenizer.decode(shown.tokens).count("<information>") == 2
     for tag in (*task.tags, "<answer>"):
         assert len(tokenizer(tag, add_special_tokens=False)["input_ids"]) == 1
-
-
-def test_without_an_environment_every_response_token_counts():
-    tokens = torch.tensor([5, 6])
-    sampled = Response(tokens, torch.zeros(2), tokens > 0, False, "")
-    group = Group(Problem("x", "?", "A"), [1, 2], [Scored(sampled, reward=float(r)) for r in (0, 1)])
-    step = assemble([group])
-    assert step.token_mask.tolist() == [[False, True, True]] * 2
