@@ -1,11 +1,6 @@
 """``nemo-grpo eval --benchmarks`` on a real, untrained folder: results, resuming, refusals."""
 
 import json
-import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 from test_eval_command import run
@@ -16,6 +11,8 @@ from nemo_grpo.evaluate.config import EvalConfig
 from nemo_grpo.sampling.local_generator import LocalGenerator
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.files import sha256_of
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +87,6 @@ def test_a_second_call_samples_nothing(unbroken, model, data, monkeypatch):
     assert results(unbroken[0]) == before
 
 
-def test_results_do_not_depend_on_the_batch_size(unbroken, model, data, tmp_path):
-    run(*options(model, data, tmp_path), "--batch-size", 64)
-    assert results(tmp_path)[1] == results(unbroken[0])[1]
-
-
 def one(model, data, out, name, *more):
     arguments = options(model, data, out, *more)
     arguments[3] = name
@@ -123,9 +115,7 @@ def test_results_are_not_replaced_by_a_benchmark_with_another_prompt(model, data
         one(model, data, tmp_path, tmp_path / "aime24.jsonl")
     one(model, data, tmp_path, "aime24", "--num-problems", 2)  # more of the same are welcome
     assert json.loads((tmp_path / "summary.json").read_text())["benchmarks"]["aime24"]["num_problems"] == 2
-    with pytest.raises(
-        UserError, match=r"of 2 problems of aime24, and --num-problems 1 .* at least 2, .*--over"
-    ):
+    with pytest.raises(UserError, match=r"of 2 problems of aime24, and --num-problems 1 .* at least 2, "):
         one(model, data, tmp_path, "aime24", "--num-problems", 1)
     one(model, data, tmp_path, "aime24", "--num-problems", 1, "--overwrite")
 
@@ -134,41 +124,9 @@ def test_any_responses_that_are_missing_are_sampled_as_before(unbroken, model, d
     lines = (unbroken[0] / "responses.jsonl").read_text().splitlines(keepends=True)
     kept = [line for number, line in enumerate(lines) if number % 3]
     (tmp_path / "responses.jsonl").write_text("".join(kept))
-    run(*options(model, data, tmp_path))
+    run(*options(model, data, tmp_path), "--batch-size", 64)  # on which nothing depends
     assert results(tmp_path) == results(unbroken[0])
     assert sorted((tmp_path / "responses.jsonl").read_text().splitlines(keepends=True)) == sorted(lines)
-
-
-SLOWLY = """
-import sys, time
-from nemo_grpo.cli import app
-from nemo_grpo.evaluate.response_cache import ResponseLog
-write = ResponseLog.write
-def slow(self, lines):
-    for line in lines:
-        write(self, [line])
-        time.sleep(0.1)
-ResponseLog.write = slow
-app(["eval", *sys.argv[1:]])
-"""
-
-
-def test_killed_and_repeated_is_as_unbroken(unbroken, model, data, tmp_path):
-    arguments = options(model, data, tmp_path)
-    child = subprocess.Popen([sys.executable, "-c", SLOWLY, *map(str, arguments)], stderr=subprocess.DEVNULL)
-    log = tmp_path / "responses.jsonl"
-    while child.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < 5):
-        time.sleep(0.005)
-    child.kill()
-    assert child.wait() == -signal.SIGKILL
-    left = log.read_bytes()
-    assert 5 <= left.count(b"\n") < 6 * 4
-    assert not (tmp_path / "summary.json").exists()
-    log.write_bytes(left + b'{"key": "torn')
-    run(*arguments)
-    assert results(tmp_path) == results(unbroken[0])
-    assert log.read_bytes().startswith(left)
-    assert log.read_bytes().count(b"\n") == 6 * 4
 
 
 def test_other_conditions_are_refused_then_kept_apart(unbroken, model, data, tmp_path):
@@ -209,25 +167,6 @@ def test_a_recipe_with_nemo_rls_data_gives_settings_alone(model, data, tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["conditions"]["sampling"]["max_new_tokens"] == 5
     assert summary["benchmarks"]["mine"]["prompt"] == "gpg_7b", "as without a recipe"
-
-
-def test_results_are_not_replaced_under_another_prompt_or_task(model, data, tmp_path):
-    fixed = ("--model", model, "--recipe", "recipes/quickstart.yaml", "--benchmarks", data / "mine.jsonl",
-             "--k", 1, "--max-tokens", 2, "--device", "cpu", "--out", tmp_path)  # fmt: skip
-    math = ("~nemo_grpo.task", "nemo_grpo.task.name=math", f"nemo_grpo.task.train_files=[{data}/mine.jsonl]",
-            f"nemo_grpo.task.validation_files=[{data}/mine.jsonl]", "grpo.max_val_samples=2",
-            "nemo_grpo.evaluation.num_problems=2")  # fmt: skip
-    run(*fixed, *math)
-    before = (tmp_path / "summary.json").read_text()
-    run(*fixed, *math, "grpo.seed=3")  # nothing that was asked
-    assert (tmp_path / "summary.json").read_text() == before
-    for other in ("nemo_grpo.prompt.template='Q: {question}'", "nemo_grpo.task.form=think"):
-        with pytest.raises(UserError, match="results of mine with another recipe; "):
-            run(*fixed, *math, other)
-    assert (tmp_path / "summary.json").read_text() == before
-    run(*fixed, *math, "nemo_grpo.task.form=think", "--overwrite")
-    said = json.loads((tmp_path / "summary.json").read_text())["benchmarks"]["mine"]["recipe"]
-    assert (said["prompt"]["template"], said["task"]["form"]) == ("{question}", "think")
 
 
 @pytest.mark.parametrize(
@@ -285,15 +224,6 @@ def test_a_protocol_is_recorded_cut_to_the_models_length_and_gives_way_to_option
         run(*sets, "--protocol", "cwgrpo", "--out", tmp_path / "other")
 
 
-def test_a_preset_decides_which_form_is_right(model, data, tmp_path):
-    more = ["--prompt", "gpg", "--num-problems", 1, "--k", 1, "--max-tokens", 1]
-    with pytest.raises(
-        UserError, match=r"max_position_embeddings=256; problem 'p0' has .* --max-tokens is 1"
-    ):
-        run(*options(model, data, tmp_path), *more)
-    assert not (tmp_path / "responses.jsonl").exists()
-
-
 def refused(model, data, tmp_path, *arguments):
     with pytest.raises(UserError) as error:
         run("--model", model, "--data-dir", data, "--out", tmp_path / "out", "--max-tokens", 4, *arguments)
@@ -322,13 +252,6 @@ def refused(model, data, tmp_path, *arguments):
 )
 def test_invalid_evaluation_is_refused_before_anything_is_created(model, data, tmp_path, arguments, message):
     assert message in refused(model, data, tmp_path, *arguments)
-
-
-def test_a_model_without_weights_leaves_no_folder(model, data, tmp_path):
-    shutil.copytree(model, tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").unlink()
-    message = refused(tmp_path / "model", data, tmp_path, "--benchmarks", "aime24")
-    assert "cannot load a causal language model" in message
 
 
 def test_vllm_that_is_not_there_is_a_user_error(model, data, tmp_path, monkeypatch):

@@ -118,29 +118,17 @@ def test_demonstration_finds_the_answer_and_scores_in_full():
     rng = random.Random(0)
     for index in range(50):
         problem = logic.train_problem(index, 0)
-        assert logic.score(problem, logic.demonstration(problem, rng)) == {
-            "accuracy": 1.0,
-            "format": 1.0,
-            "format_signed": 1.0,
-            "answer": 2.0,
-        }
+        scores = logic.score(problem, logic.demonstration(problem, rng))
+        assert scores == dict.fromkeys(("accuracy", "format", "format_signed"), 1.0) | {"answer": 2.0}
 
 
 def test_demonstration_by_hand():
     # Jack: "Jack is a knave and Zoey is a knave"; Zoey: "Jack is not a knight"
     statements = (("and", (0, False), (1, False)), ("is_not", (0, True)))
-    problem = Problem(
-        "x",
-        "q",
-        "(1) Jack is a knave\n(2) Zoey is a knight",
-        {"names": ("Jack", "Zoey"), "statements": statements},
-    )
-    attempts = {
-        "Jack knight Zoey knight": "lie no",
-        "Jack knight Zoey knave": "lie no",
-        "Jack knave Zoey knave": "true no",
-        "Jack knave Zoey knight": "lie true ok",
-    }
+    answer = "(1) Jack is a knave\n(2) Zoey is a knight"
+    problem = Problem("x", "q", answer, {"names": ("Jack", "Zoey"), "statements": statements})
+    attempts = dict.fromkeys(("Jack knight Zoey knight", "Jack knight Zoey knave"), "lie no")
+    attempts |= {"Jack knave Zoey knave": "true no", "Jack knave Zoey knight": "lie true ok"}
     for seed in range(10):
         response = task().demonstration(problem, random.Random(seed))
         thought, _, answer = response.removeprefix("<think>").partition("</think>")
@@ -267,7 +255,7 @@ def test_any_text_has_roles_or_none(text):
     assert roles is None or all(isinstance(value, bool) for value in roles.values())
 
 
-@pytest.mark.parametrize("piece", ["a", "a ", "a-", "a is ", "a is a ", "a is a knight ", "-", " ", "'"])
+@pytest.mark.parametrize("piece", ["a-", "a is ", "a is a knight ", " "])
 def test_reading_roles_is_linear(piece):
     text = piece * (1_000_000 // len(piece))
     start = time.process_time()

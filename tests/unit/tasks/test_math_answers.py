@@ -51,10 +51,7 @@ def test_answer_corpus_is_large_and_has_both_verdicts_of_almost_every_kind():
     assert {"bomb", "length", "unicode", "box", "tags", "matrix", "interval", "percent", "code"} <= set(KINDS)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[pytest.mark.slow] if kind == "bomb" else []) for kind in KINDS],
-)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "bomb")) for k in KINDS])
 def test_verdicts_are_those_reasoned_out(kind, patient, hurried):
     grader, wrong = hurried if kind == "bomb" else patient, []
     for entry in (entry for entry in ENTRIES if entry["kind"] == kind):
@@ -148,24 +145,8 @@ def test_votes_for_one_value_count_together(name):
     assert not task.same_answer(r"\frac{6}{8}", r"\frac{4}{3}")
 
 
-PIECES = st.sampled_from(
-    [
-        r"\boxed{",
-        r"\boxed ",
-        "{",
-        "}",
-        "\\",
-        "<answer>",
-        "</answer>",
-        "</think>",
-        "$",
-        "5",
-        "x",
-        r"\frac",
-        ",",
-        "\n",
-    ]
-)
+TOKENS = (r"\boxed{", r"\boxed ", *"{}\\$5x,\n", "<answer>", "</answer>", "</think>", r"\frac")
+PIECES = st.sampled_from(TOKENS)
 
 
 @settings(deadline=None)

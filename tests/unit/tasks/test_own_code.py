@@ -6,13 +6,12 @@ import logging
 import math
 import os
 import pickle
-import subprocess
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from processes import ROOT, output_of, python
 
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.recipe import load_recipe
@@ -24,7 +23,6 @@ from nemo_grpo.tasks.rewards.own_reward import OwnReward, parameters_of
 from nemo_grpo.tasks.scoring import RewardsFailed, Scorer, component_means
 from nemo_grpo.variants import parse_loss_fn
 
-ROOT = Path(__file__).parents[3]
 PROBLEM = Problem("p", "How many?", "4", {"level": 2})
 REWARDS = """
 import os
@@ -134,14 +132,8 @@ def test_a_failure_is_no_number_and_the_log_says_why(folder, caplog):
     assert math.isnan(got[1])
     assert "my_rewards.py:fails_on_b failed for 1 of 3 responses, which get 0 for it: KeyError" in caplog.text
     assert "(my_rewards.py:21)" in caplog.text
-
-
-def test_line_breaks_of_a_response_split_no_line_of_the_log(folder, caplog):
-    with caplog.at_level(logging.WARNING):
-        values("quotes", ["one\n\ntwo\r\n\tthree"])
-    (record,) = caplog.records
-    assert record.getMessage().splitlines() == [record.getMessage()]
-    assert "ValueError: no number in one two three (my_rewards.py:" in record.getMessage()
+    values("quotes", ["one\n\ntwo\r\n\tthree"])  # line breaks of a response split no line of the log
+    assert "ValueError: no number in one two three (my_rewards.py:" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("name", ["text", "too_few", "by_response", "in_any_order", "greedy_for_memory"])
@@ -237,18 +229,16 @@ def test_a_function_that_fails_on_a_sample_problem_is_refused_before_the_run(fol
         ("loops.py:f", r"loops.py:f: ImportTooLong: .* move the work into the functions \(loops.py:\d\)"),
         ("sleeps.py:f", r"sleeps.py:f: ImportTooLong: .* move the work into the functions \(sleeps.py:2\)"),
         ("exits:f", r"exits:f: when it is imported: SystemExit: 0 \(.*exits.py:2\)"),
-        ("raises.py:f", r"raises.py:f: ZeroDivisionError: division by zero \(raises.py:3\)"),
     ],
 )
 def test_a_wrong_reference_is_one_line(folder, reference, message, monkeypatch):
     monkeypatch.setattr(extensions, "IMPORT_CPU_SECONDS", 0.2)
-    monkeypatch.setattr(extensions, "IMPORT_SECONDS", 5.0)
+    monkeypatch.setattr(extensions, "IMPORT_SECONDS", 3.0)
     monkeypatch.syspath_prepend(folder)
     (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
     (folder / "loops.py").write_text("while True:\n    pass\n")
     (folder / "sleeps.py").write_text("import time\ntime.sleep(1000)\n")
     (folder / "broken.py").write_text("x = 1\ndef f(:\n")
-    (folder / "raises.py").write_text("x = 1\n\n1 / 0\n")
     with pytest.raises(UserError, match=message) as error:
         parameters_of(reference)
     assert "\n" not in str(error.value)
@@ -268,18 +258,9 @@ def test_an_import_that_catches_everything_ends_the_process(folder):
     (folder / "defiant.py").write_text(
         "while True:\n    try:\n        for n in iter(int, 1): str(n)\n    except BaseException: pass\n"
     )
-    code = (
-        "from nemo_grpo.support import extensions\nextensions.IMPORT_CPU_SECONDS = 0.2\n"
-        "extensions.load('defiant.py:f', 'key')"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: key=defiant.py:f: its import takes more than 0.2 s of CPU time")
+    code = "from nemo_grpo.support import extensions\nextensions.IMPORT_CPU_SECONDS = 0.2\n"
+    said = output_of(python("-c", code + "extensions.load('defiant.py:f', 'key')"), 2)
+    assert said.startswith("error: key=defiant.py:f: its import takes more than 0.2 s of CPU time")
 
 
 def test_an_installed_function_may_be_named(folder):
@@ -288,12 +269,6 @@ def test_an_installed_function_may_be_named(folder):
 
 def installed(response: str) -> float:
     return float(len(response))
-
-
-def test_a_file_is_read_again_when_it_changes(folder):
-    assert parameters_of("my_rewards.py:length") == ("response",)
-    (folder / "my_rewards.py").write_text("def length(problem): return 1")
-    assert parameters_of("my_rewards.py:length") == ("problem",)
 
 
 VARIANT = '''
@@ -338,14 +313,7 @@ def test_an_own_variant_is_a_variant_and_travels_without_its_file(folder):
     sent.write_bytes(pickle.dumps(ObjectiveLoss(config)))
     (folder / "mine.py").unlink()
     code = "import pickle; print(pickle.load(open('loss.pickle', 'rb')).config.factor)"
-    elsewhere = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(ROOT)},
-        cwd=folder,
-    )
-    assert elsewhere.stdout == "0.25\n", elsewhere.stderr
+    assert output_of(python("-c", code, cwd=folder)) == "0.25\n"
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,6 @@ def test_what_is_no_corpus_is_refused_with_its_line(tmp_path, content, message):
     (tmp_path / "c.jsonl").write_text(content)
     with pytest.raises(UserError, match=message):
         list(Corpus(tmp_path / "c.jsonl"))
-
-
-def test_a_missing_corpus_is_refused(tmp_path):
     with pytest.raises(UserError, match="No such file"):
         Corpus(tmp_path / "none.jsonl")
 
@@ -145,9 +142,7 @@ class ByHand:
 
     def encode(self, texts, *, queries):
         self.calls.append((len(texts), queries))
-        vectors = np.array(
-            [[word in text if word else 0.1 for word in self.AXES] for text in texts], np.float32
-        )
+        vectors = np.array([[word in t if word else 0.1 for word in self.AXES] for t in texts], np.float32)
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
@@ -184,16 +179,8 @@ def test_e5_is_the_mean_of_the_states_with_its_prefixes(tmp_path):
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
     fast.save_pretrained(tmp_path)
     torch.manual_seed(0)
-    model = BertModel(
-        BertConfig(
-            vocab_size=8,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=16,
-            max_position_embeddings=16,
-        )
-    ).eval()
+    sizes = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 16}
+    model = BertModel(BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)).eval()
     model.save_pretrained(tmp_path)
     encoder = E5Encoder(tmp_path)
     got = encoder.encode(["red fox", "owl"], queries=True)

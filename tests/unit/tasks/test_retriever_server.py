@@ -112,12 +112,9 @@ def test_service_and_local_index_give_the_same_observations(url, retriever):
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        (b"", "Invalid JSON"),
         (b"\xff\xfe", "Invalid JSON"),
-        (b"[]", "model_type"),
         (b"{}", "Field required"),
         (b'{"queries": "word1"}', "valid array"),
-        (b'{"queries": [1]}', "valid string"),
         (b'{"queries": ["a"], "topk": -1}', "greater than or equal to 0"),
         (b'{"queries": ["a"], "topk": "many"}', "valid integer"),
     ],
@@ -125,12 +122,8 @@ def test_service_and_local_index_give_the_same_observations(url, retriever):
 def test_bad_requests_are_refused_and_harm_nobody(url, body, told):
     status, text = post(url, body)
     assert (status, told in text.decode()) == (422, True), text
+    assert [post(url, "{}", path="/search")[0], post(url, None, method="GET")[0]] == [404, 405]
     assert answered(url, queries=["word7"])["result"][0][0]["id"] == "p7"
-
-
-def test_other_paths_and_methods_are_refused(url):
-    assert post(url, "{}", path="/search")[0] == 404
-    assert post(url, None, method="GET")[0] == 405
 
 
 def test_many_clients_lose_nothing(url):
@@ -148,10 +141,7 @@ FORMS = {
         {"document": {"id": 18, "contents": '"Basel"\nBasel is a town.'}, "score": 0.5},
     ],
     "BM25 with scores": [
-        {
-            "document": {"title": "Bern", "text": "Bern is a capital.\nIt is old.", "contents": "-"},
-            "score": 9.5,
-        },
+        {"document": {"title": "Bern", "text": "Bern is a capital.\nIt is old."}, "score": 9.5},
         {"document": {"title": "Basel", "text": "Basel is a town.", "contents": "-"}, "score": 2.0},
     ],
     "without scores": [
@@ -227,12 +217,6 @@ def test_a_slow_service_times_out(url, monkeypatch):
         RetrieverClient(url, timeout=0.2, num_tries=2).search(["wait"], 1)
 
 
-def test_an_address_in_use_is_refused(url, retriever):
-    host, port = url.removeprefix("http://").split(":")
-    with pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1"):
-        serve(application(retriever, 1), host, int(port), print)
-
-
 def test_the_command_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "nemo_grpo.tasks.retriever.server", None)
     monkeypatch.delattr("nemo_grpo.tasks.retriever.server", raising=False)
@@ -248,6 +232,8 @@ def test_the_command_serves_until_sigterm(tmp_path):
     line = process.stdout.readline()
     assert line.startswith("1 passages at http://127.0.0.1:")
     assert RetrieverClient(line.split()[-1]).search(["capital"], 3)[0][0].title == "Bern"
+    with pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1"):
+        serve(application(None, 1), "127.0.0.1", int(line.split()[-1].rpartition(":")[2]), print)
     process.terminate()
     assert process.wait(20) == 0
     process.stdout.close()

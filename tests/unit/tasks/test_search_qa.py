@@ -97,14 +97,7 @@ def test_turns_are_answered_and_counted():
     task = make(max_turns=3, top_k=2)
     assert isinstance(task, MultiTurnTask)
     episodes = [Episode(), Episode(1, 1, 0), Episode(2, 2, 0), Episode(1, 0, 1), Episode(), Episode(1, 1, 0)]
-    turns = [
-        "<search>fox</search>",
-        "<search>cat</search>",
-        "<search>fox</search>",
-        "</search>",
-        "hm",
-        "<search>",
-    ]
+    turns = [*(f"<search>{query}</search>" for query in ("fox", "cat", "fox")), "</search>", "hm", "<search>"]
     found = "\n<information>[1] Foxes: A fox eats mice.\n[2] An owl eats mice.</information>\n"
     nothing = "\n<information>No passage matches; try other words.</information>\n"
     not_opened = "\n<information>Error: the search was not opened.</information>\n"
@@ -118,12 +111,8 @@ def test_turns_are_answered_and_counted():
         Observed(Episode(2, 1, 1), not_closed),
     ]
     assert task.retriever.calls == [(["fox", "cat"], 2)]
-
-
-def test_no_call_means_no_search():
-    task = make()
     task.observe([Episode()], ["<answer>x</answer>"])
-    assert task.retriever.calls == []
+    assert len(task.retriever.calls) == 1  # no call, no search
 
 
 def test_passages_cannot_speak_as_the_policy():
@@ -143,11 +132,8 @@ def test_long_information_is_cut():
 
 def test_segments_tell_policy_from_environment(facts):
     problem = Problem("p", "?", "Rome", {})
-    parts = [
-        "<think>t</think><search>q</search>",
-        "\n<information>i\n</information>\n",
-        "<answer>Rome</answer>",
-    ]
+    information = "\n<information>i\n</information>\n"
+    parts = ["<think>t</think><search>q</search>", information, "<answer>Rome</answer>"]
     assert facts.segments("".join(parts)) == [(parts[0], True), (parts[1], False), (parts[2], True)]
     assert facts.segments("<answer>a</answer>") == [("<answer>a</answer>", True)]
     assert facts.score(problem, "".join(parts)) == {"accuracy": 1.0, "answer": 1.0, "format": 1.0}
@@ -156,11 +142,8 @@ def test_segments_tell_policy_from_environment(facts):
 def test_the_reward_is_plus_or_minus_one():
     problem = Problem("p", "?", "NYC", {"answers": ["New York City", "NYC"]})
     task = make()
-    assert task.score(problem, "<answer>The new york city</answer>") == {
-        "accuracy": 1,
-        "answer": 1,
-        "format": 1,
-    }
+    right = {"accuracy": 1, "answer": 1, "format": 1}
+    assert task.score(problem, "<answer>The new york city</answer>") == right
     assert task.score(problem, "NYC") == {"accuracy": 0.0, "answer": -1.0, "format": 0.0}
     assert task.score(problem, "<answer>NYC</answer> no, <answer>LA</answer>")["answer"] == -1.0
     assert set(task.config.reward_components) == {"accuracy", "answer", "format"}
@@ -186,7 +169,6 @@ def test_the_reward_is_plus_or_minus_one():
         ("so <answer>a</answer>", 0),
         ("<think>t <answer>a</answer>", 0),
         ("<think>t</answer>", 0),
-        ("</answer>", 0),
         ("<answer>a", 0),
         ("<search>q</search><information>i</information>", 0),
         ("", 0),
@@ -236,6 +218,8 @@ def test_files_give_problems_and_need_passages(tmp_path):
     section = {"name": "search_qa", "validation_files": [str(questions)]}
     with pytest.raises(UserError, match="set corpus"):
         parse_task(section).build()
+    with pytest.raises(UserError, match="retriever_url"):
+        parse_task({"name": "search_qa", "retriever_url": "localhost:8765"})  # no scheme
     task = parse_task(section | {"corpus": str(corpus)}).build()
     (problem,) = task.validation_problems(1)
     assert task.score(problem, "<answer>robert</answer>")["accuracy"] == 1.0
@@ -246,7 +230,7 @@ def test_files_give_problems_and_need_passages(tmp_path):
             parse_task(section | {"corpus": str(corpus)}).build()
 
 
-@pytest.mark.parametrize("further", [["Robert"], ["Robert", "Rob"], ["", " "], []])
+@pytest.mark.parametrize("further", [["Robert", "Rob"], ["", " "], []])
 def test_an_answer_is_accepted_whatever_further_answers_say(tmp_path, further):
     questions, corpus = tmp_path / "nq.jsonl", tmp_path / "corpus.jsonl"
     row = {"id": "1", "question": "Who?", "answer": "Bob", "metadata": {"answers": further}}
@@ -279,8 +263,3 @@ def test_a_corpus_that_cannot_be_searched_is_refused_before_the_run(tmp_path, te
     with pytest.raises(UserError, match=message):
         make_ready(parse_task(section).build())
     make_ready(parse_task({"name": "math"}).build())
-
-
-def test_an_address_without_a_scheme_is_refused():
-    with pytest.raises(UserError, match="retriever_url"):
-        parse_task({"name": "search_qa", "retriever_url": "localhost:8765"})

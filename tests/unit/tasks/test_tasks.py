@@ -31,15 +31,10 @@ def task(request):
 
 def test_train_problems_depend_on_index_and_seed_only(task):
     first = [task.train_problem(index, 7) for index in range(20)]
-    again = [
-        parse_task(task.config.model_dump()).build().train_problem(index, 7) for index in reversed(range(20))
-    ]
-    assert first == again[::-1]
+    other = parse_task(task.config.model_dump()).build()
+    assert first == [other.train_problem(index, 7) for index in reversed(range(20))][::-1]
     assert [problem.id for problem in first] != [task.train_problem(index, 8).id for index in range(20)]
     assert len({problem.id for problem in first}) > 15
-
-
-def test_a_task_can_be_sent_to_another_process(task):
     assert pickle.loads(pickle.dumps(task)).train_problem(5, 3) == task.train_problem(5, 3)
 
 
@@ -136,16 +131,11 @@ def test_knights_knaves_question_and_demonstration_by_hand():
     first, second = problem.metadata["names"]
     assert problem.question == f"{first}: {second} and I are knaves. {second}: {first} is a knave."
     assert problem.answer == "knave, knight"
-    attempts = {
-        "knight, knight": "lie no",
-        "knight, knave": "lie no",
-        "knave, knight": "lie true ok",
-        "knave, knave": "true no",
-    }
+    attempts = dict.fromkeys(("knight, knight", "knight, knave"), "lie no")
+    attempts |= {"knave, knight": "lie true ok", "knave, knave": "true no"}
     for seed in range(20):
-        thought = (
-            task.demonstration(problem, random.Random(seed)).split("</think>")[0].removeprefix("<think>")
-        )
+        shown = task.demonstration(problem, random.Random(seed))
+        thought = shown.split("</think>")[0].removeprefix("<think>")
         lines = dict(line.split(": ") for line in thought.split("; "))
         assert lines == {world: attempts[world] for world in lines}
         assert thought.endswith("knave, knight: lie true ok")
@@ -160,10 +150,8 @@ def test_word_problems_tell_their_numbers_and_leave_nothing_negative():
         assert [int(number) for number in re.findall(r"\d+", problem.question)] == [start, *map(abs, changes)]
         assert int(problem.answer) == start + sum(changes) >= 0
         assert start + changes[0] >= 0
-        told = re.findall(r"gives away|loses|sells|leaves|buys|finds|gets|is given", problem.question)
-        assert [word not in ("gives away", "loses", "sells", "leaves") for word in told] == [
-            change > 0 for change in changes
-        ]
+        told = re.findall(r"(gives away|loses|sells|leaves)|buys|finds|gets|is given", problem.question)
+        assert [not loss for loss in told] == [change > 0 for change in changes]
         assert all(2 <= number <= 20 for number in (start, *map(abs, changes)))
         signs.add(tuple(change > 0 for change in changes))
     assert signs == {(True, False), (False, True)}
@@ -236,7 +224,7 @@ def test_format_reward(text, reward):
     assert format_reward(text) == reward
 
 
-@pytest.mark.parametrize("tag", ["<answer>", "</answer>", "<think>", " ", "<think></think>", "a"])
+@pytest.mark.parametrize("tag", ["<answer>", " ", "<think></think>"])
 def test_reading_a_huge_response_is_linear(task, tag):
     problem = task.train_problem(0, 0)
     text = "<think>" + tag * (1_000_000 // len(tag)) + "</answer>"
@@ -251,16 +239,11 @@ def test_reading_a_huge_response_is_linear(task, tag):
         ({}, "needs a name"),
         ({"name": ["logic"]}, "needs a name"),
         ({"name": "knight_knaves"}, "did you mean 'knights_knaves'"),
-        (
-            {"name": "math", "train_files": "a.jsonl"},
-            r"train_files='a.jsonl': it must be a list, such as \[a, b\]",
-        ),
+        ({"name": "math", "train_files": "a.jsonl"}, r"'a.jsonl': it must be a list, such as \[a, b\]"),
         ({"name": "word_problems", "max_numbr": 20}, "max_numbr .*did you mean 'max_number'"),
         ({"name": "word_problems", "max_number": 0}, "max_number=0"),
-        ({"name": "word_problems", "max_number": "20"}, "max_number='20'"),
         ({"name": "word_problems", "max_number": True}, "max_number=True"),
         ({"name": "logic", "people": "2"}, "people='2'"),
-        ({"name": "logic", "people": []}, r"people=\[\]"),
         ({"name": "logic", "people": ["2"]}, "people.0='2'"),
         ({"name": "knights_knaves", "split": "names"}, "split='names'"),
     ],
