@@ -43,12 +43,8 @@ def test_compare_without_an_overlay_uses_the_variants_defaults(tmp_path: Path) -
     recipe = RECIPES / "quickstart-tr_grpo.yaml"  # has keys that GPG does not know, and no overlay of its own
     job = make_jobs(settings_of(["gpg"], recipe=recipe), [0], tmp_path)[0]
     assert job.setting.recipe == recipe
-    assert job.recipe.loss_fn.model_dump() == {
-        **job.recipe.loss_fn.model_dump(),
-        "variant": "gpg",
-        "reward_normalization": "none",
-        "valid_fraction_threshold": 0.6,
-    }
+    loss = job.recipe.loss_fn
+    assert (loss.variant, loss.reward_normalization, loss.valid_fraction_threshold) == ("gpg", "none", 0.6)
 
 
 def test_jobs_have_folders_and_seeds_of_their_own_and_seeds_go_last(tmp_path: Path) -> None:
@@ -84,9 +80,7 @@ def test_runs_that_would_share_a_place_are_refused(tmp_path: Path) -> None:
         make_jobs(alike, [0], tmp_path)
 
 
-@pytest.mark.parametrize(
-    "override", ["grpo.seed=4", "++grpo.seed=4", "nemo_grpo.run_name=x", "nemo_grpo.runs_dir=x"]
-)
+@pytest.mark.parametrize("override", ["++grpo.seed=4", "nemo_grpo.run_name=x", "nemo_grpo.runs_dir=x"])
 def test_what_every_job_sets_itself_is_refused_instead_of_ignored(tmp_path: Path, override: str) -> None:
     key = override.lstrip("+").partition("=")[0]
     with pytest.raises(UserError, match=f"{key} cannot be set for all runs"):
@@ -108,12 +102,8 @@ def test_runs_go_below_out_whatever_its_name_means_in_yaml(tmp_path: Path, name:
     ("override", "refused"),
     [
         ("nemo_grpo.warm_start.num_steps=7", r"nemo_grpo\.warm_start of b .* one model on one task"),
-        (
-            "policy.generation.temperature=3",
-            r"policy\.generation\.val_temperature of b \(3\.0\) .* alike; add",
-        ),
+        ("policy.generation.temperature=3", r"val_temperature of b \(3\.0\) .* alike; add"),
         ("grpo.max_val_samples=16", r"grpo\.max_val_samples of b \(16\) .* alike; add"),
-        ("policy.generation.max_new_tokens=20", r"generation\.max_new_tokens of b \(20\) .* alike; add"),
     ],
 )
 def test_settings_that_start_or_are_validated_differently_are_refused(tmp_path, override, refused) -> None:
@@ -226,13 +216,8 @@ def test_grids_are_products_and_settings_single_points(tmp_path: Path) -> None:
     text += "  grids: [{loss_fn.normalize_rewards: [true, false], grpo.num_prompts_per_step: [16, 32]}]\n"
     sweep = load_sweep(write_sweep(tmp_path, text))
     assert sweep.seeds == [4, 2]
-    assert [s.label for s in sweep.settings] == [
-        "slow",
-        "normalize_rewards=True num_prompts_per_step=16",
-        "normalize_rewards=True num_prompts_per_step=32",
-        "normalize_rewards=False num_prompts_per_step=16",
-        "normalize_rewards=False num_prompts_per_step=32",
-    ]
+    product = [f"normalize_rewards={a} num_prompts_per_step={b}" for a in (True, False) for b in (16, 32)]
+    assert [s.label for s in sweep.settings] == ["slow", *product]
     jobs = make_jobs(with_overrides(sweep.settings, ["grpo.max_num_steps=6"]), [0], tmp_path)
     assert {job.recipe.grpo.max_num_steps for job in jobs} == {6}  # the command line wins
     assert jobs[0].recipe.policy.megatron_cfg.optimizer.lr == 1e-4

@@ -55,17 +55,6 @@ def test_faster_hardware_is_never_slower(case: Scenario, rate: str, factor: floa
 
 @settings(max_examples=30, deadline=None)
 @given(cases())
-def test_more_recomputation_is_never_faster(case: Scenario) -> None:
-    kept, again = (
-        step_time(replace(case, setup=replace(case.setup, recompute=recompute)))
-        for recompute in ((), ("full",))
-    )
-    assert again.training >= kept.training * (1 - 1e-9)
-    assert again.seconds >= kept.seconds * (1 - 1e-9)
-
-
-@settings(max_examples=30, deadline=None)
-@given(cases())
 def test_longer_responses_and_more_passes_are_never_faster(case: Scenario) -> None:
     """Where the cache holds one longer response less, the rollout may take up to 2 % less."""
     work = case.work
@@ -74,15 +63,3 @@ def test_longer_responses_and_more_passes_are_never_faster(case: Scenario) -> No
     one, two, three = (step_time(replace(case, work=w)).seconds for w in (work, longer, more))
     assert two >= one * 0.98
     assert three >= one
-
-
-@settings(max_examples=30, deadline=None)
-@given(cases())
-def test_a_larger_batch_never_lowers_throughput_per_gpu(case: Scenario) -> None:
-    """Twice the responses on the same GPUs: fixed times are shared by more tokens.
-
-    Rows are whole, so that a rank may get one row more than its share: 2 % are allowed for that.
-    """
-    twice = replace(case.work, num_samples=2 * case.work.num_samples)
-    one, two = step_time(case), step_time(replace(case, work=twice))
-    assert two.tokens_per_second_per_gpu >= one.tokens_per_second_per_gpu * 0.98

@@ -65,9 +65,6 @@ def test_nearest_layout_fits_when_its_overrides_are_given() -> None:
     assert plan.nearest is not None
     assert plan_recipe(load_recipe(HUGE, [*wrong, *plan.nearest])).accepted
     assert run(HUGE, *wrong)[1].count("nearest that fits: ") == 1
-
-
-def test_fitting_recipe_has_no_nearest_layout() -> None:
     assert plan_recipe(load_recipe(HUGE)).nearest is None
 
 
@@ -159,10 +156,17 @@ def test_plan_shows_what_drafts_yield() -> None:
     assert "drafts" not in run(SMALL)[1]
 
 
-def test_json_holds_what_the_tables_show() -> None:
-    arguments = ("--json", "--price", "2", "--scale", "8,16", "--best")
+def test_json_holds_what_the_tables_show_and_the_picture_every_line_within(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(pictures, "write_png", lambda figure, path, dpi: drawn.append(figure))
+    arguments = ("--json", "--price", "2", "--scale", "8,16", "--best", "--png", tmp_path / "scale.png")
     code, output = run(SMALL, *arguments)
     assert code == 0
+    steps = drawn[0].axes[0]
+    assert [line.get_label() for line in steps.lines] == ["same batch", "batch grows", "recipe's own layout"]
+    assert all(max(line.get_ydata()) < axes.get_ylim()[1] for axes in drawn[0].axes for line in axes.lines)
     found = json.loads(output)
     (one,) = found["recipes"]
     time = one["time"]
@@ -173,21 +177,10 @@ def test_json_holds_what_the_tables_show() -> None:
     low, high = time["interval"]["step_seconds"]
     assert low / time["step_seconds"] == pytest.approx(PUBLISHED["h100"].low)
     assert high / time["step_seconds"] == pytest.approx(PUBLISHED["h100"].high)
-    assert low / time["step_seconds"] == pytest.approx(
-        time["interval"]["run_seconds"][0] / time["run_seconds"]
-    )
+    assert time["interval"]["run_seconds"][0] / time["run_seconds"] == pytest.approx(PUBLISHED["h100"].low)
     assert time["interval"]["covered"] == PUBLISHED["h100"].covered
     assert [point["num_gpus"] for point in found["scale"]] == [8, 16]
     assert found["best"][0]["step_seconds"] <= time["step_seconds"]
-
-
-def test_scaling_is_drawn_with_every_line_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr(pictures, "write_png", lambda figure, path, dpi: drawn.append(figure))
-    assert run(SMALL, "--scale", "8,16", "--png", tmp_path / "scale.png")[0] == 0
-    steps = drawn[0].axes[0]
-    assert [line.get_label() for line in steps.lines] == ["same batch", "batch grows", "recipe's own layout"]
-    assert all(max(line.get_ydata()) < axes.get_ylim()[1] for axes in drawn[0].axes for line in axes.lines)
 
 
 @pytest.mark.parametrize(
@@ -211,13 +204,7 @@ def test_what_is_only_approximated_is_said() -> None:
     assert "approximated" not in run(HUGE)[1]
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        *("nemotron_h", "glm4_moe_lite", "glm_moe_dsa", "deepseek_v4", "gemma4", "gemma4_text"),
-        *("kimi_k25", "kimi_k3"),
-    ],
-)
+@pytest.mark.parametrize("model_type", ["nemotron_h", "deepseek_v4", "gemma4_text", "kimi_k3"])
 def test_models_that_are_not_counted_are_refused_with_the_reason(model_type: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": model_type}))

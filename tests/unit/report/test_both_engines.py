@@ -10,9 +10,10 @@ import pytest
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.recipe import RECIPE_FILE
 from nemo_grpo.report.report import write_report
-from nemo_grpo.report.runs import ENTROPY, METRICS_FILE, common_key, group_runs, read_run
+from nemo_grpo.report.runs import ENTROPY, METRICS_FILE, RunLog, common_key, group_runs, read_run
 from nemo_grpo.report.summary import table
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 RECORDED = Path(__file__).with_name("recorded_cluster_run.jsonl")
 RECIPES = Path(__file__).parents[3] / "recipes"
 
@@ -31,9 +32,14 @@ def embedded_run(folder: Path, *overrides: str) -> Path:
     rows = [
         {"step": 0, "validation/accuracy": 0.25},
         {"step": 1, "reward/mean": 0.5, "entropy/mean": 0.41, "logprob/mean": -0.375, "time/step": 30.0},
-        {"step": 10, "reward/mean": 0.6, "entropy/mean": 0.21, "logprob/mean": -0.25, "time/step": 30.0,
-         "validation/accuracy": 0.5},
-    ]  # fmt: skip
+        {
+            "step": 10,
+            "reward/mean": 0.6,
+            "entropy/mean": 0.21,
+            "logprob/mean": -0.25,
+            "validation/accuracy": 0.5,
+        },
+    ]
     folder.mkdir()
     (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / RECIPE_FILE).write_text(load_recipe(RECIPES / "quickstart.yaml", list(overrides)).to_yaml())
@@ -64,16 +70,14 @@ def test_groups_of_both_engines_are_named_by_engine_then_by_setting(
     fp32 = embedded_run(tmp_path / "a")
     bf16 = embedded_run(tmp_path / "b", "policy.precision=bfloat16")
     runs = [read_run(path) for path in (cluster_run, fp32, bf16)]
-    assert [group.label for group in group_runs(runs)] == [
-        "grpo, NeMo-RL",
-        'grpo, embedded (precision "float32")',
-        'grpo, embedded (precision "bfloat16")',
-    ]
-    assert [group.label for group in group_runs(runs[:2])] == ["grpo, NeMo-RL", "grpo, embedded"]
-    assert [group.label for group in group_runs(runs[1:])] == [
-        'grpo (precision "float32")',
-        'grpo (precision "bfloat16")',
-    ]
+
+    def labels(of: list[RunLog]) -> list[str]:
+        return [group.label for group in group_runs(of)]
+
+    precisions = ['(precision "float32")', '(precision "bfloat16")']
+    assert labels(runs) == ["grpo, NeMo-RL", *(f"grpo, embedded {precision}" for precision in precisions)]
+    assert labels(runs[:2]) == ["grpo, NeMo-RL", "grpo, embedded"]
+    assert labels(runs[1:]) == [f"grpo {precision}" for precision in precisions]
 
 
 def test_entropy_is_compared_by_the_estimate_that_both_have(cluster_run: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from nemo_grpo.report.report import write_report
 from nemo_grpo.report.stuck import AGAIN_AFTER, NUM_STEPS, Watch, findings
 
+pytestmark = pytest.mark.usefixtures("undrawn")
 LEARNS = {
     "groups/valid_fraction": 0.5, "rollout/all_wrong": 0.25, "rollout/all_right": 0.25, "reward/mean": 0.5,
     "length/truncated": 0.1, "length/mean": 100.0, "reward/format": 0.5, "reward/accuracy": 0.5,
@@ -61,11 +62,8 @@ def test_one_step_with_a_signal_is_enough():
 
 
 def test_a_cluster_runs_own_names_are_read():
-    cluster = {
-        "step": 3,
-        "groups/valid_fraction": 0.0,
-        "baseline_reward/pct_0": 100.0,
-        "baseline_reward/pct_1": 0.0,
+    cluster = {"step": 3, "groups/valid_fraction": 0.0} | {
+        f"baseline_reward/pct_{n}": 100.0 * (1 - n) for n in (0, 1)
     }
     first, second = findings([cluster | {"train/truncation_rate": 1.0}])
     assert first.startswith("step 3: ")

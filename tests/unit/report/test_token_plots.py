@@ -44,10 +44,8 @@ def runs(tmp_path: Path) -> list[Path]:
     for seed, firsts in enumerate(((2.0, 4.0), (4.0, 6.0))):
         folder = tmp_path / f"s{seed}"
         folder.mkdir()
-        rows = [
-            {"step": s, "grad_norm": n, "validation/accuracy": 0.1 * s}
-            for s, n in enumerate((1.0, 1.0, 4.0, 1.0))
-        ]
+        norms = (1.0, 1.0, 4.0, 1.0)
+        rows = [{"step": s, "grad_norm": n, "validation/accuracy": 0.1 * s} for s, n in enumerate(norms)]
         looks = [look(step, first) for step, first in zip((1, 20), firsts, strict=True)]
         damaged = [{"step": 21}, {key: value for key, value in look(22, 9.0).items() if key != "step"}]
         for name, lines in (("metrics", rows), ("diagnostics", [*looks, *damaged])):
@@ -108,6 +106,7 @@ def test_token_table_is_of_the_last_look(runs: list[Path]) -> None:
     assert rows == [["1", "'<b>'", "7", "0.250", "0.5000"]]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_report_has_the_tables_and_pictures_of_the_tokens(runs: list[Path], tmp_path: Path) -> None:
     page = write_report(runs, tmp_path / "out" / "report.html").read_text()
     assert "Covariance that a share of the tokens reaches" in page
@@ -115,9 +114,6 @@ def test_report_has_the_tables_and_pictures_of_the_tokens(runs: list[Path], tmp_
     assert "<b>" not in page  # a token's text is never markup
     names = {path.stem for path in (tmp_path / "out" / "plots").iterdir()}
     assert {"cumulative_covariance", "gradient_share", "token_coefficient", "grad_norm"} <= names
-
-
-def test_runs_without_token_diagnostics_have_no_token_section(runs: list[Path], tmp_path: Path) -> None:
     for folder in runs:
         (folder / "diagnostics.jsonl").unlink()
     page = write_report(runs, tmp_path / "out" / "report.html").read_text()
@@ -125,7 +121,7 @@ def test_runs_without_token_diagnostics_have_no_token_section(runs: list[Path], 
     assert not (tmp_path / "out" / "plots" / "gradient_share.png").exists()
 
 
-@pytest.mark.parametrize(("width", "columns"), [(500, 1), (1200, 3), (1600, 3)])
+@pytest.mark.parametrize(("width", "columns"), [(500, 1), (1600, 3)])
 def test_report_opens_in_a_browser(width: int, columns: int, runs: list[Path], tmp_path: Path) -> None:
     if BROWSER is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
@@ -139,13 +135,7 @@ def test_report_opens_in_a_browser(width: int, columns: int, runs: list[Path], t
     opened = tmp_path / "opened.html"
     opened.write_text(page.read_text().replace("</body>", probe))
     (tmp_path / "out" / "plots").rename(tmp_path / "elsewhere")  # the file needs nothing beside it
-    command = [
-        BROWSER,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path / 'profile'}",
-    ]
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
     command += [f"--window-size={width},900", "--virtual-time-budget=5000", "--dump-dom", opened.as_uri()]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     title = re.search(r"<title>(.*?)</title>", result.stdout, re.DOTALL)
