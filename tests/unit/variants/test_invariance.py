@@ -53,9 +53,10 @@ def test_a_response_without_a_reward_changes_nothing_for_the_others(name, parame
     assert not gradient[1].any()
 
 
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
 @every_variant
-def test_every_check_of_the_command_holds(name, parameters):
-    assert check_variant(parse_loss_fn({"variant": name, **parameters})) == []
+def test_every_check_of_the_command_holds(name, parameters, quick):
+    assert check_variant(parse_loss_fn({"variant": name, **parameters}), quick=quick) == []
 
 
 def test_a_loss_of_whole_groups_is_checked_group_by_group():

@@ -194,30 +194,19 @@ def test_cw_grpo_by_hand():
     assert gradient[0, 0].item() == pytest.approx(-w[0] * A / 3 / 4)  # sequence mean of 4
     assert sum(w) == pytest.approx(6)
     assert prepared.metrics["cw_grpo/weight_mean"].item() == pytest.approx(1.0)
+    assert [x < 0.5 for x in w].count(True) == 1
+    assert prepared.metrics["cw_grpo/weight_below_half"].item() == pytest.approx(1 / 12)
 
 
 def test_tr_grpo_by_hand():
-    """pi = 1/2: sigmoid(4.5) = 0.98901, w = 1.4; pi = 1/8: sigmoid(1.125) = 0.75492, w = 1.0098."""
-    _, gradient, _ = loss_and_gradient(
-        build_objective("tr_grpo", advantage_eps=0.0, reference_policy_kl_penalty=0.0), on_policy()
-    )
-    assert gradient[0, 0].item() == pytest.approx(-1.4 * A / 12)
-    assert gradient[1, 1].item() == pytest.approx(2 * (1 / (1 + math.exp(-1.125)) - 0.25) * A / 12)
-    assert gradient[1, 1].item() == pytest.approx(1.00983 * A / 12, rel=1e-5)
-
-
-def test_tr_grpo_with_reverse_weights_by_hand():
-    """2 - w: 0.6 where pi = 1/2, 0.99017 where it is 1/8."""
-    o = build_objective(
-        "tr_grpo",
-        weighting="reverse",
-        kl_weighting="none",
-        advantage_eps=0.0,
-        reference_policy_kl_penalty=0.0,
-    )
-    _, gradient, _ = loss_and_gradient(o, on_policy())
-    assert gradient[0, 0].item() == pytest.approx(-0.6 * A / 12)
-    assert gradient[1, 1].item() == pytest.approx((2 - 1.00983) * A / 12, rel=1e-5)
+    """pi = 1/2: sigmoid(4.5) = 0.989, w = 1.4; pi = 1/8: sigmoid(1.125) = 0.755, w = 1.01. Reverse: 2 - w."""
+    off = {"advantage_eps": 0.0, "reference_policy_kl_penalty": 0.0}
+    small = 2 * (1 / (1 + math.exp(-1.125)) - 0.25)
+    assert small == pytest.approx(1.00983, rel=1e-5)
+    reverse = {"weighting": "reverse", "kl_weighting": "none"}
+    for how, weights in (({}, (1.4, small)), (reverse, (2 - 1.4, 2 - small))):
+        _, gradient, _ = loss_and_gradient(build_objective("tr_grpo", **off, **how), on_policy())
+        assert (-gradient[0, 0], gradient[1, 1]) == pytest.approx([w * A / 12 for w in weights])
 
 
 @pytest.mark.parametrize(("upper", "is_refused"), [(1.99, False), (2.0, True), (3.0, True)])
@@ -348,13 +337,8 @@ def test_gpg_by_hand():
     total = 0.5 * (HALF + QUARTER + HALF) - 0.5 * (HALF + EIGHTH + HALF)
     assert loss.item() == pytest.approx(-2 * total / 12)
     assert gradient[0].tolist() == pytest.approx([-2 * 0.5 / 12] * 3)
-
-
-def test_gpg_without_alpha_by_hand():
-    """Table 1, alpha = 1: the loss of `test_gpg_by_hand` without its factor of 2."""
-    loss, _, prepared = loss_and_gradient(build_objective("gpg", use_alpha=False), on_policy())
-    assert prepared.metrics["gpg/alpha"] == 1
-    assert loss.item() == pytest.approx(-(0.5 * (HALF + QUARTER + HALF) - 0.5 * (HALF + EIGHTH + HALF)) / 12)
+    plain, _, prepared = loss_and_gradient(build_objective("gpg", use_alpha=False), on_policy())  # Table 1
+    assert (plain.item(), prepared.metrics["gpg/alpha"]) == (pytest.approx(-total / 12), 1)
 
 
 @pytest.mark.parametrize(
@@ -387,22 +371,6 @@ def test_equal_rewards_give_exactly_zero_advantages(name, eps):
 def test_a_group_of_one_response_has_advantage_zero(name):
     batch = random_step([3] * 3, [1.0, 0.0, 2.0], [1, 2, 3])
     assert (build_objective(name).prepare(batch).advantages == 0).all()
-
-
-def test_share_of_small_cw_grpo_weights_by_hand():
-    """c as in `test_cw_grpo_by_hand`, in thirds of A ln 2: exp(-c^2 / 2 sigma^2), times 6 / their sum."""
-    prepared = build_objective("cw_grpo", advantage_eps=0.0).prepare(on_policy())
-    c = [1, -2, 1, -2, 4, -2]
-    variance = sum(x * x for x in c) / 6
-    w = [math.exp(-(x**2) / (2 * variance)) for x in c]
-    small = sum(x * 6 / sum(w) < 0.5 for x in w)
-    assert small == 1
-    assert prepared.metrics["cw_grpo/weight_below_half"].item() == pytest.approx(1 / 12)
-
-
-def test_a_clip_distance_of_nothing_is_taken():
-    config = parse_loss_fn({"variant": "cw_grpo", "ratio_clip_min": 0.0, "ratio_clip_max": 0.0})
-    assert (config.ratio_clip_min, config.ratio_clip_max) == (0.0, 0.0)
 
 
 def test_gpg_draws_once_and_then_as_often_again_as_it_may():

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import pytest
 import torch
-from steps import ALL, IDS, PARAMETERS
+from steps import PARAMETERS
 
-from nemo_grpo import VARIANTS, TokenBatch, build_objective
+from nemo_grpo import TokenBatch, build_objective
 from nemo_grpo.engine.learning import Learner
 from nemo_grpo.variants.grpo import GRPO
 from nemo_grpo.variants.small_steps import counts, random_step
@@ -19,23 +19,6 @@ FROM_REWARDS_ALONE = {"grpo", "dr_grpo", "dapo", "tr_grpo", "gpg", "gspo", "cisp
 def step() -> TokenBatch:
     batch = random_step([4, 6, 5, 3], [1.0, 0.0, 0.3, 1.0], [0, 0, 1, 1])
     return replace(batch, response_ids=torch.tensor([5, 9, 2, 7]))
-
-
-@pytest.mark.parametrize(("name", "parameters"), ALL, ids=IDS)
-def test_a_variant_says_whether_its_advantages_need_prev_logprobs(name, parameters):
-    built, batch = build_objective(name, **parameters), step()
-    one = built.prepare(batch, seed=3)
-    prev, entropies = 0.3 * batch.prev_logprobs, batch.entropies.flip(1)
-    other = built.prepare(replace(batch, prev_logprobs=prev, entropies=entropies), seed=3)
-    same = torch.equal(one.advantages, other.advantages)
-    if one.token_weights is not None:
-        same = same and torch.equal(one.token_weights, other.token_weights)
-    assert same == (not built.needs_scores)
-
-
-def test_the_variants_that_need_none():
-    found = {name for name in VARIANTS if not build_objective(name, **PARAMETERS[name]).needs_scores}
-    assert found == FROM_REWARDS_ALONE
 
 
 @pytest.mark.parametrize("name", sorted(FROM_REWARDS_ALONE))
