@@ -91,6 +91,27 @@ def test_interrupted_conversion_leaves_no_output_and_resumes(direction, number, 
     assert 15 <= count[0] - num_resumed <= 22  # what was done before (19 writes, the rest of a unit) was kept
 
 
+def test_a_damaged_source_is_not_resumed(source, checkpoint, tmp_path, caplog):
+    """The repaired source is another one, so only --force can finish the conversion."""
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    reader = TorchDistReader(folder)
+    chunks = [c for key in reader.weights.values() for c in key.chunks]
+    last = max((c for c in chunks if c.length > 4096), key=lambda c: (c.file, c.start))
+    reader.close()
+    file = folder / "iter_0000000" / last.file
+    good = file.read_bytes()
+    file.write_bytes(
+        good[: last.start + last.length - 600] + bytes(64) + good[last.start + last.length - 536 :]
+    )
+    with pytest.raises(UserError, match="damaged"):
+        megatron_to_hf(folder, source, tmp_path / "out", num_workers=1)
+    assert "go on with --resume if source and options stay as they are, else start over" in caplog.text
+    file.write_bytes(good)
+    with pytest.raises(UserError, match=r"source changed since the first attempt; .* with --force"):
+        megatron_to_hf(folder, source, tmp_path / "out", resume=True)
+    megatron_to_hf(folder, source, tmp_path / "out", force=True)
+
+
 def test_a_unit_that_was_torn_between_its_names_is_written_once(hf_models, tmp_path, monkeypatch):
     """An expert layer's norm is stored under two names; the kill comes behind the first."""
     record = Job.record
@@ -202,8 +223,9 @@ def test_a_file_is_no_place_and_is_not_replaced(direction, tmp_path):
     with pytest.raises(UserError, match="holds other things"):
         convert(tmp_path / "file", force=True)
     assert (tmp_path / "file").read_text() == "mine"
-    with pytest.raises(UserError, match=r"^--output .*cannot be made"):
-        convert(tmp_path / ("n" * 300))
+    for name in ("/", "n" * 300):
+        with pytest.raises(UserError, match=r"^--output .*(is no folder that can|cannot) be made"):
+            convert(tmp_path / name)
     (tmp_path / ".out.partial" / "lock").mkdir(parents=True)  # as root, who may open any file
     with pytest.raises(UserError, match=r"out cannot be made \(Is a directory\); choose another folder"):
         convert(tmp_path / "out", resume=True)

@@ -9,7 +9,15 @@ import torch
 from processes import ROOT
 from ranks import run_ranks, slow_but
 from safetensors.torch import load_file
-from small_runs import AT_THE_ENDS, TP2_PP2, arguments, assert_same_rows, math_files, rows, weights_after
+from small_runs import (
+    AT_THE_ENDS,
+    TP2_PP2,
+    arguments,
+    assert_same_rows,
+    math_files,
+    rows,
+    weights_after,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo import UserError
