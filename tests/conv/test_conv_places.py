@@ -105,7 +105,8 @@ def test_link_to_a_file_that_is_gone_is_named(source, tmp_path, index):
         (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(UserError, match=r"model\.safetensors is a link to .*0123, which is not there"):
         SafetensorsFolder(base)
-    (base / "model.safetensors").rename(base / "model-1.safetensors")
+    (base / "model.safetensors").unlink()
+    shutil.copy(source / "model.safetensors", base / "model-1.safetensors")
     (base / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
     with pytest.raises(UserError, match="is not a safetensors index"):
         SafetensorsFolder(base)
