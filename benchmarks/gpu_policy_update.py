@@ -74,7 +74,7 @@ def update_flops_per_token(shape: Shape, length: int) -> int:
 
 
 def layers_that_fit(shape: Shape, memory_bytes: float, tokens_per_microbatch: int) -> int:
-    """How many of the shape's layers leave a tenth of the memory free; an estimate, at least 1."""
+    """Estimate the most layers of the shape that leave a tenth of the memory free; at least 1."""
     vocabulary = shape.vocab * shape.hidden * (1 if shape.tied else 2) * STATE_BYTES_PER_PARAMETER
     logits = 2 * 2 * tokens_per_microbatch * shape.vocab  # and their gradient
     kept = 2 * (8 * shape.hidden + 2 * (shape.q + 2 * shape.kv) + 4 * shape.ffn)  # BF16, per token
@@ -184,7 +184,7 @@ def measure(
 
 
 def drift(bf16: torch.Tensor, fp8: torch.Tensor) -> dict[str, float]:
-    """How far FP8 logprobs are from BF16's under the same weights: |difference|, the k3 estimate of KL."""
+    """Measure FP8 logprobs against BF16's under the same weights: |difference|, the k3 estimate of KL."""
     d = (fp8 - bf16).double()
     kl = d.exp() - d - 1
     return {"abs_mean": d.abs().mean().item(), "abs_max": d.abs().max().item(), "kl": kl.mean().item()}

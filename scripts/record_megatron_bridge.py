@@ -60,7 +60,7 @@ def tensors_of(bridge: Any) -> dict[str, list[str]]:
 
 
 def plain_of(value: Any) -> Any:
-    """What JSON can say: numbers, texts and lists of them; None for anything else."""
+    """Reduce a value to what JSON holds: numbers, texts and lists of them; None for anything else."""
     if isinstance(value, (list, tuple)):
         items = [plain_of(item) for item in value]
         return None if None in items else items

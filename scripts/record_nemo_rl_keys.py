@@ -240,7 +240,7 @@ def _widen(entry: Entry, value: Any) -> None:
 
 
 def _merged(a: Entry, b: Entry) -> Entry:
-    """What is true of a key in two classes: any of their types, both their values."""
+    """Join two classes' entries of a key: any of their types, both their values."""
     merged = {**b, **a}
     for name in ("types", "values"):
         merged.pop(name, None)

@@ -38,7 +38,7 @@ class Differences:
 
 
 def compare(ours: Sequence[StepResult], theirs: Sequence[StepResult]) -> Differences:
-    """Of a case's steps."""
+    """Compare a case's steps."""
 
     def greatest(name: str) -> float:
         found = [

@@ -63,7 +63,7 @@ def hf_tensors(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
 
 
 def means(updates: list[UpdateResult]) -> dict[str, float]:
-    """Of every metric."""
+    """Average each metric over the updates."""
     return {
         name: sum(update.metrics[name] for update in updates) / len(updates) for name in updates[0].metrics
     }

@@ -98,7 +98,7 @@ class Case:
         return recipe.model_copy(update={"policy": policy})
 
     def overrides(self, num_updates: int = 1) -> list[str]:
-        """What it sets, besides the precision."""
+        """List the recipe's overrides, without the precision."""
         layout = LAYOUTS[self.layout]
         loss_fn = yaml.safe_dump(VARIANTS[self.variant], default_flow_style=True, width=1000)
         return [

@@ -20,7 +20,7 @@ from nemo_grpo.tasks.logic import LogicConfig
 
 TIMEOUT_SECONDS = 60
 SEED = 0
-"""Of generated training problems."""
+"""Seed of generated training problems."""
 
 
 class Origin(Protocol):
