@@ -93,7 +93,7 @@ def export_adapter(
 ) -> Path:
     """Write the adapters as a PEFT folder, which PEFT and vLLM load on top of the base.
 
-    Args:    hf_config_folder: its config.json is what run_config.yaml must agree with; None: the base's.
+    Args:    hf_config_folder: its config.json must agree with run_config.yaml; None: the base's.
              The others are as in `merge_lora`.
     Returns: ``output``: adapter_config.json and adapter_model.safetensors.
     Raises:  UserError: there are no adapters, they do not fit the base, or the output may not be written.

@@ -1,9 +1,9 @@
-"""Write down Megatron-Bridge's names and settings of every family, for the contract tests.
+"""Record of Megatron-Bridge's names and settings of every family, for the contract tests.
 
     PYTHONPATH=.:tests .venv-nemo-rl/bin/python scripts/record_megatron_bridge.py
 
-Writes tests/contract/megatron_bridge-<version>.json: of each tiny model (`tests/small_models.py`) which
-Hugging Face tensors make up a Megatron tensor, and what the provider says where `model_section` does.
+Writes tests/contract/megatron_bridge-<version>.json: for each tiny model (`tests/small_models.py`) the
+Hugging Face tensors of each Megatron tensor, and the provider's values of the keys of `model_section`.
 """
 
 import importlib
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def model_of(name: str) -> dict[str, Any]:
-    """Returns: tensors: Megatron's pattern -> Hugging Face's, in order.  provider: its plain values."""
+    """Record a model. Returns: tensors: Megatron's pattern -> Hugging Face's.  provider: plain values."""
     from megatron.bridge import AutoBridge
     from small_models import auto_class, small_config
 

@@ -1,8 +1,7 @@
-"""Bytes on their way between files, in pieces of about a megabyte.
+"""Copying between files in pieces of a megabyte.
 
-A piece is read, checked and written while it is in the processor's cache, in memory that is used again for
-the next: on the machines where checkpoints are converted, the first touch of fresh memory costs more than
-copying into it.
+A piece is read, checked and written while it is in the processor's cache. The next piece reuses its memory,
+because the first touch of fresh memory costs more than copying into it.
 """
 
 import errno
@@ -19,25 +18,25 @@ _MAX_VIEWS = 1024  # IOV_MAX of Linux
 
 
 class Buffer:
-    """Memory that grows to the largest piece and is used again for each."""
+    """Memory that grows to the largest piece, and that every piece reuses."""
 
     def __init__(self) -> None:
         self._memory = bytearray()
 
     def take(self, num_bytes: int) -> memoryview:
-        """Writable memory, valid until the next call."""
+        """Return writable memory, valid until the next call."""
         if num_bytes > len(self._memory):
             self._memory = bytearray(num_bytes)
         return memoryview(self._memory)[:num_bytes]
 
 
 def damaged(file: Path, why: str) -> UserError:
-    """The error for a file that is not what it should be."""
+    """Make the error for a damaged file."""
     return UserError(f"{file} is damaged or truncated: {why:.300}; copy or download it again")
 
 
 def same(one: memoryview, other: memoryview) -> bool:
-    """True if all bytes are equal. Python compares memory element by element, so here by eight bytes."""
+    """True if all bytes are equal. Python compares element by element, so the elements are eight bytes."""
     whole = len(one) // 8 * 8
     equal = len(one) == len(other) and one[:whole].cast("Q") == other[:whole].cast("Q")
     return equal and one[whole:] == other[whole:]
@@ -100,7 +99,7 @@ def write_from(descriptor: int, offset: int, buffer: memoryview) -> None:
 
 
 def crc32_of(descriptor: int, offset: int, num_bytes: int, crc32: int = 0) -> int:
-    """The checksum of a part of a file, continued from ``crc32``; of what there is if the file ends early."""
+    """Continue the checksum ``crc32`` over a part of a file, or up to its end if that comes first."""
     buffer = Buffer()
     for start in range(0, num_bytes, PIECE_BYTES):
         piece = buffer.take(min(PIECE_BYTES, num_bytes - start))

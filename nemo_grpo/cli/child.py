@@ -1,7 +1,7 @@
 """``python -m nemo_grpo.cli.child``: the command line, in a process that does not outlive its parent.
 
-The parent holds the other end of this process's standard input. When it dies, however it dies, the input
-ends, and the run is asked once to stop: it saves a checkpoint and ends.
+The parent holds the other end of this process's standard input. The input ends with the parent, however that
+ends; the run is then asked once to stop: it saves a checkpoint and ends.
 """
 
 import os

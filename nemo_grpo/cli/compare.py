@@ -169,7 +169,7 @@ def _run(runs: Sequence[Job], out: Path, num_parallel: int, baseline: str | None
 
 
 def show_results(found: Results) -> None:
-    """Print the tables and what stands below them, as wide as the terminal."""
+    """Print the tables and the notes below them, as wide as the terminal."""
     from nemo_grpo.report.paired import paired_table
     from nemo_grpo.report.summary import table
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nemo_grpo.evaluate.config import EvalConfig
 
 NO_FIELDS = {"model", "recipe", "overrides", "pass_at", "seeds", "out", "overwrite"}
-"""Parameters of the command that are no fields of `EvalConfig`, or are read for them."""
+"""Parameters of the command that `EvalConfig` lacks, or takes in another form."""
 
 
 def eval_command(
@@ -87,7 +87,7 @@ def eval_command(
     config = replace(config, pass_at=parse_ks(pass_at, config.k))
     chosen = load_benchmarks(config)
     limit, vocab_size = model_limits(model)
-    if protocol and max_tokens is None and limit is not None:  # left behind the longest prompt
+    if protocol and max_tokens is None and limit is not None:  # room after the longest prompt
         left = limit - longest_prompt(chosen, tokenizer, model, 0, None, vocab_size)
         config = replace(config, max_tokens=max(1, min(config.max_tokens, left)))
     out = out or Path(loaded.nemo_grpo.runs_dir if loaded else "runs") / f"eval-{result_name(model)}"

@@ -89,7 +89,7 @@ def time_table(found: Forecast) -> Table:
 
 
 def seconds_of(part: float, step: float | None = None) -> str:
-    """Write the seconds of a step, or of a part of one, with digits for milliseconds where it is short."""
+    """Write the seconds of a step, or of a part of one; steps below 10 s get milliseconds."""
     return f"{part:.{1 if step else 0}f}" if (step or part) >= 10 else f"{part:.3f}"
 
 

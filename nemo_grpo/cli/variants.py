@@ -95,7 +95,7 @@ def check(
 
     given = dict(parse_override(text) for text in settings or [])
     if "max_response_length" in variant_class(name, "variants check").model_fields:
-        given = {"max_response_length": 8} | given  # a recipe has it; divides under aggregation=constant
+        given = {"max_response_length": 8} | given  # a recipe sets it; aggregation=constant divides by it
     config = parse_loss_fn({"variant": name, **given})
     failed = dict(check_variant(config))
     for each in CHECKS:
@@ -146,6 +146,6 @@ def _needs(config: type[VariantConfig]) -> str:
 
 
 def _defaults(config: type[VariantConfig]) -> dict[str, object]:
-    if config.learns_from_demonstrations:  # what it inherits is about rollouts, and refused
+    if config.learns_from_demonstrations:  # its inherited keys are for rollouts, and refused
         return {}
     return {key: field.default for key, field in config.model_fields.items() if key != "variant"}

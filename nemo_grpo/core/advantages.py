@@ -1,4 +1,4 @@
-"""Rewards to advantages: the penalty of long responses, and how much better one was than its siblings."""
+"""Advantages from rewards: the penalty of long responses, and the comparison within a group."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,13 +17,13 @@ A centred reward stays within the range, a standardised one of n responses below
 def overlong_penalty(
     lengths: Tensor, *, max_response_length: int, buffer_length: int, penalty: float
 ) -> Tensor:
-    """DAPO's soft penalty: grows linearly over the last ``buffer_length`` tokens before the limit.
+    """Compute DAPO's soft penalty: linear over the last ``buffer_length`` tokens before the limit.
 
     Implements DAPO (2503.14476) Eq. 13:  penalty (l - (L_max - L_b)) / L_b for l > L_max - L_b, at most
     penalty
 
     Args:    lengths: [B], response tokens.  penalty: >= 0, subtracted in full at L_max and beyond.
-    Returns: [B] float32, <= 0: what to add to the rewards.
+    Returns: [B] float32, <= 0, to be added to the rewards.
     """
     excess = (lengths - (max_response_length - buffer_length)).float() / buffer_length
     return -penalty * excess.clamp(0.0, 1.0)
@@ -31,7 +31,7 @@ def overlong_penalty(
 
 @dataclass(frozen=True)
 class GroupAdvantages:
-    """Per-sequence advantages and the groups behind them.
+    """Per-sequence advantages and their groups.
 
     Attributes:
         values: [B], the rewards' dtype; exactly 0 without signal and where the reward does not count.
@@ -46,7 +46,7 @@ class GroupAdvantages:
     has_signal: Tensor
 
     def per_token(self, mask: Tensor) -> Tensor:
-        """[B, T]: every token of a response carries its advantage; exactly 0 where mask is False."""
+        """Expand to [B, T]: each token gets its response's advantage; exactly 0 where mask is False."""
         return torch.where(mask, self.values[:, None], self.values.new_zeros(()))
 
 
@@ -87,7 +87,7 @@ def group_advantages(
 def _leave_one_out(
     rewards: Tensor, valid: Tensor, groups: Groups, normalization: RewardNormalization, eps: float
 ) -> Tensor:
-    """[B] float64: each reward minus every other of its group, so that no sum loses the own one."""
+    """Return [B] float64: each reward against the others of its group, never by a sum that includes it."""
     if normalization == "batch":
         raise ValueError("leave_one_out with normalization='batch' is not defined; use 'none' or 'group'")
     values = torch.zeros_like(rewards)

@@ -116,7 +116,7 @@ class Objective:
         global_valid_seqs: Tensor | float,
         further: FurtherMetrics | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This part's share of the step's loss; the shares of any split add up to the whole.
+        """Compute this part's share of the step's loss; the shares of any split add up to the whole.
 
         loss = - aggregate( w policy - beta KL ),  w of `correction`, else 1
 
@@ -147,7 +147,7 @@ class Objective:
         return loss, shares | {"loss/total": loss.detach()}
 
     def folded(self) -> Self:
-        """The objective of `PreparedBatch.folded`: its rows weigh what their advantages say.
+        """Return the objective of `PreparedBatch.folded`, whose advantages contain the row factors.
 
         group_token_mean:  sum_i f_i sum_t x_it / N  =  sum_it (f_i x_it) / N
         """
@@ -156,7 +156,7 @@ class Objective:
         return replace(self, aggregation="constant", max_response_length=1)
 
     def rows_with_gradient(self, prepared: PreparedBatch) -> Tensor:
-        """[B] bool: False for rows that cannot move the policy.
+        """Return [B] bool: False for rows that cannot move the policy.
 
         Without a KL penalty a term w rho A has no gradient where A is 0, as in a group of equal rewards.
         """
@@ -164,7 +164,7 @@ class Objective:
         return (prepared.advantages if follows else prepared.batch.mask).any(1)
 
     def token_terms(self, prepared: PreparedBatch) -> tuple[TokenTerms, dict[str, Tensor]]:
-        """The corrected terms of any rows, and every metric that goes with them, [B, T] or [B]."""
+        """Compute the corrected terms of any rows, and every metric that goes with them, [B, T] or [B]."""
         terms = self.terms(prepared)
         metrics = {"loss/policy": -terms.policy.detach(), **terms.metrics}
         if self.correction is not None:

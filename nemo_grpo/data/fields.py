@@ -1,4 +1,4 @@
-"""From a published row to an entry: question, answer, metadata, by the functions of `MAPPINGS`."""
+"""Mappings from a published row to an entry: question, answer, metadata."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ FieldMapping = Callable[[Row], Entry]
 
 
 def text(value: Any) -> str:
-    """An answer as text: whole floats as integers, a list of one as its element, None as nothing."""
+    """Write an answer as text: a whole float as an integer, a list with commas, None as nothing."""
     if value is None:
         return ""
     if isinstance(value, float) and value.is_integer():
@@ -77,19 +77,19 @@ def worked(row: Row, *, question: str, answer: str) -> Entry:
 
 
 def dialogue(row: Row) -> Entry:
-    """Open-Reasoner-Zero: a pair [{"value": question}, {"ground_truth": {"value": answer}}]."""
+    """Map Open-Reasoner-Zero's pair [{"value": question}, {"ground_truth": {"value": answer}}]."""
     question, reply = row["row"]
     return Entry(text(question["value"]), text(reply["ground_truth"]["value"]))
 
 
 def short_answers(row: Row) -> Entry:
-    """Open-domain questions: any of ``golden_answers`` is correct; the first is the answer shown."""
+    """Map an open-domain question: any of ``golden_answers`` is correct; the first is the answer shown."""
     answers = [text(answer) for answer in row["golden_answers"] if text(answer)]
     return Entry(text(row["question"]), answers[0] if answers else "", {"answers": answers})
 
 
 def puzzle(row: Row) -> Entry:
-    """Knights and knaves: the numbered identities are the answer."""
+    """Map a puzzle of knights and knaves; the numbered identities are the answer."""
     names, solution = list(row["names"]), [bool(value) for value in row["solution"]]
     metadata = {"names": names, "solution": solution, "num_people": len(names)}
     return Entry(text(row["quiz"]), text(row["solution_text_format"]), metadata)
@@ -102,9 +102,9 @@ def picture(row: Row, *, image: str = "image", **options: Any) -> Entry:
 
 
 def offered_choices(row: Row) -> Entry:
-    """SAT, worded as VisualThinker-R1-Zero's process_dataset.py words it: the question offers its answers.
+    """Map a row of SAT as VisualThinker-R1-Zero's process_dataset.py does: the question lists the choices.
 
-    Deviation: it shuffles them anew in every run; here the question decides their order.
+    Deviation: the script shuffles them anew in every run; here the question decides their order.
     """
     answers = [text(answer) for answer in row["answers"]]
     random.Random(text(row["question"])).shuffle(answers)

@@ -1,4 +1,4 @@
-"""Rows through mapping and filters into a JSONL file with its pictures."""
+"""JSONL file of a data set with its pictures: published rows after mapping and filters."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +21,7 @@ def write_problems(
 ) -> tuple[list[dict[str, Any]], int]:
     """Write the file under a temporary name, then rename. Returns: the filters' counts, number of images.
 
-    Args: check: sees the number of problems before the file is renamed; raises if it is not acceptable.
+    Args: check: gets the number of problems before the file is renamed; raises to refuse it.
     """
     temporary, images = path.with_suffix(".jsonl.tmp"), path.with_suffix(".images")
     new_images = path.with_suffix(".images.tmp")

@@ -22,7 +22,7 @@ ORIGINS: dict[str, Callable[..., Origin]] = {"hub": Hub, "git": GitFiles, "folde
 class Expected:
     """Expected number of problems.
 
-    Attributes: within: the part by which a count may differ, where the text that states it rounds.
+    Attributes: within: the fraction by which a count may differ, if the text that states it rounds.
     """
 
     count: int
@@ -41,10 +41,10 @@ class Source:
     """One data set.
 
     Attributes:
-        task: scores it.  paper: those that use it, with the passage.
-        schema: how its columns are known. ``files``: seen in the published files; ``readers``: from public
-            programs or cards that read it.
-        filters: question and answer are there, then the set's own, in order.
+        task: the task that scores it.  paper: papers that use it, with the passage.
+        schema: source of its columns' names. ``files``: the published files; ``readers``: public programs or
+            cards that read it.
+        filters: question and answer exist, then the set's own, in order.
         made_here: another origin for the same kind of problems, by `generate`.
     """
 
@@ -60,7 +60,7 @@ class Source:
     made_here: Generated | None = None
 
     def generate(self) -> Self:
-        """The same data set from `made_here`. Raises: UserError: it has no generator."""
+        """Return the data set with `made_here` as its origin. Raises: UserError: it has no generator."""
         if self.made_here is None:
             able = ", ".join(source.name for source in SOURCES.values() if source.made_here)
             raise UserError(f"{self.name} cannot be generated; --generate is for {able}")
@@ -92,11 +92,11 @@ SOURCES: dict[str, Source] = {
     for name, entry in yaml.safe_load(Path(__file__).with_name("sources.yaml").read_text()).items()
 }
 ALIASES = {"rs1": "open-s1", "rs2": "open-rs", "rs3": "open-rs", "math": "math-lighteval"}
-"""Open-RS1 was trained on open-s1; Open-RS2 and Open-RS3 on the same mix, with other rewards and lengths."""
+"""Alias -> data set. Open-RS2 and Open-RS3 were trained on the same mix, with other rewards and lengths."""
 
 
 def find_source(name: str) -> Source:
-    """The data set of this name or alias. Raises: UserError: there is none."""
+    """Find the data set of a name or alias. Raises: UserError: there is none."""
     name = ALIASES.get(name, name)
     if name not in SOURCES:
         raise UserError(f"unknown data set {name!r}{did_you_mean(name, [*SOURCES, *ALIASES])}")

@@ -46,8 +46,8 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Attributes:
-        keep_top_k: how many to keep by ``metric``, besides the newest; None: all.
-        metric: key of training_info's ``metrics``; without it in a checkpoint, newer ranks higher.
+        keep_top_k: number to keep by ``metric``, besides the newest; None: all.
+        metric: key of training_info's ``metrics``; checkpoints without it rank last, newer ones higher.
         leads: this process makes, renames and removes folders; the others only write into them.
         barrier: waits for all processes of the run.
     """
@@ -60,7 +60,7 @@ class CheckpointStore:
     barrier: Callable[[], None] = lambda: None
 
     def begin(self, step: int) -> Path:
-        """An empty folder to fill before `complete`, one at a time; every process of the run calls both."""
+        """Make the folder to fill before `complete`, one at a time; every process of the run calls both."""
         temporary = self.temporary(step)
         if self.leads:
             self.remove_leftovers()
@@ -99,14 +99,14 @@ class CheckpointStore:
             write_atomically(self.folder / LATEST, newest.name)
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or None; after a kill `LATEST` may still name the one before."""
+        """Find the newest complete checkpoint; after a kill `LATEST` may still name the one before."""
         complete = self._complete()
         return complete[-1] if complete else None
 
     def newest_whole(self) -> Path | None:
-        """The newest checkpoint whose files are as they were written; None if there is none at all.
+        """Find the newest checkpoint whose files match their hashes; None if the run has no checkpoint.
 
-        Newer ones that are damaged get another name. Every process of the run calls it.
+        Newer ones, which are damaged, are renamed. Every process of the run calls it.
         """
         if self.leads:
             self._set_damaged_aside()
@@ -148,7 +148,7 @@ class CheckpointStore:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Under a temporary name first: a kill halfway must not leave something that looks complete."""
+        """Rename, then delete: a kill halfway must not leave something that looks complete."""
         condemned = path.with_name(f"{_TEMPORARY}removed_{path.name}.{time.time_ns()}")
         path.rename(condemned)
         _delete(condemned)
@@ -161,7 +161,7 @@ class CheckpointStore:
 
 
 def _delete(path: Path) -> None:
-    """Delete; a failure is tried again at the next save and is no reason to end a run."""
+    """Delete; a failure does not end the run, and the next save tries again."""
     try:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError as error:  # NFS keeps files that are open
@@ -181,7 +181,7 @@ def _name(step: int) -> str:
 
 
 def read_info(checkpoint: Path) -> dict[str, Any]:
-    """The checkpoint's training_info.json."""
+    """Read the checkpoint's training_info.json."""
     path, remedy = checkpoint / INFO, "the checkpoint is damaged, remove its folder and resume again"
     with reading(path, "a mapping in JSON", remedy, TypeError):
         return dict(json.loads(path.read_text()))

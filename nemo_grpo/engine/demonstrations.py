@@ -1,4 +1,4 @@
-"""Demonstrations in place of rollouts: problems to groups of one worked response each."""
+"""Demonstrations in place of rollouts: each problem becomes a group of one worked response."""
 
 import random
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Demonstrations:
         return self._of(problem, problem.id)
 
     def check(self, problems: Sequence[Problem] = ()) -> None:
-        """Encode all training demonstrations, of an endless stream the first ones, and these problems'."""
+        """Encode the demonstrations of these problems and of training (of an endless stream, the first)."""
         for index in range(getattr(self.task, "num_train_problems", PROMPTS_CHECKED)):
             self.training(index)
         for problem in problems:
@@ -60,11 +60,11 @@ def demonstrated(
 ) -> Group:
     """Lay out a problem with its demonstration, up to the end-of-sequence token.
 
-    What the task's environment says in between is context, as in a rollout. Nothing was sampled or scored:
-    logprobs and reward are 0.
+    The environment's text between turns is context, as in a rollout. Nothing was sampled or scored: logprobs
+    and reward are 0.
 
-    Args: limit: longest sequence, tokens.  key: of the recipe, that sets it.
-          prompt_tokens: the prompt's, if they are more than `encode_prompt` gives: a prompt with images.
+    Args: limit: longest sequence, tokens.  key: the recipe's key that sets it.
+          prompt_tokens: those of a prompt with images; None: `encode_prompt` makes them.
     """
     if prompt_tokens is None:
         prompt_tokens = encode_prompt(tokenizer, prompt, problem)

@@ -59,10 +59,10 @@ class Learner:
     state: TrainingState = field(default_factory=TrainingState)
 
     def learn(self, step: Step, clock: Clock) -> tuple[PreparedBatch, list[UpdateResult]]:
-        """Score, prepare and update; returns what the step looked like, and its updates.
+        """Score, prepare and update; returns the prepared step and its updates.
 
-        The forward pass of an update that is the step's only one also scores, if the advantages do not wait
-        for that. Rows that it leaves out keep the sampler's logprobs.
+        A step's only update also scores in its forward pass, if the advantages do not depend on the scores.
+        Rows that it leaves out keep the sampler's logprobs.
         """
         scores_first = self.objective.needs_scores or self.recipe.num_updates_per_step > 1
         scores = self.score(step) if scores_first else Scores(step.generation_logprobs)
@@ -113,7 +113,7 @@ class Learner:
         policy, num_rows, results = self.recipe.policy, len(step.rewards), []
         learns = self.objective.rows_with_gradient(prepared)
         for rows in torch.arange(num_rows).split(min(policy.train_global_batch_size, num_rows)):
-            # Where the gradient is 0 there is no update: Adam's momentum and weight decay would make one.
+            # No update without gradient: Adam's momentum and weight decay would make one.
             if not learns[rows].any():
                 continue
             sequences = step.sequences.select(rows)

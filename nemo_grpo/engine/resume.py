@@ -1,4 +1,4 @@
-"""Differences that a run's continuation may have, on either engine."""
+"""Changes of the recipe with which a run may resume, on either engine."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ PLACES = (
     *_keys("policy.megatron_cfg.", "expert_tensor_parallel_size num_layers_in_ pipeline_model_parallel_size"),
     *_keys("policy.megatron_cfg.", "recompute_ sequence_parallel tensor_model_parallel_size"),
 )
-"""Keys, or beginnings of keys: where and how a run goes on, not what it computes or measures."""
+"""Keys or prefixes of keys that place a run, and do not change what it computes or measures."""
 
 OWN_FILES = "own/"
 """Files of the user's own loss, rewards and task; a recipe cannot have this key."""
@@ -43,7 +43,7 @@ MAY_CHANGE = (
     "policy.generation.val_",
     "policy.megatron_cfg.scheduler.lr_decay_iters",
 )
-"""Also how long a run trains, how it is validated, and its own code, whose change `keep_settings` notes."""
+"""`PLACES`, and the length of a run, its validation, and its own code, whose change `keep_settings` notes."""
 ANOTHER_RUN = "start another nemo_grpo.run_name"
 
 
@@ -56,7 +56,7 @@ def check_same_run(
     """Refuse to continue a run with a recipe that computes something else.
 
     Args:    resolved: the run's recipe.resolved.yaml; nothing is checked if it is not there.
-             may_change: keys, or beginnings of keys.  remedy: other than undoing the change.
+             may_change: keys or prefixes of keys.  remedy: the alternative to undoing the change.
     Returns: the recipe in ``resolved``.
     """
     if not resolved.exists():
@@ -64,7 +64,7 @@ def check_same_run(
     first = _recorded(resolved, recipe, remedy)
     left, found = (newest_checkpoint(one.checkpoint_dir) for one in (first, recipe))
     if recipe.nemo_grpo.target == "cluster" and left is None and found is None:
-        return first  # NeMo-RL begins anew
+        return first  # without a checkpoint NeMo-RL starts from the beginning
     before, now = dict(leaves(first.to_dict())), dict(leaves(recipe.to_dict()))
     if now["policy.precision"] == "auto":
         del before["policy.precision"], now["policy.precision"]  # the run keeps its own
@@ -95,7 +95,7 @@ def check_same_run(
 
 
 def check_continuation(recipe: Recipe) -> Recipe | None:
-    """Refuse to go on from another recipe's checkpoint: that of the run, and of the checkpoints' folder."""
+    """Refuse to resume if the run's folder, or that of its checkpoints, belongs to another recipe."""
     folders = dict.fromkeys((recipe.run_dir, recipe.checkpoint_dir))
     found = [check_same_run(recipe, folder / RECIPE_FILE) for folder in folders]
     return next(filter(None, found), None)
@@ -103,7 +103,7 @@ def check_continuation(recipe: Recipe) -> Recipe | None:
 
 def _recorded(resolved: Path, recipe: Recipe, remedy: str) -> Recipe:
     with reading(resolved, "the recipe of a run", f"restore it, or {remedy}"):
-        if resolved.read_bytes() == recipe.to_yaml().encode():  # as it often is
+        if resolved.read_bytes() == recipe.to_yaml().encode():  # the usual case
             return recipe
     try:
         return load_recipe(resolved)

@@ -26,7 +26,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Within the block SIGINT, SIGTERM and SIGUSR1 set the request; a second one acts as it would outside."""
+    """Let SIGINT, SIGTERM and SIGUSR1 set the request within the block; a second signal acts as outside."""
     request = StopRequest()
     before = {number: signal.getsignal(number) for number in SIGNALS}
 

@@ -1,4 +1,4 @@
-"""Sample, score, sum up: the same prompt, extraction and reward as in training."""
+"""Evaluation of a task: sampling, scoring, metrics, with the prompt, extraction and reward of training."""
 
 import json
 import logging
@@ -64,7 +64,7 @@ class ProblemResult:
         return sum(score >= 1 for score in self.samples.scores)
 
     def to_record(self) -> dict[str, Any]:
-        """The line of samples.jsonl."""
+        """Return the problem's line of samples.jsonl."""
         names = {"scores": "score", "formats": "format", "lengths": "num_tokens"}
         return {
             "id": self.id,
@@ -82,7 +82,7 @@ class EvalResult:
     """All problems with their responses, and the task's parameters.
 
     Attributes:
-        undecided: tells if a reference and an extracted answer could not be compared within the limits.
+        undecided: True if a reference and an extracted answer could not be compared within the limits.
         pass_at: values of k for pass@k beside the powers of two; at most the number of samples.
         overall: the task's own metrics, see `nemo_grpo.tasks.base.Answered`.
     """
@@ -96,7 +96,7 @@ class EvalResult:
     overall: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """Means over problems.
+        """Average over problems.
 
         Returns: ``accuracy`` (avg@k) and ``greedy``, each with ``_stderr`` over problems; ``pass@1,2,4,8,..``
                  up to and including the number of samples, and those of ``pass_at``;
@@ -116,7 +116,7 @@ class EvalResult:
         }
 
     def standard_errors(self) -> dict[str, float]:
-        """Errors of the metrics over two problems or more, and ``accuracy_runs``: see `stderr_of_runs`."""
+        """Return ``accuracy_runs`` (`stderr_of_runs`) and, over two problems or more, the metrics' errors."""
         runs = {"accuracy_runs": stderr_of_runs([p.samples.scores for p in self.problems])}
         if len(self.problems) == 1:
             return runs
@@ -156,7 +156,7 @@ class EvalResult:
         return votes
 
     def to_dict(self) -> dict[str, Any]:
-        """Metrics with their errors, as JSON values."""
+        """Return the metrics with their errors, as JSON values."""
         return {
             "num_problems": len(self.problems),
             "task": self.task,
@@ -166,14 +166,14 @@ class EvalResult:
         }
 
     def write_samples(self, path: Path) -> None:
-        """One JSON line per problem: id, prompt, gold, completions, extracted, score, greedy response."""
+        """Write a JSON line per problem: id, prompt, gold, completions, extracted, score, greedy response."""
         with path.open("w", encoding="utf-8") as file:
             for problem in self.problems:
                 file.write(json.dumps(problem.to_record(), ensure_ascii=False) + "\n")
 
 
 def ks(num_samples: int, others: Sequence[int] = ()) -> list[int]:
-    """1, 2, 4, 8, ... up to the number of samples, that number, and others, in order."""
+    """List 1, 2, 4, 8, ... below the number of samples, that number, and others, in order."""
     powers = [1 << i for i in range(num_samples.bit_length()) if 1 << i < num_samples]
     return sorted({*powers, num_samples, *others})
 
@@ -196,7 +196,7 @@ def evaluate(
     Args:    generator: with the weights to evaluate.  tokenizer: a Hugging Face tokenizer.
              problems: at least one.
              sampling: of the random answers; its length limit and stop tokens hold for the greedy one too.
-             meter: is told of every token and response.
+             meter: counts every token and response.
              cache: recorded responses; those of each call are added when it ends.
              problems_per_call: None: `PROBLEMS_PER_CALL`. A smaller number takes less memory.
     Returns: `EvalResult`; the same arguments give the same result, whatever is in the cache.

@@ -1,4 +1,4 @@
-"""Samples responses to problems, and reuses those on record."""
+"""Responses to problems: sampled, or reused from the cache."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
 
 
 class EvalRequest(NamedTuple):
-    """A problem as it is asked. ``id`` names images by their content."""
+    """A problem's encoded prompt. ``id`` contains a digest of each image."""
 
     id: str
     tokens: list[int]
@@ -29,7 +29,7 @@ def eval_request(tokenizer: Any, prompt: Prompt, problem: Problem, has_images: b
 
 
 def calls(questions: Sequence[EvalRequest], size: int, seed: int) -> Iterator[tuple[list[int], int]]:
-    """Indices of the problems of each call, and its seed.
+    """Yield the indices of each call's problems, and its seed.
 
     Each repetition of a prompt gets a separate call and seed, so that its responses do not depend on how the
     calls are split.
@@ -62,7 +62,7 @@ class CachedSampler:
     def __call__(
         self, asked: Sequence[EvalRequest], count: int, sampling: SamplingParams, seed: int
     ) -> list[list[Completion]]:
-        """Args: asked: all different in prompt or images.  Returns: ``count`` responses to each."""
+        """Return ``count`` responses to each request.  Args: asked: all different in prompt or images."""
         found = {
             place: known
             for place, one in enumerate(asked)

@@ -1,4 +1,4 @@
-"""The values of a config.json that are read, checked once before any family reads them."""
+"""Checks of a config.json's values, once, before any family reads them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,12 +8,12 @@ from typing import Any
 from nemo_grpo.support.errors import UserError
 
 MAX_TENSORS = 65_536
-"""Layers times experts; a table of more would not fit into memory."""
+"""Most layers times experts; a larger table would not fit into memory."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Values of one kind. Attributes: words: what they are.  accepts: is a value one of them?"""
+    """Values of one kind. Attributes: words: their description.  accepts: True for one of them."""
 
     words: str
     accepts: Callable[[Any], bool]
@@ -75,9 +75,9 @@ _KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 
 
 def checked(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A config.json's content without nulls, which say what a missing key says.
+    """Check a config.json and leave out its nulls, which mean the same as a missing key.
 
-    Args: name: of the model, for messages.
+    Args: name: the model's name, for messages.
     """
     return _checked(config, f"config.json of {name}: ")
 

@@ -2,7 +2,7 @@
 
 Names, and what every model of the family has in common, are Megatron-Bridge's. Its layers differ, so a
 checkpoint has them one by one and stacks only the experts. The heads for multi-token prediction, which
-published checkpoints keep behind the last layer, are left out.
+published checkpoints keep after the last layer, are left out.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,7 +39,7 @@ _NO_SCALING = {"rotary_scaling_factor": 1.0, "mscale_all_dim": 1.0}
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """qa, ka ranks; qb queries; kp ka and positions; kb keys and values; fd dense, fs shared width."""
+    """Return sizes by letter: qa, ka ranks; qb queries; kp ka, positions; kb keys, values; fd, fs widths."""
     heads, plain = int(config["num_attention_heads"]), int(config["qk_nope_head_dim"])
     positions, values = int(config["qk_rope_head_dim"]), int(config["v_head_dim"])
     if values != plain:
@@ -60,7 +60,7 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _latent_attention(has_query_rank: bool) -> tuple[Entry, ...]:
-    """Input norm, latent attention, output projection; queries from a rank of their own or from the input."""
+    """Map input norm, latent attention, output projection; queries come from their own rank or the input."""
     queries = (
         (
             layer_copy("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "qa h"),
@@ -90,14 +90,14 @@ def _rank_norm(x: str, width: str) -> Entry:
 
 
 def dense_then_experts(spec: ModelSpec) -> Iterator[Entry]:
-    """Feed-forward layers: gated in the first layers, routed and shared experts in the others."""
+    """Map the feed-forward layers: gated in the first layers, routed and shared experts in the others."""
     dense, sparse = range(spec.num_dense_layers), range(spec.num_dense_layers, spec.num_layers)
     yield from (replace(entry, layers=dense) for entry in gated_mlp(width="fd"))
     yield from (replace(entry, layers=sparse) for entry in _balanced_experts())
 
 
 def _balanced_experts() -> tuple[Entry, ...]:
-    """Norm, router with the bias that balances it, routed and shared experts."""
+    """Map norm, router with the bias that balances it, routed and shared experts."""
     bias = layer_copy("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "e")
     return (
         layer_copy("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "h"),
@@ -134,7 +134,7 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
 
 
 def layer_kinds(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of dense layers and sigmoid routers whose bias balances the experts."""
+    """Return settings of dense layers, and of sigmoid routers whose bias balances the experts."""
     num_dense, num_layers = int(config.get("first_k_dense_replace") or 0), int(config["num_hidden_layers"])
     return {
         "moe_layer_freq": [0] * num_dense + [1] * (num_layers - num_dense),
@@ -149,7 +149,7 @@ def layer_kinds(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_others(config: Mapping[str, Any], fixed: Mapping[str, Any], model: str) -> None:
-    """Refuse what Megatron-Bridge does not build, whatever config.json says."""
+    """Refuse a config.json with settings that Megatron-Bridge does not build."""
     for key, value in fixed.items():
         if config.get(key, value) != value:
             found = str(config[key])[:80]

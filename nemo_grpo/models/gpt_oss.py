@@ -1,4 +1,4 @@
-"""gpt-oss: experts whose matrices are [in, out] with gate and up in turns, biases, and a sink for each head.
+"""gpt-oss: experts with [in, out] matrices, gate and up interleaved; biases; an attention sink for each head.
 
 Published checkpoints have the experts in MXFP4, which is read as bf16; exports are bf16. Names, and what
 every model of the family has in common, are Megatron-Bridge's.
@@ -42,7 +42,7 @@ _KEPT = ("original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """a heads, f2 gate and up."""
+    """Return sizes by letter: a heads, f2 gate and up."""
     return {"a": config["num_attention_heads"], "f2": 2 * config["intermediate_size"]}
 
 

@@ -2,9 +2,8 @@
 
 An `Entry` ties one Megatron tensor to the Hugging Face tensors it is made of. Names hold ``{layer}`` and
 ``{expert}``; shapes are letters of `family.dims_of`: h hidden, q all queries, kv all keys, d head, f MLP,
-v vocabulary, e experts, and a family's own. A Hugging Face name that ends in ``[{expert}]`` is a place on
-the leading axis of the tensor before the bracket; one that ends in ``[name]`` a block of its rows, in the
-order of the table.
+v vocabulary, e experts, and a family's own. The Hugging Face name ``x[{expert}]`` is one slice of the tensor
+x along its leading axis; ``x[name]`` is a block of its rows, in the order of the table.
 """
 
 from collections.abc import Collection
@@ -30,7 +29,7 @@ class Entry:
         op: how they are joined.
         fused: the name under which Transformer Engine's layers and every torch_dist checkpoint keep it, where
             that differs.
-        twin: a second name, where it depends on the layer spec which one a checkpoint has; both are written.
+        twin: a second name, where the layer spec decides which one a checkpoint has; both are written.
         padded: the rows are the vocabulary, which Megatron may pad.
         layers: those that have it; None: all.
         keeps_dtype: ``--dtype`` does not round it.
@@ -46,23 +45,23 @@ class Entry:
     keeps_dtype: bool = False
 
     def within(self, prefix: str) -> Self:
-        """The same tensor where the decoder is a part of a model."""
+        """Put a prefix before the Megatron names, for a decoder that is a part of a model."""
         fused, twin = (prefix + name if name else None for name in (self.fused, self.twin))
         return replace(self, megatron=prefix + self.megatron, fused=fused, twin=twin)
 
 
 def copy(megatron: str, hf: str, shape: str, fused: str | None = None, padded: bool = False) -> Entry:
-    """A tensor that only changes its name."""
+    """Map a tensor that only changes its name."""
     return Entry(megatron, ((hf, shape),), fused=fused, padded=padded)
 
 
 def layer_copy(megatron: str, hf: str, shape: str, fused: str | None = None) -> Entry:
-    """The same within a decoder layer."""
+    """Map a decoder layer's tensor that only changes its name."""
     return copy(LAYER + megatron, HF_LAYER + hf, shape, LAYER + fused if fused else None)
 
 
 def embeddings(tied: bool) -> tuple[Entry, ...]:
-    """Token embedding, final norm and, unless it is tied, the output layer."""
+    """Map the token embedding, the final norm and, unless it is tied, the output layer."""
     output = copy(OUTPUT, HF_OUTPUT, "v h", padded=True)
     return (
         copy(EMBEDDING, HF_EMBEDDING, "v h", padded=True),
@@ -78,7 +77,7 @@ def _qkv(kind: str, columns: str) -> Entry:
 
 
 def attention(qkv_bias: bool = False, qk_norm: bool = False) -> tuple[Entry, ...]:
-    """Input norm, grouped-query attention, output projection."""
+    """Map the input norm, grouped-query attention and output projection."""
     norms = tuple(
         layer_copy(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "d") for x in "qk"
     )
@@ -93,9 +92,9 @@ def attention(qkv_bias: bool = False, qk_norm: bool = False) -> tuple[Entry, ...
 
 
 def gated(megatron: str, hf: str, width: str = "f") -> tuple[Entry, ...]:
-    """The three matrices of a gated MLP.
+    """Map the three matrices of a gated MLP.
 
-    Args: megatron, hf: what precedes them behind the layer's name.  width: letter of their width.
+    Args: megatron, hf: their prefix after the layer's name.  width: letter of their width.
     """
     gate_up = tuple((f"{HF_LAYER}{hf}{name}_proj.weight", f"{width} h") for name in ("gate", "up"))
     return (
@@ -105,7 +104,7 @@ def gated(megatron: str, hf: str, width: str = "f") -> tuple[Entry, ...]:
 
 
 def gated_mlp(norm: str = "post_attention_layernorm.weight", width: str = "f") -> tuple[Entry, ...]:
-    """Norm and the three matrices of a gated MLP. Args: norm: its Hugging Face name.  width: see `gated`."""
+    """Map norm and matrices of a gated MLP. Args: norm: its Hugging Face name.  width: see `gated`."""
     return (
         layer_copy("pre_mlp_layernorm.weight", norm, "h", fused="mlp.linear_fc1.layer_norm_weight"),
         *gated("mlp.", "mlp.", width),
@@ -113,7 +112,7 @@ def gated_mlp(norm: str = "post_attention_layernorm.weight", width: str = "f") -
 
 
 def routed_experts() -> tuple[Entry, ...]:
-    """Router and one gated MLP per expert."""
+    """Map the router and one gated MLP per expert."""
     return (
         layer_copy("mlp.router.weight", "mlp.gate.weight", "e h"),
         *gated("mlp.experts.local_experts.{expert}.", "mlp.experts.{expert}."),
@@ -121,19 +120,19 @@ def routed_experts() -> tuple[Entry, ...]:
 
 
 def gated_experts() -> tuple[Entry, ...]:
-    """Norm, router and one gated MLP per expert."""
+    """Map the norm, the router and one gated MLP per expert."""
     return norm_before_experts(), *routed_experts()
 
 
 def norm_before_experts() -> Entry:
-    """The norm before experts in layers that are all alike."""
+    """Map the norm before experts in layers that are all alike."""
     norm = layer_copy("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "h")
     twin = f"{LAYER}mlp.linear_fc1.layer_norm_weight"  # megatron-core's local spec, even with experts
     return replace(norm, twin=twin)
 
 
 def decoder_table(spec: ModelSpec) -> tuple[Entry, ...]:
-    """Every tensor of a decoder that consists of the parts above."""
+    """Map every tensor of a decoder that consists of the parts above."""
     return (
         *embeddings(spec.tied_embeddings),
         *attention(spec.has_qkv_bias, spec.has_qk_norm),

@@ -1,4 +1,4 @@
-"""Callbacks on NeMo-RL's logger and checkpoint manager, for what the driver records and checks of a run."""
+"""Callbacks on NeMo-RL's logger and checkpoint manager, which record and check a run in the driver."""
 
 import json
 import logging
@@ -33,14 +33,14 @@ class Callback:
         """Take the metrics that NeMo-RL has logged, with those that were added."""
 
     def on_checkpoint(self, folder: Path) -> None:
-        """Put files into a checkpoint that NeMo-RL has begun."""
+        """Put files into a checkpoint that NeMo-RL has started."""
 
 
 @contextmanager
 def calling_back(
     callbacks: Sequence[Callback], logger: Any = None, checkpointer: Any = None
 ) -> Iterator[None]:
-    """Within the block, NeMo-RL's logger and checkpoint manager also call these, in this order."""
+    """Let NeMo-RL's logger and checkpoint manager call these, too, within the block and in this order."""
 
     def log(theirs: Callable[..., Any]) -> Callable[..., Any]:
         def log_metrics(metrics: dict[str, Any], step: int, *rest: Any, **named: Any) -> Any:
@@ -95,7 +95,7 @@ def name_of(prefix: str, name: str) -> str:
 
 @contextmanager
 def alone(recipe: Recipe) -> Iterator[None]:
-    """Within the block no other run, on either engine, can use the folders of this one.
+    """Lock the folders of a run within the block against other runs, on either engine.
 
     The locks end with the process that holds them, or with its node: a dead job stops no resume.
     """
@@ -139,17 +139,17 @@ class RunRecord(Callback):
 
 
 class ValidationSets(Callback):
-    """Adds the metrics of each of several validation sets; the whole's become the sets' means.
+    """Adds the metrics of each of several validation sets; the overall ones become the sets' means.
 
     NeMo-RL validates on all problems in their order, as one set, and records each response's reward.
     """
 
     def __init__(self, sets: Sequence[str], folder: Path, num_generations: int) -> None:
-        """Args: sets: of each validation problem, the name.  folder: NeMo-RL's logs."""
+        """Args: sets: name of each validation problem's set.  folder: NeMo-RL's logs."""
         self.sets, self.folder, self.num_generations = sets, folder, num_generations
 
     def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
-        """Group the responses of a validation; a trainer that has no pass_k samples one for each problem."""
+        """Group the responses of a validation; without pass_k there is one for each problem."""
         if prefix != "validation" or "accuracy" not in metrics or len(set(self.sets)) < 2:
             return {}
         size = self.num_generations if "pass_k" in metrics else 1
@@ -168,12 +168,12 @@ METRIC = "gen_kl_error"
 EXCEEDS = "gen_kl_error_exceeds_bound"
 """The driver's own metric: 1 for a step whose error is above the bound, else 0."""
 BF16_BOUND = 1e-2
-"""Rounding alone gives 1e-5 to 1e-3: NeMo-RL's tests of BF16 runs allow 0.002; stale weights gave 0.046."""
+"""Bound in BF16. Rounding gives 1e-5 to 1e-3; NeMo-RL's tests allow 0.002; stale weights gave 0.046."""
 FP8_BOUND = 3e-2
 """Bound with FP8 training or rollouts. NeMo-RL's tests of them allow a token_mult_prob_error of 1.1, which is
 0.007 for normally distributed differences and several times that with tails; stale weights gave 0.046."""
 LARGEST_STEP = math.log(1.2)
-"""Most by which a step moves a token's logprob in the mean, nats: where the ratio's usual clip stops it."""
+"""Largest mean change of a token's logprob in a step, nats: the usual clip of the ratio."""
 
 WARNING = (
     "step %d: %s is %.2g, above %.2g: rollout and policy disagree about the same tokens, so vLLM has other "
@@ -203,8 +203,8 @@ class RolloutCheck(Callback):
     ``gen_kl_error`` is the token mean of k3 between the rollout's logprobs and the policy's logprobs of the
     same tokens before its update; of several updates in a step NeMo-RL logs the mean. In synchronous training
     both use the same weights and differ only by rounding and kernels; asynchronous rollouts are older by some
-    steps. A refit that sends old or wrong weights raises no error, nor does a cache of what older weights
-    computed, but both show here.
+    steps. A refit that sends old or wrong weights, or a KV cache of older weights, raises no error but shows
+    here.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -217,7 +217,7 @@ class RolloutCheck(Callback):
         if metrics.get(LENGTH) == 0:
             log.warning(EMPTY, step)
         error, limit = float(metrics[METRIC]), bound(self.recipe, step)
-        exceeds = not error <= limit  # nan does
+        exceeds = not error <= limit  # NaN exceeds, too
         if exceeds:
             log.warning(WARNING, step, METRIC, error, limit)
         return {EXCEEDS: float(exceeds)}

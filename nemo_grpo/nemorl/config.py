@@ -1,4 +1,4 @@
-"""From a recipe to NeMo-RL's configuration: the recipe merged into NeMo-RL's shipped base.
+"""NeMo-RL's configuration of a recipe: the recipe merged into NeMo-RL's shipped base.
 
 A recipe with NeMo-RL's own data is complete: only its loss is replaced, if it names a variant.
 """
@@ -24,7 +24,7 @@ from nemo_grpo.support.errors import UserError
 log = logging.getLogger(__name__)
 
 FROM_THE_RECIPE = ("loss_fn", "nemo_grpo")
-"""Sections that replace the base's as a whole: its loss is not the one that trains."""
+"""Sections that replace the base's as a whole, because the base's loss does not train."""
 
 SFT_SECTIONS = ("policy", "data", "logger", "cluster", "checkpointing", "nemo_grpo")
 """Sections of the configuration for GRPO that supervised training has, too; the others are about rollouts."""
@@ -90,7 +90,7 @@ def nemo_rl_tree(recipe: Recipe, base: Mapping[str, Any]) -> Tree:
 
 
 def gather_before_refits(recipe: Recipe, tree: Tree) -> None:
-    """Set overlap_param_gather to false where the refit would send weights of before the step."""
+    """Set overlap_param_gather to false where the refit would send the weights from before the step."""
     is_mended = hasattr(
         compat.import_name("nemo_rl.models.policy.lm_policy:Policy"), "sync_params_before_refit"
     )
@@ -122,8 +122,8 @@ def sft_tree(recipe: Recipe, tree: Mapping[str, Any]) -> Tree:
 def sft_section(recipe: Recipe) -> dict[str, Any]:
     """Build NeMo-RL's section ``sft`` from the recipe's ``grpo``.
 
-    One validation batch holds all problems; NeMo-RL fills it up to whole microbatches of all ranks only if
-    it is not full.
+    One validation batch holds all problems. Its size is rounded up to whole microbatches on all ranks;
+    NeMo-RL pads a batch that is not full.
     """
     grpo, micro = recipe.grpo, recipe.policy.logprob_batch_size
     unit = micro * recipe.data_parallel_size

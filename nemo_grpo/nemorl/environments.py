@@ -257,7 +257,7 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
 
 @ray.remote(max_restarts=-1, max_task_retries=-1)  # stateless: a lost call can be repeated
 class TaskEnvironment(TaskEnvironmentImpl):
-    """The actor."""
+    """`TaskEnvironmentImpl` as a Ray actor."""
 
 
 def start_environment(config: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from nemo_grpo.recipe.schema import HEAD as HEAD
 from nemo_grpo.recipe.schema import V0_7_0 as V0_7_0
 
 TESTED = {V0_7_0: "the release 0.7.0", HEAD: "the commit 7ea279abf"}
-"""The package's version number is no guide: HEAD calls itself 0.6.0."""
+"""Version -> its name in messages. NeMo-RL's own number is no guide: HEAD calls itself 0.6.0."""
 BOTH = (V0_7_0, HEAD)
 
 EVERY_RUN = "every run"
@@ -25,7 +25,7 @@ NEMO_GYM = "recipes with NeMo-Gym's environments"
 DATA_PLANE = "recipes with data_plane.enabled"
 SINGLE_CONTROLLER = "recipes with async_rl"
 REHEARSAL = "rehearsals"
-"""Part of the package that needs a name."""
+"""Part of this package that needs a name, as the others above."""
 ELSEWHERE = (DATA_PLANE, SINGLE_CONTROLLER, ENTROPIES, STAGES, REHEARSAL)
 """Parts whose names the driver does not import; some need megatron-core or vLLM."""
 
@@ -68,7 +68,7 @@ class Name(NamedTuple):
             name our subclass, which must define every abstract method.
         why: purpose of the replacement.
         versions: the tested versions that have it.
-        part: who needs it.
+        part: the part of this package that needs it.
         returns: the result is unpacked by position.
         call: our arguments, as ``(_, _, processor=_)``; a class is called by its fields.
         reads: names that we expect on it: attributes, members of an enumeration, keys of a table.
@@ -106,7 +106,7 @@ class Name(NamedTuple):
 
 
 def _name(key: str, ours: str = "", repeated: bool = False, **fields: Any) -> Name:
-    """Make the name of a row of the file."""
+    """Make a `Name` from a row of the file."""
     how: How = next((how for how in get_args(How)[2:] if how in fields), "repeated" if repeated else "used")
     ours = fields.pop(how, ours)  # without nemo_grpo.nemorl
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

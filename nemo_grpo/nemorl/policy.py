@@ -57,7 +57,7 @@ def policy_factory(
         return learns_always or not has_no_gradient(data, config)
 
     class VariantPolicy(stock):
-        """NeMo-RL's policy; its base is known only where NeMo-RL is."""
+        """NeMo-RL's policy with the variant's tensors; the base class exists only with NeMo-RL installed."""
 
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
@@ -109,7 +109,7 @@ def policy_factory(
 
 
 def worker_class(recipe: Recipe) -> str | None:
-    """Name our worker that the recipe needs; None for NeMo-RL's own."""
+    """Name the worker class of ours that the recipe needs; None: NeMo-RL's own will do."""
     if recipe.loss_fn.needs_entropy:
         return ENTROPY_WORKER
     if not recipe.policy.megatron_cfg.enabled:

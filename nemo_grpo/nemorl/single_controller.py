@@ -1,7 +1,7 @@
 """NeMo-RL's single controller (``async_rl``): rollouts and training side by side over its data plane.
 
-NeMo-RL runs it in a Ray actor of its own. Here it runs in the driver's process, where the observers of logger
-and checkpoints and the signals already are; its code and its workers are the same.
+NeMo-RL runs it in a Ray actor of its own. Here it runs in the driver's process, which has the callbacks on
+logger and checkpoints and handles signals; its code and its workers are the same.
 
 A step's groups reach the estimator in chunks (async_rl.min_groups_for_streaming_train); the optimizer's step
 follows the last one.
@@ -80,7 +80,7 @@ class ChunkEstimator(VariantEstimator):
         return advantages
 
     def end_step(self) -> dict[str, list[float]]:
-        """Go on to the next step; returns the metrics of this one, means over its responses."""
+        """End the step; returns its metrics, means over its responses."""
         rows = [number for number, _ in self.chunks]
         names = self.chunks[0][1] if self.chunks else ()
         means = {name: [fmean([chunk[name] for _, chunk in self.chunks], rows)] for name in names}
@@ -92,7 +92,7 @@ class ChunkEstimator(VariantEstimator):
 class StepRecord:
     """The responses of a step and what they were trained with, for ``train_data_stepN.jsonl``.
 
-    Attributes: write: NeMo-RL's logger's `log_batched_dict_as_jsonl`.  step: the one that is recorded.
+    Attributes: write: `log_batched_dict_as_jsonl` of NeMo-RL's logger.  step: number of the recorded step.
     """
 
     def __init__(self, num_generations: int, *, scores: bool) -> None:
@@ -108,7 +108,7 @@ class StepRecord:
         self.chunks.append({RECORDED[name]: chunk[name] for name in self.columns})
 
     def end_step(self) -> dict[str, list[float]]:
-        """Write the rows and go on to the next step; returns what the other trainers log of them."""
+        """Write the rows and end the step; returns the metrics that the other trainers log."""
         rows = {name: _stacked([chunk[name] for chunk in self.chunks]) for name in self.chunks[0]}
         if self.write is not None:
             file = f"train_data_step{self.step}.jsonl"
@@ -133,7 +133,7 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 def streaming(base: Any, estimator: ChunkEstimator | None, record: StepRecord) -> Any:
     """Make `VariantPolicy` for the single controller, which trains by begin, chunks and finish.
 
-    Args: base: the class.  estimator: None for NeMo-RL's own loss.
+    Args: base: `VariantPolicy`.  estimator: None for NeMo-RL's own loss.
     """
 
     class StreamingPolicy(base):
@@ -158,9 +158,9 @@ def streaming(base: Any, estimator: ChunkEstimator | None, record: StepRecord) -
 
 
 def set_up(run: ClusterRun, tokenizer: Any, data: Data, context: StepContext) -> tuple[Parts, Any]:
-    """Let NeMo-RL set up its workers, and put our parts among what it gives to its controller.
+    """Let NeMo-RL set up its workers, and add our parts to those that it gives to its controller.
 
-    Args:    data: what NeMo-RL would read by itself.
+    Args:    data: replaces the data that NeMo-RL would read.
     Returns: (its parts by the names of NeMo-RL's `setup`, the controller).
     """
     compat.require(SINGLE_CONTROLLER)
@@ -226,7 +226,7 @@ def train(controller: Any, config: Any) -> None:
 
 @contextmanager
 def cut_prompts_left_out(manager: Any) -> Iterator[None]:
-    """Within the block, responses to a prompt that was cut, and those without a reward, do not train.
+    """Exclude responses to a cut prompt, and those without a reward, from training within the block.
 
     NeMo-RL's data mark a prompt cut at its longest length by a loss_multiplier of 0, which its other trainers
     read; a response has no reward where a function of the recipe abstains.
@@ -257,10 +257,10 @@ def cut_prompts_left_out(manager: Any) -> Iterator[None]:
 
 @asynccontextmanager
 async def watched_loop(interval_s: float, stall_timeout_s: float) -> AsyncIterator[None]:
-    """Within the block, end the process with its tracebacks if its event loop is blocked for too long.
+    """End the process with its tracebacks if its event loop is blocked for too long within the block.
 
-    NeMo-RL's own watchdog is a task of that loop: it cannot see that a call blocks it, and its driver, which
-    could, is this process.
+    NeMo-RL's own watchdog is a task of that loop, so it cannot see that a call blocks the loop. NeMo-RL's
+    driver could, but here it is this process.
 
     Args: stall_timeout_s: async_rl.stall_watchdog.stall_timeout_s.
     """

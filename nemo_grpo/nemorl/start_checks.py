@@ -25,13 +25,13 @@ ABSENT = 3
 """Exit code that means "absent"; any other code is no answer."""
 TIMEOUT_S = 60
 PATIENCE = 30.0
-"""Seconds for which an address may not answer, as while Ray starts."""
+"""Seconds to wait for an address to answer, as while Ray starts."""
 
 
 def check_async_save(master_config: Any) -> None:
     """Check that the workers have what asynchronous saving needs, the default of NeMo-RL after 0.7.0.
 
-    If it cannot be known (see `worker_python`), nothing is refused.
+    Nothing is refused if the workers' Python is unknown (see `worker_python`).
     """
     if compat.version() == compat.V0_7_0 or not value_of(master_config, ASYNC_SAVE, False):
         return

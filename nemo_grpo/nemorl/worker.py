@@ -1,4 +1,4 @@
-"""NeMo-RL's Megatron worker: at any temperature with pipeline parallelism, and with entropies.
+"""NeMo-RL's Megatron worker, correct at any temperature under pipeline parallelism, and with entropies.
 
 Imported on the workers only. `PolicyWorker` divides only logits by the temperature. `EntropyPolicyWorker`
 also returns each token's entropy from the forward pass that scores it. Entropies take the same path and the
@@ -71,7 +71,7 @@ def unpacked(packed: Tensor, starts: list[int], shape: tuple[int, int]) -> Tenso
 
     Args:    packed: [sum of padded lengths / CP], this rank's part.  starts: B + 1 offsets before CP.
              shape: (B, S) of the result.
-    Returns: [B, S]; index t is of position t - 1; 0 where there is none.
+    Returns: [B, S]; index t holds position t - 1; 0 without one.
     """
     cp = parallel_state.get_context_parallel_world_size()
     rows = packed.new_zeros(shape)
@@ -96,7 +96,7 @@ def scale_logits_only(output: Tensor, *arguments: Any, **named: Any) -> Tensor:
 
 
 class PolicyWorkerImpl(stock.MegatronPolicyWorkerImpl):
-    """NeMo-RL's, with `scale_logits_only`."""
+    """NeMo-RL's worker with `scale_logits_only`."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         compat.rebind("temperature", lambda _theirs: scale_logits_only)
@@ -104,7 +104,7 @@ class PolicyWorkerImpl(stock.MegatronPolicyWorkerImpl):
 
 
 class EntropyPolicyWorkerImpl(PolicyWorkerImpl):
-    """See the module."""
+    """`PolicyWorkerImpl` that also returns entropies."""
 
     in_reference = False
 
@@ -132,8 +132,7 @@ class EntropyPolicyWorkerImpl(PolicyWorkerImpl):
 
 @contextmanager
 def collected_entropies() -> Iterator[list[Tensor]]:
-    """Within the block NeMo-RL's worker scores with `EntropyPostProcessor`; yields the microbatches'
-    entropies.
+    """Score with `EntropyPostProcessor` within the block; yields the microbatches' entropies.
 
     NeMo-RL's worker keeps only the logprobs that its processor returns; the rest is collected here.
     """
@@ -164,4 +163,4 @@ class PolicyWorker(PolicyWorkerImpl):
 
 @_as_actor
 class EntropyPolicyWorker(EntropyPolicyWorkerImpl):
-    """The Ray actor."""
+    """`EntropyPolicyWorkerImpl` as a Ray actor."""

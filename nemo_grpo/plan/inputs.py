@@ -19,22 +19,22 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "a_proj", "b_proj", "self_
 
 @dataclass(frozen=True)
 class PlanInput:
-    """Everything beside the model's shape that memory depends on.
+    """Everything besides the model's shape that memory and time depend on.
 
     Attributes: train_tokens, score_tokens: of one microbatch, before context parallelism divides them.
                 num_microbatches: of one update on one data-parallel rank, at least.
-                recompute: "none", "full", or the modules that selective recomputation leaves out.
-                num_rollout_gpus: of their own; 0: rollouts share the GPUs that train.
+                recompute: ``("full",)``, or the modules that are recomputed selectively; empty: none.
+                num_rollout_gpus: GPUs that only sample; 0: rollouts share the GPUs that train.
                 logprob_chunk: tokens whose logits are held in FP32 at once; 0: all of a microbatch.
                 embedded: the recipe is the embedded engine's, which has no offloading.
                 precision_bytes: of a parameter.  keeps_reference: the engine holds the reference policy too.
                 has_penalty: a KL penalty alone needs the reference policy.
                 vllm_mx: FP8 with a scale per 32 numbers.  vllm_bf16_attention: FP8 leaves attention alone.
-                draft_tokens: that an engine drafts before each pass.  draft_layers: of the model that does;
-                    0: none, as with n-grams.
-                segment_nodes: that are in one NVLink domain; 0: as it happens.
+                draft_tokens: tokens drafted before each pass.  draft_layers: layers of the draft model; 0: no
+                    model, as with n-grams.
+                segment_nodes: nodes that share an NVLink domain; 0: not set.
                 replays_routes: the experts that the rollout chose go to training.
-                stop_token_ids: that end a response beside the model's own.
+                stop_token_ids: tokens that end a response, besides the model's own.
     """
 
     layout: Layout
@@ -101,7 +101,7 @@ class PlanInput:
 
 
 def plan_input(recipe: Recipe) -> PlanInput:
-    """The planner's view of a recipe."""
+    """Extract the planner's view of a recipe."""
     p, m = recipe.policy, recipe.policy.megatron_cfg
     fp8, lora = m.fp8_in_use, m.lora_in_use
     cluster = recipe.nemo_grpo.target == "cluster"

@@ -1,4 +1,4 @@
-"""Memory per GPU, in bytes. Every formula counts tensors; what is not counted is one stated allowance.
+"""Memory per GPU, in bytes. Every formula counts tensors; one stated allowance covers the rest.
 
 Conventions: h hidden size, q and kv widths of all query and all key heads, f feed-forward width, V
 vocabulary, L layers, t TP, p PP, c CP, BF16 = 2 bytes. Ranks of a pipeline differ, so everything is per stage
@@ -11,41 +11,41 @@ from nemo_grpo.plan.parameters import Counts, adapter_counts, attention_sizes, m
 
 GIB = 1024**3
 USABLE = 0.92
-"""Share of it that a plan may fill; the rest is for the allocator's fragments."""
+"""Share of a GPU's memory that a plan may fill; the rest is for the allocator's fragments."""
 
 ALLOWANCE = 6 * GIB
-"""Not computed: two CUDA contexts, NCCL buffers, GEMM workspaces, what a sleeping vLLM keeps."""
+"""Bytes not computed: two CUDA contexts, NCCL buffers, GEMM workspaces, a sleeping vLLM's remainder."""
 
 VLLM_WORKSPACE = 4 * GIB
-"""Not computed: activations of vLLM's largest prefill batch, and its CUDA graphs."""
+"""Bytes not computed: activations of vLLM's largest prefill batch, and its CUDA graphs."""
 
 PROCESS = (384 + 30) * 1024**2
-"""The embedded engine's interpreter with all imports, once a policy is built, and what rollouts and
-validations leave in the heap; measured on a CPU (the quickstart)."""
+"""Bytes of the embedded engine's interpreter once a policy is built, and of the heap that rollouts and
+validations leave; measured on a CPU (the quickstart)."""
 
 HEAP = 0.6
-"""Share of the embedded engine's activations that the backward pass's own tensors and the heap's freed ones
-add; measured on a CPU (benchmarks/plan_vs_measured.py)."""
+"""Share of the embedded engine's activations that comes on top: tensors of the backward pass and freed heap;
+measured on a CPU (benchmarks/plan_vs_measured.py)."""
 
 LOGIT_BYTES = 14
-"""Training, per logit: BF16 logits 2, FP32 copy 4, log-softmax 4, softmax kept for the backward pass 4."""
+"""Bytes per logit in training: BF16 logits 2, FP32 copy 4, log-softmax 4, softmax for the backward pass 4."""
 
 SCORE_LOGIT_BYTES = 10
-"""Scoring, per logit: BF16 2, FP32 4, log-softmax 4."""
+"""Bytes per logit in scoring: BF16 2, FP32 4, log-softmax 4."""
 
 CHUNKED_LOGIT_BYTES = 6
-"""With policy.logprob_chunk_size, per logit: BF16 logits 2, FP32 gradient 4; the rest per chunk only."""
+"""Bytes per logit with policy.logprob_chunk_size: BF16 logits 2, FP32 gradient 4; the rest per chunk only."""
 
 
 def trained_counts(shape: ModelSpec, setup: PlanInput, stage: int) -> Counts:
-    """Parameters of a stage that have gradients: all, or the adapters."""
+    """Count the parameters of a stage that have gradients: all, or the adapters."""
     if setup.lora_dim:
         return adapter_counts(shape, setup.layout, stage, setup.lora_dim, setup.lora_modules)
     return stage_counts(shape, setup.layout, stage)
 
 
 def weight_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
-    """BF16 parameters, adapters too; FP8 training keeps them and caches two FP8 copies of each matrix.
+    """Count BF16 parameters, adapters too; FP8 training also caches two FP8 copies of each matrix.
 
     2 n [+ 2 (linear + expert) under FP8: row-wise and column-wise, as Transformer Engine keeps them].
     """
@@ -56,12 +56,12 @@ def weight_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
 
 
 def gradient_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
-    """The whole gradient buffer of megatron-core's DDP, not sharded: BF16, or FP32 if it reduces in FP32."""
+    """Count the gradient buffer of megatron-core's DDP, unsharded: BF16, or FP32 if it reduces in FP32."""
     return setup.grad_bytes * trained_counts(shape, setup, stage).total
 
 
 def optimizer_bytes_per_parameter(setup: PlanInput) -> int:
-    """State of one parameter, before sharding.
+    """Count the optimizer state of one parameter, before sharding.
 
     Adam: FP32 parameter 4 and two moments 8; BF16 gradients are copied to FP32 for the update, 4. The
     precision-aware optimizer keeps the 16 bits that a BF16 parameter lacks instead of an FP32 copy, and reads
@@ -75,7 +75,7 @@ def optimizer_bytes_per_parameter(setup: PlanInput) -> int:
 
 
 def optimizer_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
-    """Optimizer state of one rank, sharded over DP x CP; an expert's over the ranks with the same expert."""
+    """Count one rank's optimizer state, sharded over DP x CP; an expert's over the ranks that hold it."""
     counts, each = trained_counts(shape, setup, stage), optimizer_bytes_per_parameter(setup)
     shards, expert_shards = (setup.shards, setup.expert_shards) if setup.distributed_optimizer else (1, 1)
     state = each * counts.dense // shards + each * counts.expert // expert_shards
@@ -83,14 +83,14 @@ def optimizer_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
 
 
 def layer_bytes_per_token(shape: ModelSpec, setup: PlanInput, recompute: tuple[str, ...] = ()) -> float:
-    """Bytes that one layer keeps of one token for its backward pass, with flash attention and no dropout.
+    """Count what one layer keeps of one token for its backward pass, with flash attention and no dropout.
 
     Inputs and outputs of both norms 8 h / s; q, k, v and the attention's output 2 (2 q + 2 kv) / t; its
     log-sum-exp 4 heads / t; [inputs of the norms on q and k 2 (q + kv) / t]; gate and up 4 f / t, their
     product 2 f / t. s is t with sequence parallelism, else 1. Experts: router 4 E; K chosen ones per token,
     each with input and output 4 h and 6 f / expert TP (balanced routing). Follows Korthikanti et al.
     (2205.05198) with a gated feed-forward layer, grouped queries and no stored attention matrix. Linear
-    attention is taken to keep what attention keeps.
+    attention is assumed to keep as much as attention.
 
     Args: recompute: megatron-core's names of modules whose inner tensors are not kept.
     """
@@ -109,7 +109,7 @@ def layer_bytes_per_token(shape: ModelSpec, setup: PlanInput, recompute: tuple[s
 
 
 def activation_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
-    """Activations of the layers of a stage at the peak of 1F1B.
+    """Count the activations of a stage's layers at the peak of 1F1B.
 
     min(p - stage, microbatches) microbatches in flight, each with tokens / c. Full recomputation keeps the
     input of each layer, 2 h / s, and at the peak all of one layer.
@@ -125,7 +125,7 @@ def activation_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
 
 
 def logit_bytes(shape: ModelSpec, setup: PlanInput, stage: int, *, scoring: bool = False) -> int:
-    """Logits and what is made of them, on the last stage; each rank has V / t of them per token."""
+    """Count logits and the tensors derived from them, on the last stage; a rank has V / t per token."""
     if stage != setup.layout.pipeline - 1:
         return 0
     tokens = (setup.score_tokens if scoring else setup.train_tokens) / setup.layout.context
@@ -137,7 +137,7 @@ def logit_bytes(shape: ModelSpec, setup: PlanInput, stage: int, *, scoring: bool
 
 
 def training_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> dict[str, int]:
-    """The training phase of one stage, part by part."""
+    """List the training phase of one stage, part by part."""
     if setup.embedded:
         return _embedded_bytes(shape, setup, stage)
     return {
@@ -151,7 +151,7 @@ def training_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> dict[str, 
 
 
 def _embedded_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> dict[str, int]:
-    """The embedded engine: its precision, FP32 gradients, and the sampler's and the reference's own weights.
+    """List the embedded engine's parts: its precision, FP32 gradients, weights of sampler and reference.
 
     Adam keeps two FP32 moments, and an FP32 copy of parameters that are not FP32. The sampler holds the whole
     model, whatever the layout.
@@ -176,7 +176,7 @@ def _embedded_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> dict[str,
 
 
 def _embedded_logit_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
-    """Logits and their gradient of the tokens of one part, and the FP32 gradient of the output matrix.
+    """Count one part's logits and their gradient, and the FP32 gradient of the output matrix.
 
     (`engine.megatron.output_layer`)
     """
@@ -189,7 +189,7 @@ def _embedded_logit_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int
 
 
 def _local_layer_bytes(shape: ModelSpec, setup: PlanInput) -> float:
-    """Bytes that one of megatron-core's local layers keeps of one token: no kernel is fused.
+    """Count what one of megatron-core's local layers keeps of one token: no kernel is fused.
 
     Inputs and outputs of both norms 4 h; q, k and v, q and k after rotation, the attention's output
     3 q + 3 kv; of the feed-forward layer gate and up 2 f, their copies, the activation and the product 3 f.
@@ -203,7 +203,7 @@ def _local_layer_bytes(shape: ModelSpec, setup: PlanInput) -> float:
 
 
 def scoring_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
-    """The scoring phase: weights, gradient buffer, one layer's activations, logits.
+    """Count the scoring phase: weights, gradient buffer, one layer's activations, logits.
 
     NeMo-RL moves the optimizer state to the CPU before, and keeps the reference policy there.
     """
@@ -217,13 +217,13 @@ def scoring_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
 
 
 def heaviest_stage(shape: ModelSpec, setup: PlanInput) -> int:
-    """The stage whose training phase needs most."""
+    """Find the stage whose training phase needs most."""
     stages = range(setup.layout.pipeline)
     return max(stages, key=lambda stage: sum(training_bytes(shape, setup, stage).values()))
 
 
 def rollout_weight_bytes(shape: ModelSpec, setup: PlanInput) -> int:
-    """vLLM's weights on one GPU: BF16, or FP8 for the matrices of the layers, and those of a draft model.
+    """Count vLLM's weights on one GPU: BF16, or FP8 for the layers' matrices, and those of a draft model.
 
     vLLM divides heads, feed-forward width, experts and vocabulary by its TP; a key head is copied where there
     are fewer of them than ranks. With expert parallelism whole experts lie on EP = DP x TP ranks. The vision
@@ -240,7 +240,7 @@ def rollout_weight_bytes(shape: ModelSpec, setup: PlanInput) -> int:
 
 
 def rollout_layer_bytes(shape: ModelSpec, setup: PlanInput) -> tuple[float, float]:
-    """(weights of a layer that every token reads, weights of one expert), bytes per GPU of a vLLM engine.
+    """Count (weights of a layer that every token reads, weights of one expert) per GPU of a vLLM engine.
 
     FP8: 1 byte; with MX, an 8-bit scale per 32 numbers, 33 / 32. Scales per 128 x 128 are not counted.
     """
@@ -250,7 +250,7 @@ def rollout_layer_bytes(shape: ModelSpec, setup: PlanInput) -> tuple[float, floa
 
 
 def rollout_layer_sizes(shape: ModelSpec, setup: PlanInput) -> tuple[float, float, float]:
-    """Weights of a layer per GPU of an engine: attention, feed-forward that all tokens read, one expert."""
+    """Count a layer's weights per GPU of an engine: attention, feed-forward of all tokens, one expert."""
     tp, h = setup.vllm_tensor, shape.hidden_size
     if shape.key_value_rank:
         divided, replicated = attention_sizes(shape)
@@ -268,11 +268,10 @@ def rollout_layer_sizes(shape: ModelSpec, setup: PlanInput) -> tuple[float, floa
 
 
 def cache_bytes_per_token(shape: ModelSpec, setup: PlanInput) -> float:
-    """Keys and values of one token on one GPU of a vLLM engine: 2 x layers x heads x head_dim x bytes.
-
-    Linear attention keeps a state for each sequence, not for each token, which is not counted.
+    """Count keys and values of one token per GPU of a vLLM engine: 2 x layers x heads x head_dim x bytes.
 
     Latent attention caches its compressed keys and values, whole on every rank: layers x (rank + rope).
+    Linear attention's state, one per sequence, is not counted.
     """
     layers = shape.attention_share * shape.num_layers / setup.vllm_pipeline
     if shape.key_value_rank:
@@ -282,10 +281,10 @@ def cache_bytes_per_token(shape: ModelSpec, setup: PlanInput) -> float:
 
 
 def cache_bytes(shape: ModelSpec, setup: PlanInput, gpu_bytes: int) -> int:
-    """Room for keys and values: vLLM's share of the GPU less its weights and workspace; may be negative."""
+    """Count the room for keys and values: vLLM's share less weights and workspace; may be negative."""
     return int(setup.vllm_share * gpu_bytes) - rollout_weight_bytes(shape, setup) - VLLM_WORKSPACE
 
 
 def refit_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
-    """The moment when the policy's weights go to vLLM on the same GPU: both copies."""
+    """Count both copies of the weights, as the policy hands its own to vLLM on the same GPU."""
     return 2 * stage_counts(shape, setup.layout, stage).total + rollout_weight_bytes(shape, setup) + ALLOWANCE

@@ -43,7 +43,7 @@ class Counts:
 
 
 def mixer_sizes(shape: ModelSpec) -> tuple[float, float]:
-    """`attention_sizes`, or the mean over all layers where some have linear attention."""
+    """Return `attention_sizes`, or the mean over all layers if some have linear attention."""
     share, sizes = shape.attention_share, attention_sizes(shape)
     if share == 1:
         return sizes
@@ -54,13 +54,12 @@ def mixer_sizes(shape: ModelSpec) -> tuple[float, float]:
 
 
 def attention_sizes(shape: ModelSpec) -> tuple[int, int]:
-    """(weights that TP divides, weights on every rank) of one layer's attention.
+    """Count (weights that TP divides, weights on every rank) of one layer's attention.
 
     Grouped queries: h (q + 2 kv) + [q + 2 kv if biased] + q h + [heads of sinks] + [q h for a gate], and
     [2 head_dim if q and k are normed] + [h if the output is biased].
-    Latent attention: the matrices up from both ranks and the output are divided, those down to them and
-    their norms are not; queries without a rank come from h. (megatron/core: attention.py,
-    multi_latent_attention.py.)
+    Latent attention: the up-projections and the output are divided, the down-projections and their norms are
+    not; queries without a rank come from h. (megatron/core: attention.py, multi_latent_attention.py.)
     """
     h = shape.hidden_size
     if shape.key_value_rank:
@@ -80,7 +79,7 @@ def attention_sizes(shape: ModelSpec) -> tuple[int, int]:
 def layer_counts(
     shape: ModelSpec, layout: Layout, *, is_dense: bool = False, is_linear: bool = False
 ) -> Counts:
-    """One transformer layer.
+    """Count the parameters of one transformer layer.
 
     linear     = (attention + [3 h f if dense] + [3 h f per shared expert]) / TP
     replicated = attention's + 2 h + [2 h if post norms] + [E h if experts]
@@ -104,7 +103,7 @@ def layer_counts(
 
 
 def stage_counts(shape: ModelSpec, layout: Layout, stage: int) -> Counts:
-    """One pipeline stage: its layers, and what stands at the ends.
+    """Count the parameters of a pipeline stage: its layers, and at the ends embedding, norm and output.
 
     Args: stage: 0 .. PP - 1.
     """
@@ -129,7 +128,7 @@ def stage_counts(shape: ModelSpec, layout: Layout, stage: int) -> Counts:
 def adapter_counts(
     shape: ModelSpec, layout: Layout, stage: int, dim: int, modules: tuple[str, ...]
 ) -> Counts:
-    """LoRA adapters of one stage, as Megatron-Bridge shards them.
+    """Count the LoRA adapters of one stage, as Megatron-Bridge shards them.
 
     Per matrix [out, in]: A is [dim, in], B is [out, dim]. In a column-parallel layer A is divided by TP along
     dim and B along out; in a row-parallel layer A along in and B along out.
@@ -147,5 +146,5 @@ def adapter_counts(
 
 
 def model_parameters(shape: ModelSpec) -> int:
-    """All parameters of the model, on one GPU."""
+    """Count all parameters of the model, on one GPU."""
     return stage_counts(shape, Layout(), 0).total

@@ -1,4 +1,4 @@
-"""Seconds of one step, phase by phase, and what follows from them: throughput, MFU, the run's time."""
+"""Seconds of one step, phase by phase, and the throughput, MFU and run time that follow from them."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -54,9 +54,9 @@ class StepTime:
         """Seconds of the step: the sum; or, where rollouts run A steps ahead, the longest of three.
 
         Training with the refit; engines that never wait; and (rollout + training) / (A + 1): responses for
-        step n + A are begun with the weights of step n, so that A + 1 steps hold a rollout and an update in
-        turn (NeMo-RL's replay buffer, algorithms/async_utils). If they have to end before a refit (NeMo-RL
-        without in_flight_weight_updates), both begin after one refit and end before the next, whatever A.
+        step n + A start with the weights of step n, so that A + 1 steps hold a rollout and an update in turn
+        (NeMo-RL's replay buffer, algorithms/async_utils). If responses must end before a refit (NeMo-RL
+        without in_flight_weight_updates), both start after one refit and end before the next, whatever A.
         """
         both = self.rollout + self.training
         if self.age and self.scenario.work.waits_for_rollouts:
@@ -82,9 +82,9 @@ UPDATE = ("forward and backward", "pipeline bubble", "gradients", "optimizer")
 
 
 def step_time(scenario: Scenario) -> StepTime:
-    """The time of one step of a cluster recipe.
+    """Predict the time of one step of a cluster recipe.
 
-    Each formula stands in the module of its phase. Rewards and the like are a fixed time and one per sample.
+    Each formula stands in the module of its phase. Rewards, data, logs take a time per step and sample.
     """
     setup, work, eff = scenario.setup, scenario.work, scenario.eff
     rollout, steady, validation = _rollout(replace(scenario, setup=_of_rollouts(setup)))
@@ -102,7 +102,7 @@ def step_time(scenario: Scenario) -> StepTime:
 
 
 def _of_rollouts(setup: PlanInput) -> PlanInput:
-    """The same for all layouts of training, so that a search computes each kind of rollout once."""
+    """Reset the training layout, so that a search computes each kind of rollout once."""
     return replace(setup, layout=Layout(), recompute=(), train_tokens=1, score_tokens=1, num_microbatches=1)
 
 
@@ -112,7 +112,7 @@ def _rollout(scenario: Scenario) -> tuple[dict[str, float], float, float]:
 
 
 def validation_seconds(scenario: Scenario) -> float:
-    """A rollout of the validation samples."""
+    """Predict a rollout of the validation samples."""
     work = scenario.work
     if not work.val_samples:
         return 0.0
@@ -121,18 +121,18 @@ def validation_seconds(scenario: Scenario) -> float:
 
 
 def num_tensors(shape: ModelSpec) -> int:
-    """Tensors of the Hugging Face model: 9 per dense layer, 6 and 3 per expert with experts, and 3."""
+    """Count the Hugging Face model's tensors: 3, 9 per dense layer, 6 + 3 per expert in a sparse layer."""
     per_sparse = 6 + 3 * (shape.num_experts + shape.num_shared_experts)
     return 3 + 9 * (shape.num_layers - shape.num_sparse_layers) + per_sparse * shape.num_sparse_layers
 
 
 def refit_seconds(scenario: Scenario) -> float:
-    """NeMo-RL gathers each tensor of the Hugging Face model on every rank and hands it to the engine there.
+    """Predict the refit: NeMo-RL gathers each Hugging Face tensor on every rank for the engine there.
 
-    2 x parameters over the network where ranks of several NVLink domains share the model or rollouts have
-    GPUs of their own, over NVLink where one domain holds it, and nothing where each GPU holds all of it.
-    Engines that share the GPUs load each tensor when it has come, and are put to sleep and woken besides;
-    those on other GPUs load one packed buffer while the next is on its way (nemo_rl/utils/packed_tensor.py).
+    2 x parameters go over the network if ranks of several NVLink domains share the model or rollouts have
+    GPUs of their own, over NVLink if one domain holds it, and nowhere if each GPU holds all of it. Engines
+    that share the GPUs load each tensor on arrival, and are also put to sleep and woken; those on other GPUs
+    load one packed buffer while the next is on its way (nemo_rl/utils/packed_tensor.py).
     """
     shape, setup, hardware, eff = scenario.shape, scenario.setup, scenario.hardware, scenario.eff
     layout, num_bytes = setup.layout, 2 * model_parameters(shape)
@@ -146,7 +146,7 @@ def refit_seconds(scenario: Scenario) -> float:
 
 
 def route_seconds(scenario: Scenario) -> float:
-    """Router replay: the K experts that each token chose in each sparse layer, at `ROUTES`.
+    """Predict router replay: the K experts that each token chose in each sparse layer, at `ROUTES`.
 
     An expert's number has 1 byte up to 128 experts and 2 above (nemo_rl/models/generation/interfaces.py).
     They go from the engines through Ray's object store to the driver, and from there to the ranks that train.
@@ -158,6 +158,6 @@ def route_seconds(scenario: Scenario) -> float:
 
 
 def checkpoint_seconds(shape: ModelSpec, setup: PlanInput, *, saves_optimizer: bool) -> float:
-    """2 bytes per parameter, and 12 of optimizer state, at `STORAGE` per training node."""
+    """Predict a checkpoint: 2 bytes per parameter, and 12 of optimizer state, at `STORAGE` per node."""
     num_bytes = model_parameters(shape) * (14 if saves_optimizer else 2)
     return num_bytes / (STORAGE * max(setup.world_size // setup.gpus_per_node, 1))

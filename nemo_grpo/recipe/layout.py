@@ -17,7 +17,7 @@ MOST_LOGITS = {"cpu": 2**25, "cuda": 2**27}
 
 @dataclass(frozen=True)
 class Layout:
-    """Division of the world; data parallelism takes what is left.
+    """Division of the world; data parallelism takes the rest.
 
     Attributes:
         tensor, pipeline, context, expert, expert_tensor: sizes of the model-parallel dimensions, 1 = off.
@@ -45,13 +45,13 @@ class Layout:
         return (2 * self.context if self.context > 1 else 1) * (self.tensor if self.sequence_parallel else 1)
 
     def tokens_at_once(self, vocab_size: int, device: str = "cpu") -> int:
-        """Tokens whose logits the embedded engine has in memory at a time."""
+        """Count the tokens whose logits the embedded engine has in memory at a time."""
         return max(1, MOST_LOGITS[device] * self.tensor // vocab_size)
 
     def stage_layers(self, num_layers: int) -> list[int]:
-        """Layers of each pipeline stage, as megatron-core's ``get_num_layers_to_build`` deals them out.
+        """Deal the layers out to pipeline stages, as megatron-core's ``get_num_layers_to_build`` does.
 
-        Rounds down where they do not divide; `stage_refusals` speaks against that.
+        Rounds down where they do not divide, which `stage_refusals` refuses.
         """
         first, last = self.first_stage_layers, self.last_stage_layers
         rest = num_layers - (first or 0) - (last or 0)
@@ -64,9 +64,9 @@ class Layout:
 def width_refusals(
     spec: ModelSpec, key: str, size: int, *, per_node: int | None = None, embedded: bool = False
 ) -> Iterator[str]:
-    """Why the tensor-parallel size under this key does not divide the model.
+    """Yield reasons why the tensor-parallel size under this key does not divide the model.
 
-    Args: per_node: GPUs of a node, which every remedy divides.
+    Args: per_node: GPUs of a node, divisible by every size in a remedy.
           embedded: as the embedded engine divides a model, with key heads of its own on every rank and a
           padded vocabulary; else ranks may share a key head.
     """
@@ -88,7 +88,7 @@ def width_refusals(
 
 
 def stage_refusals(spec: ModelSpec, layout: Layout) -> Iterator[str]:
-    """Why the layers cannot be split into these pipeline stages."""
+    """Yield reasons why the layers cannot be split into these pipeline stages."""
     given = [n for n in (layout.first_stage_layers, layout.last_stage_layers) if n is not None]
     rest, stages = spec.num_layers - sum(given), layout.pipeline - len(given)
     if stages < 0 or rest < stages or (stages and rest % stages) or (not stages and rest):
@@ -101,7 +101,7 @@ def stage_refusals(spec: ModelSpec, layout: Layout) -> Iterator[str]:
 
 
 def expert_refusals(spec: ModelSpec, layout: Layout) -> Iterator[str]:
-    """Why the experts cannot be split over these ranks."""
+    """Yield reasons why the experts cannot be split over these ranks."""
     ep, etp, experts = layout.expert, layout.expert_tensor, spec.num_experts
     if not experts and ep * etp > 1:
         yield f"{_KEY}.expert_model_parallel_size={ep}: {spec.name} has no experts; use 1"
@@ -115,7 +115,7 @@ def expert_refusals(spec: ModelSpec, layout: Layout) -> Iterator[str]:
 
 
 def _near(values: list[int], wanted: int) -> str:
-    """The values next to ``wanted``, below and above."""
+    """List the values next to ``wanted``, below and above."""
     chosen = {max((v for v in values if v < wanted), default=min(values))}
     chosen |= {v for v in values if v > wanted and v == min(u for u in values if u > wanted)}
     return " or ".join(map(str, sorted(chosen)))

@@ -22,7 +22,7 @@ class Section(BaseModel):
 
 
 class Switch(Section):
-    """A feature of NeMo-RL of which only this is read."""
+    """A feature of NeMo-RL of which only the switch is read."""
 
     enabled: bool = False
     """Use it."""
@@ -128,7 +128,7 @@ class Peft(Section):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Those of `LORA_LAYERS` that are adapted."""
+        """Members of `LORA_LAYERS` that are adapted."""
         chosen = self.target_modules or LORA_LAYERS
         return tuple(name for name in LORA_LAYERS if name in chosen and name not in self.exclude_modules)
 

@@ -106,7 +106,7 @@ class Policy(Section):
 
     @property
     def batches_by_tokens(self) -> bool:
-        """Tokens fill a microbatch, on both engines; train_micro_batch_size then divides nothing."""
+        """True if tokens fill a microbatch, on both engines; train_micro_batch_size then divides nothing."""
         return self.sequence_packing.enabled or self.dynamic_batching.enabled
 
     @property

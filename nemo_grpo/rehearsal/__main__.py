@@ -1,4 +1,4 @@
-"""``python -m nemo_grpo.rehearsal``: what `nemo-grpo rehearse` starts in the environment of NeMo-RL."""
+"""``python -m nemo_grpo.rehearsal``: the process that `nemo-grpo rehearse` starts in NeMo-RL's Python."""
 
 import argparse
 import json
@@ -78,7 +78,7 @@ def show(rehearsal: Rehearsal, stages: list[Stage], console: Console) -> None:
     """Print the stages, and below them the conditions."""
     table = Table("stage", "", "proof", title=f"rehearsal of {rehearsal.recipe.nemo_grpo.run_name}")
     for stage in stages:
-        proof = escape(stage.proof) if stage.ok else "see below"  # its paths are not to be broken
+        proof = escape(stage.proof) if stage.ok else "see below"  # paths must not wrap
         table.add_row(stage.name, "[green]ok[/]" if stage.ok else "[red]failed[/]", proof)
     console.print(table)
     failed = [f"{stage.name}: {stage.proof}" for stage in stages if not stage.ok]
@@ -87,7 +87,7 @@ def show(rehearsal: Rehearsal, stages: list[Stage], console: Console) -> None:
 
 
 def write(rehearsal: Rehearsal, stages: list[Stage]) -> None:
-    """Write the same for a program: ``rehearsal.json`` in the rehearsal's folder."""
+    """Write stages and conditions for programs: ``rehearsal.json`` in the rehearsal's folder."""
     found = {
         "recipe": rehearsal.recipe.nemo_grpo.run_name,
         "layout": str(rehearsal.layout),
@@ -135,7 +135,7 @@ def was_real(rehearsal: Rehearsal) -> Iterator[str]:
 
 
 def was_reduced(rehearsal: Rehearsal) -> Iterator[str]:
-    """Say the reduced layout, and each key of the recipe that could not stay."""
+    """Name the reduced layout, and each key of the recipe that had to change."""
     whole = small.ranks_of(rehearsal.recipe)
     if whole != rehearsal.layout:
         layout = rehearsal.layout

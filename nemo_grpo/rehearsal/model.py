@@ -27,7 +27,7 @@ HEAD_DIM = 32
 """The smallest head size of vLLM's attention on a CPU."""
 NUM_HEADS, NUM_LAYERS, FFN, NUM_EXPERTS = 4, 2, 256, 4
 NOT_SHRUNK = ("model_type", "layer_types", "max_window_layers")
-"""Keys of a config.json that are about its own number of layers, or given otherwise."""
+"""Keys of a config.json that depend on its own number of layers, or are set separately."""
 VOCABULARY = 1024
 """Maximum vocabulary of a tokenizer learnt for the rehearsal."""
 LEARNING_RATE, WARM_UP_STEPS = 3e-3, 30
@@ -43,7 +43,7 @@ MADE_TOKENIZER, OWN_TOKENIZER = "learnt from its prompts", "the recipe's"
 class RehearsalModel:
     """A folder that transformers, NeMo-RL and vLLM load.
 
-    Attributes: tokenizer, architecture: where they come from, one clause each for the report.
+    Attributes: tokenizer, architecture: their sources, one clause each for the report.
                 longest_prompt, longest_response: tokens, of the problems and of their demonstrations.
     """
 
@@ -70,7 +70,7 @@ def rehearsed_shape(recipe: Recipe) -> tuple[ModelSpec, str]:
 
 
 def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, str]:
-    """Make transformers' configuration of the recipe's family; also returns where its settings come from.
+    """Make transformers' configuration of the recipe's family; also returns the source of its settings.
 
     Everything that shapes the computation stays (biases, norms on q and k, tied embeddings, grouped heads,
     rotary scaling, experts); sizes shrink. Heads and layers stay divisible by 2, for TP and PP.
@@ -140,7 +140,7 @@ def make_model(recipe: Recipe, task: ToyTask, num_validation: int, folder: Path)
     rng = random.Random(0)
     held_out = task.validation_problems(num_validation) if num_validation else []
     learns = recipe.loss_fn.learns_from_demonstrations
-    # on demonstrations the driver encodes all of these before it starts
+    # with demonstrations the driver encodes all of these before it starts
     number = getattr(task.task, "num_train_problems", PROMPTS_CHECKED) if learns else 0
     first = [task.task.train_problem(index, recipe.grpo.seed) for index in range(number)]
     problems = [*(first or task.known), *held_out]
@@ -207,7 +207,7 @@ def _shown(encoder: Encoder, task: Any, problem: Problem, rng: random.Random) ->
 def pretrain(model: Any, stream: Iterator[Group], encoder: Encoder, num_steps: int, batch_size: int) -> None:
     """Train a transformers model in place on an endless stream of demonstrations.
 
-    Not by the embedded engine: the rehearsed families are more than those that it computes.
+    The embedded engine cannot train it: it computes fewer families than a rehearsal has.
     """
     import torch
 

@@ -1,8 +1,8 @@
 """A rehearsal's problems: the recipe's own if its files exist, else a few invented ones of the same kind.
 
-NeMo-RL's own data need a network. Sums in its `ResponseDataset` stand for them, or pictures that its class
-of the data set reads in place of its downloads; environment, processor and prompt stay. The small model
-learns to answer as NeMo-RL's environments read answers, so that its groups have signal.
+NeMo-RL's own data need a network. Sums in its `ResponseDataset` replace them, or pictures that the data set's
+class reads in place of downloads; environment, processor and prompt stay. The small model learns the form in
+which NeMo-RL's environments read answers, so that its groups have signal.
 """
 
 import json
@@ -39,7 +39,7 @@ COLORS = ("red", "green", "blue")
 OPENED = "<think>"
 NO_ANSWER = "so"
 LONGEST_DEMONSTRATION = 240
-"""Characters; longer demonstrations are cut to the answer, so that a few dozen tokens suffice."""
+"""Most characters of a demonstration; longer ones are cut to the answer, a few dozen tokens."""
 ENVIRONMENTS = ("math", "math_multi_reward")
 """NeMo-RL's environments whose rewards the small model can earn."""
 PROCESSORS = ("default", "math_data_processor", "math_hf_data_processor")
@@ -47,14 +47,14 @@ KEPT = ("env_name", "processor", "prompt_file", "system_prompt_file")
 PICTURED = {
     "clevr-cogent": ("MMInstruction/Clevr_CoGenT_TrainA_70K_Complex", "MMInstruction/Clevr_CoGenT_ValA")
 }
-"""Data set with images -> what NeMo-RL downloads for training and for validation."""
+"""Data set with images -> NeMo-RL's downloads for training and for validation."""
 
 
 @dataclass(frozen=True)
 class Problems:
     """Source of a rehearsal's problems.
 
-    Attributes: task: the recipe's ``nemo_grpo.task`` with these files, or what stands for NeMo-RL's data.
+    Attributes: task: the recipe's ``nemo_grpo.task`` with these files, or a stand-in for NeMo-RL's data.
                 prompt: the recipe's.  origin: a clause for the report.  are_real: they are the recipe's own.
     """
 
@@ -114,7 +114,7 @@ def _is_pictured(data: dict[str, Any]) -> bool:
 
 
 def _pictures(folder: Path, number: int, data: Mapping[str, Any]) -> FileTaskConfig:
-    """Make up problems, and write them as each download has its rows: image, problem, solution."""
+    """Make up problems, and write them with the columns of each download: image, problem, solution."""
     task = VisionClassificationConfig().made_up(folder, number)
     splits = (task.train_files, task.validation_files)
     for files, name in zip(splits, PICTURED[data["dataset_name"]], strict=True):
@@ -130,7 +130,7 @@ def _pictures(folder: Path, number: int, data: Mapping[str, Any]) -> FileTaskCon
 
 
 def _sums(folder: Path, number: int, _data: Mapping[str, Any]) -> FileTaskConfig:
-    """Make up sums, solved as every verifier reads it; their answers are few, so often given."""
+    """Make up sums, solved in a form that every verifier reads; few answers, so that many guesses hit."""
     problems = sorted(map(sum_problem, range(64)), key=lambda one: abs(int(one.answer) - 9))[: 2 * number]
     shown = [replace(one, metadata={"solution": f"Answer: \\boxed{{{one.answer}}}"}) for one in problems]
     return MathConfig(
@@ -141,7 +141,7 @@ def _sums(folder: Path, number: int, _data: Mapping[str, Any]) -> FileTaskConfig
 
 
 def _prompt(recipe: Recipe, nemo_rl: Path) -> Prompt:
-    """Read the prompt of NeMo-RL's data, in whose repository paths begin, as this package writes it."""
+    """Convert the prompt of NeMo-RL's data, whose paths are relative to NeMo-RL's repository."""
     _, data = data_sets(recipe)[0]
     files = (data.get(name) for name in ("prompt_file", "system_prompt_file"))
     template, system = (file and prompt_file(file, nemo_rl).read_text(encoding="utf-8") for file in files)
@@ -150,7 +150,7 @@ def _prompt(recipe: Recipe, nemo_rl: Path) -> Prompt:
 
 
 def data_settings(recipe: Recipe, task: TaskConfig) -> dict[str, Any]:
-    """Return the keys of the data: the task's, or what stands for NeMo-RL's, pictures by their own names."""
+    """Return the recipe's data keys: the task, or sums for NeMo-RL's data; pictures keep their data set."""
     if recipe.nemo_grpo.task is not None:
         return {"nemo_grpo.task": task.model_dump(mode="json")}
     settings: dict[str, Any] = {"grpo.max_num_epochs": MANY_EPOCHS}
@@ -207,14 +207,14 @@ class ToyTask:
         return self.best_response(rng.choice(self.known) if chance < 0.5 else problem, rng, thought)
 
     def best_response(self, problem: Problem, rng: random.Random, thought: str = NO_ANSWER) -> str:
-        """Find the short form of the answer, behind a thought, that the recipe rewards most."""
+        """Find the short form of the answer, after a thought, that the recipe rewards most."""
         candidates = [
             render_response(thought, problem.answer),
             render_response(thought, f"\\boxed{{{problem.answer}}}"),
             f"{thought}\nAnswer: \\boxed{{{problem.answer}}}",  # as NeMo-RL's environments read it
         ]
         shown = ""
-        with suppress(UserError):  # this task has none
+        with suppress(UserError):  # the task has no demonstrations
             shown = self.task.demonstration(problem, rng)
         has_turns = hasattr(self.task, "observe")
         if has_turns or (shown and len(shown) <= LONGEST_DEMONSTRATION):

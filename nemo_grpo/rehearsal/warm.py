@@ -25,11 +25,11 @@ from contextlib import suppress
 from typing import Any
 
 LONGEST = 1 << 20
-"""Bytes of a message at most; each is read whole, since the sockets keep their bounds."""
+"""Largest message, bytes; the sockets keep message boundaries, so each is read whole."""
 PATIENCE = 180.0
 """Seconds for which `run` waits while a server imports."""
 NOT_BEFORE_THE_FORK = "ray"
-"""Ray's C++ part reads a worker's environment when it is imported."""
+"""Package that only forks import, because its C++ part reads a worker's environment on import."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -92,7 +92,7 @@ class NotYet:
 
 
 def serve(path: str, modules: list[str]) -> list[str]:
-    """Import, then serve requests until the parent is gone; returns in every fork, with its arguments."""
+    """Import, then serve requests until the parent ends; every fork returns from here with its arguments."""
     parent, not_yet = os.getppid(), NotYet()
     sys.meta_path.insert(0, not_yet)
     try:
@@ -131,16 +131,16 @@ def _report_ends(running: dict[int, socket.socket]) -> None:
 
 
 def _end_abandoned(running: dict[int, socket.socket]) -> None:
-    """Kill the forks whose `run` was killed: whoever did so meant the command."""
+    """Kill the forks whose `run` was killed: the kill was meant for the command."""
     for pid, connection in running.items():
         try:
             is_gone = not connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
         except BlockingIOError:
             continue
-        except ConnectionError:  # it has not read all
+        except ConnectionError:  # `run` ended before it read everything
             is_gone = True
         if is_gone:
-            os.kill(pid, signal.SIGKILL)  # not waited for yet, so it is still this process
+            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
 
 
 def _fork(
@@ -157,7 +157,7 @@ def _fork(
         running[pid] = connection
         return None
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a driver saves at SIGTERM and goes on waiting
-    if os.getppid() != server:  # it ended before that
+    if os.getppid() != server:  # the server ended before prctl
         os._exit(1)
     os.setpgid(0, 0)  # Ray kills the whole group of a worker that has died
     for other in (listener, connection, *running.values()):

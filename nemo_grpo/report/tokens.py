@@ -84,7 +84,7 @@ def token_diagnostics(
 
 
 def _bounded(prepared: PreparedBatch, token_ids: Tensor) -> tuple[PreparedBatch, Tensor]:
-    """The first groups that have at most `MAX_MEASURED` tokens together; at least one."""
+    """Keep the first groups that have at most `MAX_MEASURED` tokens together; at least one."""
     batch = prepared.batch
     _, group = batch.group_ids.unique(return_inverse=True)
     kept = torch.bincount(group, weights=batch.mask.sum(1).double()).cumsum(0) <= MAX_MEASURED
@@ -96,9 +96,9 @@ def _bounded(prepared: PreparedBatch, token_ids: Tensor) -> tuple[PreparedBatch,
 
 
 def loss_gradients(objective: Objective, prepared: PreparedBatch) -> Tensor:
-    """[B, T]: N |d loss / d logp| at the step's start, N the tokens of ``prepared``; 0 off the mask.
+    """Compute [B, T]: N |d loss / d logp| at the step's start, N the tokens of ``prepared``; 0 off the mask.
 
-    The loss as the policy is trained on it, with its weights, its KL and its aggregation.
+    The loss is the one that trains the policy, with its weights, KL and aggregation.
     """
     batch = prepared.batch
     logprobs = batch.prev_logprobs.detach().clone().requires_grad_()
@@ -120,7 +120,7 @@ def loss_gradients(objective: Objective, prepared: PreparedBatch) -> Tensor:
 
 
 def top_shares(values: Tensor, shares: Sequence[float]) -> list[float]:
-    """Share of the total held by the largest values, for each share of their number (at least one).
+    """Compute the total's share held by the largest values, for each share of their number (at least one).
 
     Args: values: [N], >= 0, N >= 1.
     """
@@ -130,7 +130,7 @@ def top_shares(values: Tensor, shares: Sequence[float]) -> list[float]:
 
 
 def covariance_table(covariance: Tensor) -> dict[str, list[float]]:
-    """CW-GRPO Table 1: the covariance that a share of the positive (negative) tokens reaches or exceeds.
+    """Compute CW-GRPO Table 1: the covariance that a share of the positive (negative) tokens reaches.
 
     Returns: ``share``, ``positive``, ``negative``: as `TABLE_SHARES`, most extreme first; the last share
              is all of them: their smallest magnitude. 0 if there is none of that sign.
@@ -144,7 +144,7 @@ def covariance_table(covariance: Tensor) -> dict[str, list[float]]:
 
 
 def probability_bins(probability: Tensor, coefficient: Tensor, gradient: Tensor) -> dict[str, list[float]]:
-    """Statistics by probability, in `NUM_BINS` bins of equal width from 0 to 1.
+    """Compute statistics by probability, in `NUM_BINS` bins of equal width from 0 to 1.
 
     Returns: ``tokens``: share of the tokens; ``coefficient``: mean g; ``gradient``: share of the sum of
              g (1 - pi).
@@ -162,7 +162,7 @@ def probability_bins(probability: Tensor, coefficient: Tensor, gradient: Tensor)
 def token_tables(
     ids: Tensor, probability: Tensor, covariance: Tensor, gradient: Tensor, decode: Callable[[int], str]
 ) -> dict[str, list[list[Any]]]:
-    """The vocabulary's entries that stand out, each ``[text, count, mean probability, share]``.
+    """List the vocabulary's entries that stand out, each ``[text, count, mean probability, share]``.
 
     Returns: ``likely`` and ``unlikely``: largest and smallest mean probability (TR-GRPO section 3.3), share
              of the sum of g (1 - pi); ``covariance``: largest share of the sum of |c|; ``gradient``: largest
@@ -193,12 +193,12 @@ def token_tables(
 
 
 def _index(share: float, number: int) -> int:
-    """Position of the last of the first ``share`` of ``number`` ordered values; at least one counts."""
+    """Return the index of the last value within the first ``share`` of ``number``, which is not empty."""
     return min(number, max(1, round(share * number))) - 1
 
 
 def _floats(values: Sequence[Tensor] | Tensor) -> list[float]:
-    """Six digits of each, enough for a plot."""
+    """Round to six digits, enough for a plot."""
     if not isinstance(values, Tensor):
         values = torch.stack(list(values)) if values else torch.zeros(0)
     return [float(f"{value:.6g}") for value in values.tolist()]

@@ -11,7 +11,7 @@ from nemo_grpo.sampling.requests import Request, SamplingParams
 def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
     """Choose the next token of each row.
 
-    Inverse of the cumulative distribution at u: one random number per token, whatever the vocabulary.
+    Inverts the cumulative distribution at u: one random number per token, whatever the vocabulary.
 
     Args:    logits: [R, V].  uniforms: [R] float64 in [0, 1); None for greedy.
     Returns: tokens [R], and their logprobs [R] as in `Rollout`.
@@ -21,7 +21,7 @@ def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor | None) -> t
     if sampling.temperature != 1 and not sampling.greedy:
         scaled = scaled / sampling.temperature
     probabilities = scaled.softmax(-1)
-    total = probabilities.sum(-1)  # not quite 1: softmax's own sum is a rough one
+    total = probabilities.sum(-1)  # not quite 1: softmax rounds its own sum
     if not torch.isfinite(total).all():  # a NaN or +inf logit makes all probabilities of its row NaN
         raise FloatingPointError(
             "the model's logits are not finite: its weights hold NaN or inf, or overflow"
@@ -37,7 +37,7 @@ def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor | None) -> t
 
 
 def _filter(probabilities: Tensor, sampling: SamplingParams) -> Tensor:
-    """Probabilities [R, V] after top_k and then top_p, not renormalised; 0 for tokens that are left out."""
+    """Apply top_k, then top_p to probabilities [R, V]: 0 for tokens left out, the others unchanged."""
     if sampling.top_k is not None and sampling.top_k < probabilities.shape[-1]:
         smallest = probabilities.topk(sampling.top_k, dim=-1).values[:, -1:]
         probabilities = probabilities.masked_fill(probabilities < smallest, 0)
@@ -51,7 +51,7 @@ def _filter(probabilities: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def response_uniforms(request: Request) -> Tensor:
-    """Random numbers that stay with a prompt, whatever else is in the request.
+    """Draw random numbers that belong to a prompt, whatever else is in the request.
 
     Returns: [prompts x num_generations, max_new_tokens] float64 in [0, 1); a prompt's rows depend on the
              seed, its tokens, and how many times the same prompt came before it.

@@ -59,7 +59,7 @@ class HFGenerator(LocalGenerator):
         return nullcontext(self.model.state_dict())
 
     def _read(self, prompts: list[list[int]], prompt_of_row: Tensor, room: int) -> _Decoding:
-        """Left-padded; then every row gets its prompt's cache."""
+        """Read the prompts, left-padded, and give every row its prompt's cache."""
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
@@ -111,7 +111,7 @@ class _Decoding:
 
 
 def _random(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    # Initialisation draws from the global generator; whoever makes a generator must not notice.
+    # Initialisation draws from the global generator, whose state must stay as it was.
     with torch.random.fork_rng(devices=[]):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 

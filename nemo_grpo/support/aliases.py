@@ -14,8 +14,8 @@ VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_
 class Alias(NamedTuple):
     """One key and its other names.
 
-    Attributes: key: here.  trl, verl, openrlhf: names there, separated by spaces; empty: none.
-        remark: what differs.
+    Attributes: key: the recipe's.  trl, verl, openrlhf: names there, separated by spaces; empty: none.
+        remark: the difference.
     """
 
     key: str
@@ -27,14 +27,14 @@ class Alias(NamedTuple):
 
 @cache
 def table() -> tuple[Alias, ...]:
-    """The rows of `aliases.yaml`."""
+    """Read the rows of `aliases.yaml`."""
     return tuple(Alias(**row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()))
 
 
 def advice_on(name: str, *, also_same: bool = False) -> str:
-    """``"; TRL's delta is loss_fn.ratio_clip_c"`` and the remark, for another library's name; else empty.
+    """Return ``"; TRL's delta is loss_fn.ratio_clip_c"`` with the remark for another library's name; else "".
 
-    Args: also_same: for a key with this very name here, too, as it stood in another section.
+    Args: also_same: also for keys of the same name here, because it stood in another section.
     """
     found: dict[Alias, list[str]] = {}
     for alias in table():
@@ -49,7 +49,7 @@ def advice_on(name: str, *, also_same: bool = False) -> str:
 
 
 def advice_on_verl(key: str) -> str:
-    """As `advice_on`, for a key below one of verl's sections; else empty."""
+    """Return advice like `advice_on`'s for a key below one of verl's sections; else empty."""
     section, name = key.partition(".")[0], key.rpartition(".")[2]
     if section not in VERL_SECTIONS:
         return ""
@@ -58,7 +58,7 @@ def advice_on_verl(key: str) -> str:
 
 
 def markdown() -> str:
-    """The table of docs/coming_from.md."""
+    """Write the table of docs/coming_from.md."""
     lines: list[tuple[str, ...]] = [("here", *LIBRARIES, "remark"), ("---",) * 5]
     for alias in table():
         names = (", ".join(f"`{name}`" for name in column.split()) for column in alias[1:4])

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def value_of(node: Any, key: str, default: Any = None) -> Any:
-    """The value of a key; ``default`` where it is missing or null."""
+    """Return the value of a key; ``default`` where it is missing or null."""
     for name in key.split("."):
         node = node.get(name) if isinstance(node, Mapping) else getattr(node, name, None)
         if node is None:
@@ -14,7 +14,7 @@ def value_of(node: Any, key: str, default: Any = None) -> Any:
 
 
 def is_missing(tree: Any, key: str) -> bool:
-    """True if nested mappings lack a key; false where it, or a section above it, is null or another value."""
+    """True if nested mappings lack a key; False if it, or a section above it, is null or another value."""
     for name in key.split("."):
         if not isinstance(tree, Mapping) or name not in tree:
             return isinstance(tree, Mapping)
@@ -36,13 +36,13 @@ def set_value(node: Any, key: str, value: Any) -> None:
 
 
 def parents(key: str) -> list[str]:
-    """The sections that a key lies in, outermost first."""
+    """List the sections that contain a key, outermost first."""
     parts = key.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys and values of a nested mapping; an empty mapping counts as a value."""
+    """Yield keys and values of a nested mapping; an empty mapping counts as a value."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
@@ -52,7 +52,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def scalars(value: Any) -> Iterator[Any]:
-    """The scalars in a value: itself, or those of a list and of what its elements hold."""
+    """Yield the scalars in a value: itself, or those of nested lists and mappings, keys included."""
     if isinstance(value, Mapping):
         for key, below in value.items():
             yield from (key, *scalars(below))

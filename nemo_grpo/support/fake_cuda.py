@@ -19,13 +19,13 @@ FACTORIES = (
 
 
 def here(device: Any) -> Any:
-    """The CPU for a CUDA device or a GPU's number; anything else, such as a dtype, as it is."""
+    """Return the CPU for a CUDA device or a GPU's number; anything else, such as a dtype, unchanged."""
     is_gpu = type(device) is int or (isinstance(device, str | torch.device) and "cuda" in str(device))
     return CPU if is_gpu else device
 
 
 def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """A tensor factory for which a GPU means the CPU and pinned memory means memory."""
+    """Wrap a tensor factory: a GPU becomes the CPU, pinned memory plain memory."""
 
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Any:

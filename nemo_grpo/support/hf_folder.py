@@ -30,7 +30,7 @@ MAX_SHARD_SIZE = "5GB"
 
 
 def load_config(folder: Path) -> Any:
-    """The folder's transformers config object.
+    """Load the folder's transformers config object.
 
     Raises: UserError: it cannot be read.
     """
@@ -41,7 +41,7 @@ def load_config(folder: Path) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer.
+    """Load the folder's tokenizer.
 
     Raises: UserError: it cannot be read.
     """
@@ -54,7 +54,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Ids of the tokens that end this model's responses, the tokenizer's end of sequence first.
+    """List the tokens that end this model's responses, the tokenizer's end of sequence first.
 
     The others are ``eos_token_id`` of generation_config.json, else of config.json, at which transformers'
     ``generate`` stops: a chat model's turns often end in another token than its tokenizer's documents.
@@ -78,7 +78,7 @@ def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def stream_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the folder's safetensors files, one at a time in memory.
+    """Yield (name, tensor) of the folder's safetensors files, one at a time in memory.
 
     Raises: UserError: a file cannot be read.
     """
@@ -88,7 +88,7 @@ def stream_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_names(folder: Path) -> set[str]:
-    """Names of the tensors in the folder's safetensors files.
+    """List the names of the tensors in the folder's safetensors files.
 
     Raises: UserError: a file cannot be read.
     """
@@ -107,7 +107,7 @@ def _safetensors(folder: Path) -> Iterator[Any]:
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the folder's safetensors files, in memory.
+    """Load all tensors of the folder's safetensors files.
 
     Raises: UserError: a file cannot be read, or a tensor is not finite, which no training step could repair.
     """
@@ -143,7 +143,7 @@ def export(
     replaced.
 
     Args: source: the model folder that training started from; its side files are copied.
-          training: what the model card says; None: no card, of a model that a run will start with.
+          training: facts for the model card; None: no card, for a model that a run will start with.
     Raises: UserError: a weight is not finite, or not in this dtype.
     """
     tensors = {name: t.to(device="cpu", dtype=dtype, copy=True).contiguous() for name, t in named_tensors}
@@ -165,7 +165,7 @@ def export(
 
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """A folder under a temporary name; when the block ends it replaces ``target``."""
+    """Make a folder under a temporary name, which replaces ``target`` when the block ends."""
     temporary = target.with_name(f"tmp_{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -183,7 +183,7 @@ def export_adapter(
     Written under a temporary name and renamed, like `export`.
 
     Args: tensors: by PEFT's names, ``base_model.model.<module>.lora_A.weight`` and ``lora_B``.
-          source: the base model's folder.  training: what the model card says.
+          source: the base model's folder.  training: facts for the model card.
           dim, alpha: the update is alpha / dim B A.
     Raises: UserError: a matrix is not finite.
     """

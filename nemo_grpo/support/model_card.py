@@ -1,4 +1,4 @@
-"""The README.md of a Hugging Face folder: what the model is, as people and the Hub read it."""
+"""Model card: the README.md of an exported Hugging Face folder."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -15,9 +15,9 @@ from nemo_grpo.support.model_folder import is_hub_name, read_config
 
 CARD, _INFO = "README.md", "training_info.json"
 TAG = "nemo_grpo"
-"""Tag of the cards that this project writes; their base model is where their training began."""
+"""Tag of the cards that this project writes; their ``base_model`` is the model that training began with."""
 _ABOVE = 3
-"""Folders above a checkpoint up to its step's, which has `_INFO`, and above that up to the run's, at most."""
+"""Most folders from a checkpoint up to its step's, which has `_INFO`, and from there up to the run's."""
 _TEMPLATE = """---
 {{ card_data }}
 ---
@@ -40,7 +40,7 @@ class Training:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def value(self, kind: type, key: str) -> Any:
-        """A value of the recipe; None if it is not there, or of another kind."""
+        """Return a value of the recipe; None if it is missing or of another type."""
         found = value_of(self.recipe, key)
         return found if isinstance(found, kind) and str(found).isprintable() else None
 
@@ -63,7 +63,7 @@ def training_of(checkpoint: Path) -> Training:
 
 
 def _first(paths: Iterable[Path]) -> dict[str, Any]:
-    """The first object that can be read; a card is not worth a failed export."""
+    """Return the first mapping that can be read, else {}: a card must not fail an export."""
     from huggingface_hub import metadata_load
 
     for path in paths:
@@ -76,10 +76,10 @@ def _first(paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def base_model(training: Training, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Find the model that a training began with; the network is not asked.
+    """Find the model that a training began with, without the network.
 
-    Args:    folder: whose config.json an export has; the base's, where the recipe does not say.
-    Returns: its name on the Hub, else its folder's alone; ``base_model`` and its license, where known.
+    Args:    folder: source of the export's config.json; taken as the base if the recipe names none.
+    Returns: its name on the Hub, else its folder's name; ``base_model`` and its license, where known.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -96,7 +96,7 @@ def base_model(training: Training, folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _on_hub(folder: Path, head: Mapping[str, Any]) -> str | None:
-    """The name on the Hub of the model in a folder, or that from which this project trained it."""
+    """Find the Hub's name of a folder's model, or of the model that this project trained it from."""
     above, tags = folder.resolve().parent, head.get("tags")
     stated = head.get("base_model") if isinstance(tags, list) and TAG in tags else None
     if above.name == "snapshots":

@@ -26,18 +26,18 @@ from rich.table import Column
 log = logging.getLogger(__name__)
 
 METER_SECONDS = 1.0
-"""Least time between two notes of a `TokenMeter`."""
+"""Shortest time between two notes of a `TokenMeter`."""
 FIRST_SECONDS = 3.0
-"""When a note may be the first line of a log."""
+"""Time after which a note may be the first line of a log."""
 NAME_WIDTH, BAR_WIDTH = 24, 12
 """Columns of a terminal."""
 
 
 class Advance(Protocol):
-    """To be called after each piece of the work, from any thread."""
+    """Callback for each finished piece of the work, from any thread."""
 
     def __call__(self, note: str = "", amount: int = 1) -> None:
-        """``note``: where things stand (``"loss 0.31"``).  ``amount``: units in the piece."""
+        """Count a piece.  Args: note: as ``"loss 0.31"``.  amount: units in the piece."""
         ...
 
 
@@ -57,9 +57,9 @@ def progress(
 
     Args:    in_bytes: a unit is a byte; sizes and rates are shown as such.
              every_seconds: least time between two log lines (no terminal).
-             console: where the bar goes; None is standard error.
+             console: of the bar; None: standard error.
              bar: False: log lines on a terminal too, for work within other work that has a bar.
-             metered: a `TokenMeter` counts the units; its notes say what time is left.
+             metered: a `TokenMeter` counts the units; its notes give the time left.
     Returns: a context manager that gives the function to call after each piece.
     """
     console = console or Console(stderr=True)
@@ -77,7 +77,7 @@ def progress(
 
 @contextmanager
 def _log_lines_above(console: Console, stderr: TextIO) -> Iterator[None]:
-    """Within the block, print what is logged to ``stderr`` above the bar, on lines of its own."""
+    """Print log lines to ``stderr`` above the bar within the block."""
 
     class Above(io.StringIO):
         def write(self, text: str) -> int:
@@ -99,7 +99,7 @@ def _log_lines_above(console: Console, stderr: TextIO) -> Iterator[None]:
 
 
 def _columns(in_bytes: bool, metered: bool) -> list[ProgressColumn]:
-    """Name, count, bar and times keep their width; the note has what is left of the line."""
+    """Lay out the bar: name, count, bar and times keep their width, the note gets the rest of the line."""
 
     def cut(**widths: Any) -> Column:
         return Column(no_wrap=True, overflow="ellipsis", **widths)
@@ -113,7 +113,7 @@ def _columns(in_bytes: bool, metered: bool) -> list[ProgressColumn]:
 
 
 class TokenMeter:
-    """Counts what a sampler draws; shows rates and time left long before the first response has ended."""
+    """Counts a sampler's tokens; shows rates and time left long before the first response has ended."""
 
     def __init__(self, advance: Advance, num_responses: int, max_new_tokens: int) -> None:
         """Args: advance: of `progress` in responses.  num_responses: in all.  max_new_tokens: of one."""
@@ -122,13 +122,13 @@ class TokenMeter:
         self.start = self.last = time.monotonic()
 
     def __call__(self, num_tokens: int, num_ended: int) -> None:
-        """After each step of the sampler: tokens drawn in it, responses that ended with it."""
+        """Count a step of the sampler: tokens drawn in it, responses that ended with it."""
         self.num_tokens += num_tokens
         self.num_ended += num_ended
         self._count(num_ended)
 
     def recalled(self, num_responses: int) -> None:
-        """These need no sampling."""
+        """Count responses that need no sampling."""
         self._count(num_responses)
 
     def _count(self, num_responses: int) -> None:
@@ -141,8 +141,10 @@ class TokenMeter:
             self._num_untold = 0
 
     def note(self, seconds: float) -> str:
-        """``820 tokens/s, 2.1 responses/s, about 310 s left``; the length of those to come is that of those
-        that ended, or the longest possible one before any has."""
+        """Write ``820 tokens/s, 2.1 responses/s, about 310 s left``.
+
+        Responses to come are taken to be as long as those that ended; before any has, as long as possible.
+        """
         rate, ended = self.num_tokens / max(seconds, 1e-9), self.num_ended
         length = min(self.num_tokens / ended if ended else self.max_new_tokens, self.max_new_tokens)
         tokens_left = max((self.num_left + ended) * length - self.num_tokens, 0)
@@ -153,9 +155,9 @@ class TokenMeter:
 
 
 class _Lines:
-    """Logs the last unit, and others when enough time has passed since the line before.
+    """Logs the last unit, and others if enough time has passed since the previous line.
 
-    With a meter the first line comes after a few seconds already, before any unit is done.
+    With a meter the first line comes after a few seconds, even before any unit is done.
     """
 
     def __init__(

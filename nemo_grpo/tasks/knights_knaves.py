@@ -36,7 +36,7 @@ STATEMENTS: dict[str, tuple[str, Statement]] = {
 
 
 def meaning(kinds: tuple[str, str]) -> tuple[Statement, Statement]:
-    """The statements of both people: of the second the speaker is person 1."""
+    """Return the statements of both people; person 1 speaks the second."""
     (_, first), (_, (kind, *atoms)) = (STATEMENTS[kind] for kind in kinds)
     return first, (kind, *((1 - person, is_knight) for person, is_knight in atoms))  # type: ignore[return-value]
 
@@ -79,7 +79,7 @@ class KnightsKnaves:
         return held_out[:num_problems]
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
-        """Tries worlds in a random order, ``true`` or ``lie`` for each speaker, up to the first that fits."""
+        """Try worlds in a random order, ``true`` or ``lie`` for each speaker, up to the first that fits."""
         worlds = rng.sample(WORLDS, len(WORLDS))
         tried = attempts(meaning(problem.metadata["statements"]), worlds, _answer)
         return render_response(tried, problem.answer)

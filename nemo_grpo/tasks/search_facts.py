@@ -1,8 +1,8 @@
 """A small world of invented people, for learning to search without any download.
 
 Every fact is one passage (``The pet of Ava Stone is fox.``). A question asks for a fact of one person, or of
-that person's friend. Only the passages hold the answer, and no training question starts from a person that a
-validation question starts from.
+that person's friend. Only the passages hold the answer. Training and validation questions start from
+different people.
 """
 
 import random
@@ -47,7 +47,7 @@ class Facts:
         }
 
     def passages(self) -> list[Passage]:
-        """One for each fact."""
+        """Make a passage for each fact."""
         return [
             # Titled, so that a person's own passages come before those that only mention the name.
             Passage(f"{name}/{relation}", name, f"The {relation} of {name} is {person[relation]}.")
@@ -65,7 +65,7 @@ class Facts:
         return distinct(lambda _: self._draw(rng, held_out=True), num_problems)
 
     def queries(self, problem: Problem) -> list[str]:
-        """Searches that lead to the answer, one for each hop."""
+        """List the searches that lead to the answer, one for each hop."""
         name, relation, hops = (problem.metadata[key] for key in ("person", "relation", "hops"))
         if hops == 1:
             return [f"{relation} of {name}"]

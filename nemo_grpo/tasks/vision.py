@@ -23,7 +23,7 @@ _COUNT = re.compile(
     rf"(?<![\w.,\u2212\u2013{_NO_COUNT}-])(?<![{_NO_COUNT}]\s)\d{{1,9}}(?:\.0{{1,9}})?(?![\w,]|\.\d|\s?%)"
 )
 _SIGN = re.compile(r"(?<=\w)[+#]+(?!\w)|(?<!\w)-(?=\d)|(?<=\d)\.(?=\d)")
-"""Signs that make another label: ``C++``, ``A+``, ``-5``, ``1.5``."""
+"""Signs that distinguish labels: ``C++``, ``A+``, ``-5``, ``1.5``."""
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
 _NUMBER = re.compile(r"(?<![\w.])-?\d{1,9}(?:\.\d{1,9})?(?!\w|\.\d)")
@@ -60,7 +60,7 @@ class VisionGrounding(_Vision):
         return iou >= self.config.iou_threshold and iou > 0
 
     def overall(self, answered: Answered) -> dict[str, float]:
-        """``box_miou``: mean IoU of all responses; ``box_ciou``: sum of intersections / sum of unions."""
+        """Return ``box_miou``, mean IoU of all responses, and ``box_ciou``, summed intersections / unions."""
         pairs = [_boxes(problem, response) for problem, responses in answered for response in responses]
         areas = [shared_and_union(*pair) for pair in pairs]
         shared, union = (sum(column) for column in zip(*areas, strict=True))
@@ -71,8 +71,8 @@ class VisionGrounding(_Vision):
 class VisionClassification(_Vision):
     """Answer: a label; case, spaces, punctuation and underscores do not matter, signs as in ``C++`` do.
 
-    Of a problem with ``metadata.choices`` the answer is a letter, (A) for the first; the choice's own words
-    count too, as in VisualThinker-R1-Zero's evaluation on CV-Bench.
+    With ``metadata.choices`` the answer is a letter, (A) for the first; the choice's own words count too, as
+    in VisualThinker-R1-Zero's evaluation on CV-Bench.
     """
 
     def __init__(self, config: VisionConfig) -> None:
@@ -194,7 +194,7 @@ class VisionMathConfig(VisionConfig):
 
 
 def parse_box(answer: str) -> Box | None:
-    """The four numbers of an answer such as ``(10,20),(30,40)`` or ``[10, 20, 30, 40]``.
+    """Read the four numbers of an answer such as ``(10,20),(30,40)`` or ``[10, 20, 30, 40]``.
 
     Returns: the box with its corners in order; None unless there are exactly four numbers.
     """
@@ -210,13 +210,13 @@ def parse_box(answer: str) -> Box | None:
 
 
 def intersection_over_union(a: Box, b: Box) -> float:
-    """Area of the intersection over area of the union, in [0, 1]; 0 where both boxes are empty."""
+    """Divide the intersection's area by the union's: in [0, 1]; 0 where both boxes are empty."""
     shared, union = shared_and_union(a, b)
     return shared / union if union > 0 and math.isfinite(union) else 0.0
 
 
 def generalized_iou(a: Box, b: Box) -> float:
-    """IoU less the part of the boxes' hull that neither covers, in [-1, 1]; 0 where both boxes are empty."""
+    """Compute IoU less the share of the hull that neither box covers: in [-1, 1]; 0 for empty boxes."""
     _, union = shared_and_union(a, b)
     hull = _area((min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])))
     if not 0 < hull < math.inf:
@@ -225,7 +225,7 @@ def generalized_iou(a: Box, b: Box) -> float:
 
 
 def shared_and_union(a: Box, b: Box | None) -> tuple[float, float]:
-    """Areas of intersection and union; of one box alone 0 and its own area."""
+    """Compute the areas of intersection and union; without ``b`` 0 and the area of ``a``."""
     if b is None:
         return 0.0, _area(a)
     width = min(a[2], b[2]) - max(a[0], b[0])

@@ -1,7 +1,6 @@
 """Properties of an objective that let the engines leave out work, found by running it on small steps.
 
-A property that cannot be found, because the code fails on these steps, is taken as the one that leaves out
-nothing.
+If the code fails on these steps, the property gets the value that leaves out no work.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ WITHOUT_VALUES = ("size", "dim", "numel", "new_zeros", "new_ones", "new_full", "
 
 
 def _found(otherwise: bool) -> Callable[[Callable[["Probe"], bool]], Any]:
-    """A cached property that is ``otherwise`` where the objective fails on a small step."""
+    """Make a cached property that is ``otherwise`` if the objective fails on a small step."""
 
     def of(find: Callable[["Probe"], bool]) -> Any:
         def guarded(probe: "Probe") -> bool:
@@ -40,7 +39,7 @@ def _found(otherwise: bool) -> Callable[[Callable[["Probe"], bool]], Any]:
 
 
 class Probe:
-    """Finds the properties of one objective, each when it is first asked for."""
+    """Finds the properties of one objective, each on first access."""
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
@@ -121,7 +120,7 @@ class Probe:
 
 @contextmanager
 def _reads(watched: tuple[Tensor, ...]) -> Iterator[list[Any]]:
-    """Collects the functions that get one of these tensors and read its values."""
+    """Collect the functions that get one of these tensors and read its values."""
     from torch.overrides import TorchFunctionMode
 
     reads: list[Any] = []

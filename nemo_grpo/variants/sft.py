@@ -39,9 +39,9 @@ class SFT(VariantConfig):
         return self
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
-        """Every token of a response counts alike."""
+        """Give every token of a response advantage 1."""
         return Shaped(batch.counts, group_advantages(batch, normalization="none"))
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
-        """logp."""
+        """Return logp."""
         return TokenTerms(reinforce(prepared.batch.next_token_logprobs, prepared.advantages))

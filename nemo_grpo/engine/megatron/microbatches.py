@@ -1,4 +1,4 @@
-"""Microbatches: sequences computed together, by a number of rows or, packed, of tokens."""
+"""Microbatches: sequences computed together, limited in rows or, if packed, in tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ from nemo_grpo.engine.megatron.packing import PackedSequences
 
 @dataclass
 class Part:
-    """Rows of a microbatch whose logits are made, and whose loss is computed, at once.
+    """Rows of a microbatch whose logits and loss are computed at once.
 
-    Attributes: rows: of the step.  length: columns, as of the microbatch.
+    Attributes: rows: indices in the step.  length: the microbatch's columns.
                 outputs: logprobs, and entropies if any; none before the last pipeline stage.
     """
 
@@ -30,9 +30,9 @@ class Part:
 
 @dataclass
 class Microbatch:
-    """Rows of a step and the column count that holds their longest sequence; ``packed``: as one stream.
+    """Rows of a step, and the number of columns that holds their longest sequence.
 
-    Attributes: parts: of its rows, in their order.
+    Attributes: parts: its rows, split in their order.  packed: its rows as one stream.
     """
 
     rows: Tensor
@@ -42,9 +42,9 @@ class Microbatch:
 
 
 def plan_parts(num_tokens: Sequence[int], most: int) -> list[int]:
-    """Split rows into `Part`s of consecutive rows: as many as have at most ``most`` tokens, or one.
+    """Return the sizes of `Part`s of consecutive rows: at most ``most`` tokens each, or a single row.
 
-    Args: num_tokens: of each row, that have logits.
+    Args: num_tokens: tokens with logits, per row.
     """
     sizes, used = [0], 0
     for tokens in num_tokens:
@@ -56,12 +56,12 @@ def plan_parts(num_tokens: Sequence[int], most: int) -> list[int]:
 
 
 def own_share() -> tuple[int, int]:
-    """(data-parallel rank, number of them): which sequences this rank computes."""
+    """Return (data-parallel rank, number of ranks), which decide the sequences of this rank."""
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
 
 def by_gradient(has_gradient: Tensor, share: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """(rows to compute, rows to leave out).
+    """Split rows into (rows to compute, rows to leave out).
 
     Every data-parallel rank needs a row to compute: with too few, none is left out.
 
@@ -74,7 +74,7 @@ def by_gradient(has_gradient: Tensor, share: tuple[int, int]) -> tuple[Tensor, T
 
 
 def plan_rows(lengths: Tensor, size: int, share: tuple[int, int] = (0, 1)) -> list[Tensor]:
-    """This rank's rows, ``size`` of similar length at a time.
+    """Plan this rank's microbatches of ``size`` rows of similar length.
 
     Rows go round the ranks by length, so that each has about the same work.
 
@@ -85,7 +85,7 @@ def plan_rows(lengths: Tensor, size: int, share: tuple[int, int] = (0, 1)) -> li
 
 
 def plan_groups(group_ids: Tensor, share: tuple[int, int]) -> list[Tensor]:
-    """The rows of each group that this rank computes."""
+    """List the rows of each group that this rank computes."""
     rank, num_ranks = share
     return [torch.nonzero(group_ids == g).flatten() for g in group_ids.unique()[rank::num_ranks]]
 
@@ -93,11 +93,11 @@ def plan_groups(group_ids: Tensor, share: tuple[int, int]) -> list[Tensor]:
 def plan_bins(
     sequences: Sequences, capacity: int, share: tuple[int, int] = (0, 1), *, share_prompts: bool = True
 ) -> list[Tensor]:
-    """This rank's rows in bins of at most ``capacity`` tokens, by first fit decreasing.
+    """Pack this rank's rows into bins of at most ``capacity`` tokens, by first fit decreasing.
 
-    A unit that is not torn apart is one sequence or, with ``share_prompts``, the responses to one prompt as
-    far as they fit into one bin: their prompt then counts once. Ranks get equal numbers of rows, in the
-    order of the prompts, so that few prompts are computed on two ranks.
+    The indivisible unit is one sequence or, with ``share_prompts``, as many responses to one prompt as fit
+    into a bin: their prompt then counts once. Ranks get equal numbers of rows, in the order of the prompts,
+    so that few prompts are computed on two ranks.
 
     Args: capacity: at least the longest sequence.
     """

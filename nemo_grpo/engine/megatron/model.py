@@ -1,4 +1,4 @@
-"""From a model's spec to a megatron-core GPT model."""
+"""megatron-core GPT model, built from a model's spec."""
 
 import warnings
 from typing import Any
@@ -39,7 +39,7 @@ _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 def transformer_config(
     spec: ModelSpec, layout: Layout, dtype: torch.dtype, **overrides: Any
 ) -> TransformerConfig:
-    """megatron-core's configuration of a dense decoder.
+    """Build megatron-core's configuration of a dense decoder.
 
     Args: spec: of a family that the engine computes.  overrides: fields of TransformerConfig.
     """
@@ -105,7 +105,7 @@ class PackableGPTModel(GPTModel):
     def _preprocess(
         self, *args: Any, packed_seq_params: PackedSequences | None = None, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """As in the base class, but with rotary embeddings by position: several tokens may have the same."""
+        """Preprocess as the base class, but with rotary embeddings by position, which tokens may share."""
         if packed_seq_params is None or packed_seq_params.qkv_format != SHARED:
             return super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         decoder_input, _, *others = super()._preprocess(*args, **kwargs)
@@ -120,9 +120,9 @@ class PackableGPTModel(GPTModel):
         packed_seq_params: PackedSequences | None = None,
         **__: Any,
     ) -> Tensor:
-        """On the last stage hidden states [B, S, h] instead of logits, which `output_layer` makes in parts.
+        """Return hidden states [B, S, h] on the last stage, not logits, which `output_layer` makes in parts.
 
-        Of packed sequences [1, N, h], of the tokens that predict something.
+        Packed sequences give [1, N, h], of the tokens that predict something.
         """
         if not self.post_process:
             return hidden_states
@@ -133,8 +133,8 @@ class PackableGPTModel(GPTModel):
         hidden_states = hidden_states.transpose(0, 1).contiguous()
         if self.config.sequence_parallel:
             return hidden_states
-        # The gradients of the ranks' parts of the vocabulary add up. Contiguous: megatron-core 0.16 reduces a
-        # copy of others and returns what it was given.
+        # Gradients of the ranks' parts of the vocabulary add up. Contiguous, because megatron-core 0.16
+        # reduces a copy of other tensors and returns the tensor itself.
         return copy_to_tensor_model_parallel_region(hidden_states)
 
     @property

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
 
-# What Megatron-Bridge and NeMo-RL pass: optimizer state that any later layout can load.
+# As Megatron-Bridge and NeMo-RL pass it: any later layout can load such optimizer state.
 SHARDING = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -89,7 +89,7 @@ def _schedule(
 
 
 def install_adam() -> None:
-    """Make megatron-core use what is below where it found neither Transformer Engine nor Apex."""
+    """Make megatron-core use the functions below if it found neither Transformer Engine nor Apex."""
     if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         megatron_optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdam
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
@@ -101,15 +101,15 @@ def install_adam() -> None:
 def _l2_norm(
     _chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], _per_tensor: bool
 ) -> tuple[Tensor, None]:
-    """The norm of all tensors together, [1]; megatron-core's own waits for the GPU at every tensor."""
+    """Compute the norm of all tensors, [1]; megatron-core's own waits for the GPU at every tensor."""
     return torch.stack(torch._foreach_norm(tensors[0])).norm()[None], None
 
 
 def _scale(_chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], factor: float | Tensor) -> None:
-    """The second list becomes the first times a factor; megatron-core's own makes a copy in between."""
+    """Write the first list times a factor into the second; megatron-core's own makes a copy in between."""
     sources, targets = tensors
     with torch.no_grad():
-        torch._foreach_copy_(targets, sources)  # of gradients that are clipped: onto themselves
+        torch._foreach_copy_(targets, sources)  # clipping copies gradients onto themselves
         if factor != 1:
             torch._foreach_mul_(targets, factor)
 
@@ -171,7 +171,7 @@ class FusedLayoutAdam(torch.optim.Optimizer):
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [],
-                # adamw counts up what it is given; torch.tensor would wait for the GPU
+                # adamw increments the step that it gets; torch.tensor would wait for the GPU
                 [torch.full((), group["step"] - 1.0, device=p.device) for p in parameters],
                 fused=True,
                 lr=group["lr"],

@@ -1,11 +1,11 @@
-"""From hidden states to the loss, with the logits of a few tokens in memory at a time.
+"""Output layer and loss, with the logits of a few tokens in memory at a time.
 
-A token has as many logits as the vocabulary has tokens, and their gradient is as large: with all of a
-microbatch's they are most of a small model's activations. Here the rows of a microbatch go through the output
-layer in parts. A part's loss and gradient are computed before the next part's logits are made, so that only
-the gradient of the hidden states and of the weight are left of it. This takes no further matrix products,
-except for a part (one long sequence) of more than ``most`` tokens, whose logits are made again, piece by
-piece, once the gradient of its logprobs is known.
+A token has as many logits as the vocabulary has tokens, and their gradient is as large: for a whole
+microbatch they would be most of a small model's activations. Here the rows of a microbatch go through the
+output layer in parts. A part's loss and gradient are computed before the next part's logits, and leave only
+the gradients of the hidden states and of the weight. This takes no further matrix products, except for a part
+(one long sequence) of more than ``most`` tokens, whose logits are computed again, piece by piece, once the
+gradient of its logprobs is known.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Numbers = tuple[Tensor, Tensor | None]
 """(logprobs, entropies without gradient or None) of some tokens."""
 
 NumbersOf = Callable[[Tensor, slice], Numbers]
-"""(logits [n, V], which tokens they are) -> their `Numbers`, [n] each."""
+"""(logits [n, V], their tokens) -> `Numbers`, [n] each."""
 
 Part = tuple[slice, Callable[[Tensor, Tensor | None], Tensor]]
 """(tokens, their `Numbers` -> 0-d share of the loss)."""
@@ -31,10 +31,10 @@ _ROWS = 8192
 def loss_in_parts(
     hidden: Tensor, weight: Tensor, parts: Sequence[Part], numbers: NumbersOf, most: int
 ) -> Tensor:
-    """The sum of the parts' losses; its gradient is computed with it, unless gradients are disabled.
+    """Sum the parts' losses and, unless gradients are disabled, compute the gradient along with them.
 
     Args:    hidden: [N, h].  weight: [V, h], of the output layer; under tensor parallelism this rank's rows.
-             parts: tokens that follow one another, all of the N.
+             parts: consecutive tokens; together all N.
              numbers: called for at most ``most`` tokens at a time.
     Returns: 0-d; backward can be called once.
     """
@@ -53,7 +53,7 @@ def _without_gradient(hidden: Tensor, weight: Tensor, where: slice, numbers: Num
 
 
 def _pieces(where: slice, most: int) -> list[slice]:
-    """At most ``most`` tokens each; a context-parallel rank may have no token of a part, and one piece."""
+    """Split a part at every ``most`` tokens; without tokens (on a context-parallel rank), one empty piece."""
     last = max(where.stop, where.start + 1)
     return [slice(start, min(start + most, where.stop)) for start in range(where.start, last, most)]
 
@@ -116,7 +116,7 @@ def _loss_and_gradient(
 
 
 class _Products:
-    """The sum of some matrix products of the shape of ``like``; in FP32 if several are of 16-bit matrices."""
+    """Sum of matrix products shaped like ``like``; in FP32 if several products are of 16-bit matrices."""
 
     def __init__(self, like: Tensor, number: int) -> None:
         dtype = torch.promote_types(like.dtype, torch.float32)

@@ -3,10 +3,10 @@
     stream     prompt a, prompt b, ..., then response a1, a2, ..., b1, b2, ...      [1, T]
     positions  0 .. P_a - 1, 0 .. P_b - 1, ..., P_a .., P_a .., ..., P_b ..         for the rotary embedding
 
-All that a token passes alone (embedding, norms, matrices, the vocabulary) sees the stream; only attention
+Layers that treat each token alone (embedding, norms, matrices, the vocabulary) see the stream; only attention
 lays prompts and responses out in padded rows (`layers.CausalAttention`): a prompt attends to itself, a
-response to its prompt and itself. A prompt of G responses is so computed once instead of G times, and logits
-are made only where a response's token is predicted.
+response to its prompt and itself. So a prompt of G responses is computed once instead of G times, and logits
+are computed only where a response's token is predicted.
 
 Transformer Engine's attention has no shared prompts: there the stream is one whole sequence after the other,
 megatron-core's ``thd`` format. Under context parallelism a rank has two slices (`zigzag`) of the stream, or
@@ -25,15 +25,16 @@ from nemo_grpo.core.batch import Sequences, on_device
 from nemo_grpo.engine.megatron.parallel import zigzag, zigzag_multiple
 
 SHARED, THD = "shared prompts", "thd"
-"""`PackedSequences.qkv_format`; megatron-core knows the second one."""
+"""Values of `PackedSequences.qkv_format`; megatron-core knows the second one."""
 
 
 @dataclass(frozen=True)
 class PaddedRows:
     """Positions of a stream's tokens in padded rows, and back.
 
-    Attributes: inside: [R, L] bool.  token: [R x L] int64, the place's token (any one where padding).
-                place: [number of tokens] int64, the token's place.
+    Attributes: inside: [R, L] bool, False in padding.
+                token: [R x L] int64, the token at each place; arbitrary in padding.
+                place: [number of tokens] int64, each token's place.
     """
 
     inside: Tensor
@@ -42,23 +43,23 @@ class PaddedRows:
 
     @classmethod
     def of(cls, lengths: Tensor) -> Self:
-        """For rows of these lengths, one after the other."""
+        """Lay out consecutive rows of these lengths."""
         inside = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
         flat = inside.flatten()
         return cls(inside, (flat.cumsum(0) - 1).clamp(min=0), flat.nonzero()[:, 0])
 
     def lay_out(self, x: Tensor) -> Tensor:
-        """[tokens, ...] -> [R, L, ...]; what stands in the padding is finite, and its gradient is dropped."""
+        """Move [tokens, ...] to [R, L, ...]; padding holds finite values, whose gradient is dropped."""
         rows = _Move.apply(x, self.token, self.place, None)
         return rows.view(*self.inside.shape, *x.shape[1:])
 
     def collect(self, rows: Tensor) -> Tensor:
-        """[R, L, ...] -> [tokens, ...]; the padding's gradient is 0."""
+        """Move [R, L, ...] to [tokens, ...]; the padding's gradient is 0."""
         return _Move.apply(rows.flatten(0, 1), self.place, self.token, ~self.inside.flatten())
 
 
 class _Move(torch.autograd.Function):
-    """x[there]; every row of x that matters is taken exactly once, so the gradient is taken back by index."""
+    """x[there]; each row of x that matters is taken exactly once, so the gradient is a lookup by ``back``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor, without: Tensor | None) -> Tensor:
@@ -80,8 +81,8 @@ class AttentionPlan:
 
     Attributes:
         prompts: rows of tokens that attend causally among themselves, first in the stream.
-        responses: rows behind them in the stream; they attend causally to themselves, and to their prompt.
-        prompt_of: [responses] int64, that row.
+        responses: rows after them in the stream; they attend causally to themselves, and to their prompt.
+        prompt_of: [responses] int64, row of each response's prompt.
         bias: [responses, 1, L_r, L_p + L_r], 0 where a response's token attends, -inf where not.
     """
 
@@ -92,7 +93,7 @@ class AttentionPlan:
 
     @classmethod
     def shared(cls, prompt_lengths: Tensor, prompt_of: Tensor, lengths: Tensor, dtype: torch.dtype) -> Self:
-        """For prompts of these lengths, and responses (``lengths`` each, 0 allowed) that follow them."""
+        """Plan prompts of these lengths, and responses (``lengths`` each, 0 allowed) that follow them."""
         prompts = PaddedRows.of(prompt_lengths)
         if not lengths.any():
             return cls(prompts)
@@ -105,7 +106,7 @@ class AttentionPlan:
         return cls(prompts, responses, prompt_of, bias)
 
     def num_tokens(self) -> tuple[int, int]:
-        """Number of tokens in prompts, and in responses."""
+        """Count the tokens in prompts and in responses."""
         return len(self.prompts.place), 0 if self.responses is None else len(self.responses.place)
 
 
@@ -136,9 +137,9 @@ class PackedSequences(PackedSeqParams):
 def pack(
     sequences: Sequences, *, multiple: int, share_prompts: bool, dtype: torch.dtype, device: torch.device
 ) -> PackedSequences:
-    """The stream of these sequences, each without its last token, which predicts nothing.
+    """Pack sequences into a stream, each without its last token, which predicts nothing.
 
-    Args: multiple: what T shall be a multiple of; further tokens are put at the end and used by nobody.
+    Args: multiple: divides T; unused tokens at the end fill the stream up.
           share_prompts: False for the ``thd`` format.  dtype: of the attention's bias.
     """
     ids, lengths = sequences.input_ids, sequences.lengths
@@ -173,18 +174,18 @@ def pack(
         packed.own = zigzag(packed.input_ids.shape[1])
     else:
         _lay_out_as_thd(packed, lengths - 1, multiple)
-    return on_device(_own_share(packed), device)  # plans made on a GPU would wait for it again and again
+    return on_device(_own_share(packed), device)  # planning on a GPU would synchronise many times
 
 
 def _pad(packed: PackedSequences, places: Tensor, length: int) -> None:
-    """Move the stream's tokens to these places of one of this length; nobody uses what is between."""
+    """Move the stream's tokens to these places of a stream of this length; the gaps are padding."""
     packed.input_ids = packed.input_ids.new_zeros(1, length).index_copy(1, places, packed.input_ids)
     packed.positions = packed.positions.new_zeros(length).index_copy(0, places, packed.positions)
     packed.predicting = places[packed.predicting]
 
 
 def _lay_out_as_thd(packed: PackedSequences, lengths: Tensor, multiple: int) -> None:
-    """Whole sequences one after the other, padded for context parallelism; further padding is one more."""
+    """Lay out whole sequences, each padded for context parallelism; further padding is one more sequence."""
     padded = lengths + -lengths % zigzag_multiple()
     if rest := -int(padded.sum()) % multiple:
         padded = torch.cat([padded, padded.new_tensor([rest])])
@@ -198,7 +199,7 @@ def _lay_out_as_thd(packed: PackedSequences, lengths: Tensor, multiple: int) -> 
 
 
 def _first_rows(prompt_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(a row of each prompt, which prompt each row has)."""
+    """Return (one row of each prompt, each row's prompt)."""
     _, prompt_of = prompt_ids.unique(return_inverse=True)
     first = torch.empty(int(prompt_of.max()) + 1, dtype=torch.int64)
     first[prompt_of] = torch.arange(len(prompt_of))
@@ -206,7 +207,7 @@ def _first_rows(prompt_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _own_share(packed: PackedSequences) -> PackedSequences:
-    """Under context parallelism: what of the stream this rank predicts from, in its own share's places."""
+    """Keep the predictions of this context-parallel rank, at places in its own share of the stream."""
     own, length = packed.own, packed.input_ids.shape[1]
     if len(own) == length:
         return packed

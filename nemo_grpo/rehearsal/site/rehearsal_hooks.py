@@ -33,7 +33,7 @@ AFTER_IMPORT: dict[str, str] = {
 }
 """Module -> ``file:function`` of `nemo_grpo.rehearsal`, called with the module once it has been imported."""
 REPLACED: dict[str, dict[str, Any]] = {
-    # its wheel has no sources of the data sets' helpers, which reinforcement does not use
+    # the wheel lacks the sources of the data sets' helpers, which reinforcement does not use
     "megatron.core.datasets.utils": {"compile_helpers": lambda *_, **__: None},
     # the TransferQueue's actors run in the driver's Python; NeMo-RL has Ray install it by pip
     "nemo_rl.data_plane.adapters.transfer_queue": {"_TQ_RUNTIME_ENV_PATCHED": True},
@@ -59,7 +59,7 @@ def install() -> None:
 
 
 def use_newer_typing() -> None:
-    """NeMo-RL is for Python 3.13; below 3.12 pydantic refuses typing's own typed dictionaries."""
+    """Replace typing's typed dictionaries, which pydantic refuses below 3.12; NeMo-RL is for Python 3.13."""
     if sys.version_info < (3, 12):
         typing_extensions = importlib.import_module("typing_extensions")
         for name in ("TypedDict", "NotRequired", "Required", "override"):
@@ -120,7 +120,7 @@ class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _importer() -> str:
-    """Name of the module whose import statement is running."""
+    """Name the module whose import statement is running."""
     frame: Any = sys._getframe(2)
     while frame and "importlib" in frame.f_code.co_filename:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Python imports this at every start: on PYTHONPATH of the processes of a rehearsal, and nowhere else."""
+"""Start-up hook of a rehearsal's processes: Python imports it from their PYTHONPATH."""
 
 import os
 

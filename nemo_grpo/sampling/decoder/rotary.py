@@ -11,7 +11,7 @@ SCALED = ("linear", "llama3", "yarn")
 
 
 def unsupported(config: Any) -> str | None:
-    """Why rotations of this configuration cannot be computed; None: they can."""
+    """Explain why rotations of this configuration cannot be computed; None: they can."""
     kind = _parameters(config).get("rope_type", "default")
     if kind not in ("default", *SCALED):
         return f"rope_type={kind}"
@@ -26,9 +26,9 @@ def _parameters(config: Any) -> dict[str, Any]:
 
 
 class RotaryTable:
-    """Rotations of all positions that are asked for, computed once.
+    """Rotations by position, each computed once.
 
-    A head's values x_j and x_{j + D/2} are the two coordinates that angle position * frequency_j turns.
+    Position p turns a head's values (x_j, x_{j + D/2}) by the angle p * frequency_j.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
@@ -43,8 +43,8 @@ class RotaryTable:
         self._table = torch.empty(0, device=device)
 
     def upto(self, length: int) -> Tensor:
-        """[at least length, 2, D]: by position, cosines and sines as `rotate` takes them."""
-        if len(self._table) < length:  # grown by half, so that a long response's steps do not each make it
+        """Return [at least length, 2, D]: cosines and sines by position, as `rotate` takes them."""
+        if len(self._table) < length:  # grown by half, so that not every step of a long response grows it
             positions = torch.arange(
                 length + len(self._table) // 2, device=self._frequencies.device, dtype=torch.float
             )

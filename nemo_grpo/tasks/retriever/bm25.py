@@ -21,7 +21,7 @@ class BM25Retriever:
     """Lucene's BM25 (k1 = 1.5, b = 0.75), English stop words left out, no stemming.
 
     Equal scores keep the corpus's order, so that answers are the same on every machine. A passage that shares
-    no word with the query is never given.
+    no word with the query is never returned.
     """
 
     def __init__(self, passages: Sequence[Passage], index: Any) -> None:
@@ -29,12 +29,12 @@ class BM25Retriever:
 
     @classmethod
     def in_memory(cls, passages: Sequence[Passage]) -> Self:
-        """Over passages in memory; nothing is written."""
+        """Index passages in memory; nothing is written."""
         return cls(passages, _build(passages))
 
     @classmethod
     def of_file(cls, path: str | Path, cache: str | Path | None = None) -> Self:
-        """Over a JSONL file; the index is read from ``cache``, or built there if the file has changed.
+        """Index a JSONL file: read the index from ``cache``, or build it there if the file has changed.
 
         Args:   cache: folder; None: the corpus's path with ``.bm25`` appended.
         Raises: UserError: bm25s is not installed, the file holds no corpus, or the folder cannot be written.
@@ -76,7 +76,7 @@ def _build(passages: Iterable[Passage]) -> Any:
 
 
 def _words(texts: Iterable[str], *, as_ids: bool) -> Any:
-    texts = (unicodedata.normalize(_FORM, text) for text in texts)  # an accent is written in two ways
+    texts = (unicodedata.normalize(_FORM, text) for text in texts)  # accents have two encodings
     return _bm25s().tokenize(texts, stopwords=STOPWORDS, return_ids=as_ids, show_progress=False)
 
 

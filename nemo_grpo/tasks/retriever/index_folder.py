@@ -1,4 +1,4 @@
-"""An index on disk that is complete and of this corpus, or else rebuilt."""
+"""Folder of a corpus's index, rebuilt unless it is complete and matches the corpus."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ KEY = "key.json"
 
 
 def index_folder(folder: Path, key: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
-    """The folder with the index for ``key``; ``build`` fills it if it holds another one or none.
+    """Return the folder with the index for ``key``; ``build`` fills it if it holds another one or none.
 
     The new index appears under its name in one step, after it is complete: a killed build leaves none, and
     two concurrent builds both end with a complete one.

@@ -4,7 +4,7 @@
     ->  {"result": [[{"document": {"id", "title", "text", "contents"}, "score": 9.5}, ...], ...]}
 
 Without ``return_scores`` the documents stand in the lists by themselves. ``contents`` is the title, a line
-break and the text. The service asks nobody who he is.
+break and the text. The service has no authentication.
 """
 
 import signal
@@ -34,7 +34,7 @@ class RetrieveRequest(BaseModel):
 
 
 def application(retriever: Retriever, top_k: int) -> Starlette:
-    """The service of a retriever.  Args: top_k: passages per query for requests that do not say."""
+    """Make the service of a retriever.  Args: top_k: passages per query if a request gives no ``topk``."""
 
     async def retrieve(request: Request) -> JSONResponse:
         try:

@@ -1,7 +1,7 @@
 r"""Equality of two answers, each of which must be mathematics as a whole; a `worker` loads this file alone.
 
-Lists, relations, sets and brackets are split here; an expression is what latex2sympy2_extended's grammar
-reads to its end. A list has no order; a tuple is a point or an interval with its brackets, or a matrix.
+Lists, relations, sets and brackets are split here; latex2sympy2_extended's grammar must read an expression to
+its end. A list has no order; a tuple is a point or an interval with its brackets, or a matrix.
 """
 
 import operator
@@ -17,11 +17,11 @@ from sympy.core.evalf import PrecisionExhausted
 from sympy.core.function import AppliedUndef
 
 TOLERANCE = Rational(1, 10**6)
-"""Relative, where one of the answers has a decimal; two whole numbers are compared exactly."""
+"""Largest relative difference if one of the answers has a decimal; whole numbers are compared exactly."""
 DIGITS = 2000
-"""Decimal places in which irrational numbers agree that are equal."""
+"""Decimal places in which equal irrational numbers must agree."""
 _DROPPED = {"Eval_at", "Transpose", "Degree", "Formatting_group", "Dot_product", "Elementary_transforms"}
-"""Rules of the grammar of which its converter leaves something out."""
+"""Rules of the grammar that its converter reads only in part."""
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|.", re.DOTALL)
 _OPEN, _CLOSE = ("(", "[", "{", r"\{", r"\begin"), (")", "]", "}", r"\}", r"\end")
 _SIGNS = {"=": "==", "<": "<", ">": ">", r"\le": "<=", r"\ge": ">=", r"\neq": "!=", r"\in": "in"}
@@ -52,7 +52,7 @@ def tolerance(text: str) -> Rational:
 
 @lru_cache(500)
 def read(text: str) -> Any:
-    """A value of sympy, a list, a tuple or `Named`.  Raises: as `equal`."""
+    """Read a value of sympy, a list, a tuple or `Named`.  Raises: as `equal`."""
     parts, _ = split(text := text.strip(), ",;")
     if len(parts) > 1:
         return listed(parts)
@@ -73,13 +73,13 @@ def read(text: str) -> Any:
 
 
 def nested(text: str) -> list[tuple[str, int]]:
-    """The tokens, and after each the number of open brackets."""
+    """List the tokens, each with the number of brackets open after it."""
     tokens = _TOKEN.findall(text)
     return [*zip(tokens, accumulate((t in _OPEN) - (t in _CLOSE) for t in tokens), strict=True)]
 
 
 def split(text: str, separators: Any) -> tuple[list[str], list[str]]:
-    """The parts between the separators outside brackets, and these separators."""
+    """Split at the separators outside brackets.  Returns: the parts, and the separators."""
     parts, found = [""], []
     for token, depth in nested(text):
         if depth == 0 and token in separators:
@@ -160,7 +160,7 @@ def expression(text: str) -> Any:
 
 
 def check(node: Any) -> None:
-    """Raises: ValueError: the converter would leave out part of the tree, or guess."""
+    """Check a tree.  Raises: ValueError: the converter would leave out part of it, or guess."""
     rule = type(node).__name__.removesuffix("Context")
     if (
         rule in _DROPPED
@@ -175,7 +175,7 @@ def check(node: Any) -> None:
 
 
 def symbols(value: Any, marks: bool = False) -> set[Symbol]:
-    """The unknowns, or the units and words."""
+    """Collect the unknowns; with ``marks`` the units and words."""
     found = getattr(value, "free_symbols", ())
     return {one for one in found if one.name.startswith(("unit0", "word0")) == marks}
 
@@ -214,7 +214,7 @@ def same_equation(one: Named, other: Named, allowed: Rational) -> bool:
 
 
 def same_value(one: Expr, other: Expr, allowed: Rational) -> bool:
-    """Compares units, which one of the two may lack, and values, those of unknowns at three points."""
+    """Compare units, which either side may lack, and values; with unknowns, at three points."""
     units, others, percent = symbols(one, marks=True), symbols(other, marks=True), Symbol("unit0percent")
     if units and others and units != others:
         return False

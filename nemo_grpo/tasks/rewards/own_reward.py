@@ -68,7 +68,7 @@ class OwnReward:
         problems: Sequence[Problem],
         each: Callable[..., Any] = map,
     ) -> list[float | None]:
-        """One number per response; None where the function abstains, NaN where it failed, as the log says.
+        """Return a number per response; None where the function abstains, NaN where it failed (logged).
 
         Args: each: ``map``, or one that calls in parallel.
         """
@@ -111,7 +111,7 @@ class OwnReward:
         return [v for values, _ in replies for v in values], [e for _, errors in replies for e in errors]
 
     def _ask(self, given: dict[str, Any], count: int | None) -> tuple[list[float | None], list[str]]:
-        """(values, errors); ``count`` None: one response."""
+        """Return (values, errors); ``count`` None: one response."""
         reply = self.pool.ask(({name: given[name] for name in self.parameters}, count), count or 1)
         found = json.loads(reply) if reply else {"error": "no value within the limits on time and memory"}
         if "error" in found:
