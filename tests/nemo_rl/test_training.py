@@ -178,7 +178,7 @@ def test_a_run_that_reached_its_goal_is_known(tmp_path):
         "grpo.val_at_start=true",
     )
     if compat.version() == compat.V0_7_0:
-        with pytest.raises(UserError, match="stop_at_validation_metric=validation/accuracy"):
+        with pytest.raises(UserError, match='stop_at_validation_metric="validation/accuracy"'):
             Run(tmp_path, {"variant": "grpo"}, *overrides)
         return
     for accuracy, steps in ((0.4, 2), (0.5, 0)):
