@@ -9,24 +9,45 @@ from nemo_grpo.recipe.recipe import RECIPE_FILE
 from nemo_grpo.support.dotted import leaves
 from nemo_grpo.support.errors import UserError, reading
 
-
-def _keys(section: str, names: str) -> tuple[str, ...]:
-    return tuple(f"{section}{name}" for name in names.split())
-
-
 PLACES = (
-    *_keys("", "checkpointing. cluster. data.num_workers data_plane. logger."),
-    *_keys("nemo_grpo.", "engine. evaluation. export. max_failed_rewards run_name runs_dir"),
-    *_keys("nemo_grpo.", "warm_start.cache_dir"),
-    *_keys("policy.", "dynamic_batching. generation_batch_size generation.colocated. logprob_batch_size"),
-    *_keys("policy.", "make_sequence_length_divisible_by sequence_packing. train_micro_batch_size"),
-    *_keys("policy.generation.vllm_cfg.", "enable_expert_parallel enforce_eager env_vars"),
-    *_keys("policy.generation.vllm_cfg.", "expert_parallel_size gpu_memory_utilization"),
-    *_keys("policy.generation.vllm_cfg.", "pipeline_parallel_size tensor_parallel_size"),
-    *_keys("policy.megatron_cfg.", "activation_checkpointing checkpoint. context_parallel_size"),
-    *_keys("policy.megatron_cfg.", "empty_unused_memory_level env_vars expert_model_parallel_size"),
-    *_keys("policy.megatron_cfg.", "expert_tensor_parallel_size num_layers_in_ pipeline_model_parallel_size"),
-    *_keys("policy.megatron_cfg.", "recompute_ sequence_parallel tensor_model_parallel_size"),
+    "checkpointing.",
+    "cluster.",
+    "data.num_workers",
+    "data_plane.",
+    "logger.",
+    "nemo_grpo.engine.",
+    "nemo_grpo.evaluation.",
+    "nemo_grpo.export.",
+    "nemo_grpo.max_failed_rewards",
+    "nemo_grpo.run_name",
+    "nemo_grpo.runs_dir",
+    "nemo_grpo.warm_start.cache_dir",
+    "policy.dynamic_batching.",
+    "policy.generation.colocated.",
+    "policy.generation.vllm_cfg.enable_expert_parallel",
+    "policy.generation.vllm_cfg.enforce_eager",
+    "policy.generation.vllm_cfg.env_vars",
+    "policy.generation.vllm_cfg.expert_parallel_size",
+    "policy.generation.vllm_cfg.gpu_memory_utilization",
+    "policy.generation.vllm_cfg.pipeline_parallel_size",
+    "policy.generation.vllm_cfg.tensor_parallel_size",
+    "policy.generation_batch_size",
+    "policy.logprob_batch_size",
+    "policy.make_sequence_length_divisible_by",
+    "policy.megatron_cfg.activation_checkpointing",
+    "policy.megatron_cfg.checkpoint.",
+    "policy.megatron_cfg.context_parallel_size",
+    "policy.megatron_cfg.empty_unused_memory_level",
+    "policy.megatron_cfg.env_vars",
+    "policy.megatron_cfg.expert_model_parallel_size",
+    "policy.megatron_cfg.expert_tensor_parallel_size",
+    "policy.megatron_cfg.num_layers_in_",
+    "policy.megatron_cfg.pipeline_model_parallel_size",
+    "policy.megatron_cfg.recompute_",
+    "policy.megatron_cfg.sequence_parallel",
+    "policy.megatron_cfg.tensor_model_parallel_size",
+    "policy.sequence_packing.",
+    "policy.train_micro_batch_size",
 )
 """Keys or prefixes of keys that place a run, and do not change what it computes or measures."""
 

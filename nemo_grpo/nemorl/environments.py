@@ -241,13 +241,16 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
         """Compute mean reward, share of responses that ended, and their length, for NeMo-RL's evaluation."""
-        means = {"reward": "rewards", "fraction_of_samples_properly_ended": "is_end"}
-        means["generation_lengths"] = "generation_lengths"
-        found = {
-            name: torch.as_tensor(batch[key], dtype=torch.float32).mean().item()
-            for name, key in means.items()
+
+        def mean(key: str) -> float:
+            return torch.as_tensor(batch[key], dtype=torch.float32).mean().item()
+
+        return batch, {
+            "reward": mean("rewards"),
+            "fraction_of_samples_properly_ended": mean("is_end"),
+            "num_problems_in_batch": float(len(batch["rewards"])),
+            "generation_lengths": mean("generation_lengths"),
         }
-        return batch, {**found, "num_problems_in_batch": float(len(batch["rewards"]))}
 
     def shutdown(self) -> None:
         """End the threads and the workers of own rewards."""

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -183,20 +184,27 @@ def as_line(problem: Problem) -> str:
 
 
 def read_problems(
-    paths: Iterable[str | Path], *, with_images: bool = False, columns: Columns | None = None
+    paths: Iterable[str | Path],
+    *,
+    with_images: bool = False,
+    columns: Columns | None = None,
+    sets: Sequence[str] = (),
 ) -> list[Problem]:
     """All problems of some JSONL or Parquet files, in order.
 
     Args:    with_images: every problem needs ``metadata.images``, paths relative to its file; they come back
              joined to the file's folder.  columns: see `FileTaskConfig`.
+             sets: name of each file's validation set, for the metadata; none: they are not named.
     Raises:  UserError: a file is missing, a row is no problem, an id is repeated or an image is missing; the
              message names file and row.
     """
     problems: dict[str, Problem] = {}
-    for path in map(Path, paths):
+    for path, name in zip_longest(map(Path, paths), sets):
         for number, row in read_rows(path):
             where = f"{path}:{number}"
             problem = problem_of(row, columns or {}, where)
+            if name is not None:
+                problem = replace(problem, metadata={**problem.metadata, VALIDATION_SET: name})
             if problem.id in problems:
                 rule = "ids must be unique over all files"
                 if problem.id == f"{path.name}:{number}":  # as `problem_of` calls a row without one
@@ -211,22 +219,14 @@ def listed_problems(config: FileTaskConfig, key: str) -> list[Problem]:
 
     Raises: UserError: as `read_problems`; the message begins with the key.
     """
-    sets = config.validation_sets
-    listed = map(Path, config.train_files if key == "train_files" else sets.values())
+    is_training, sets = key == "train_files", config.validation_sets
+    listed = map(Path, config.train_files if is_training else sets.values())
     files = tuple((path, _state(path)) for path in listed)
-    columns = tuple(config.columns.items())
+    names = () if is_training or len(sets) < 2 else tuple(sets)
     try:
-        problems = list(_read_once(files, config.needs_images, columns))
-        if key == "train_files" or len(sets) < 2:
-            return problems
-        sizes = [len(_read_once((file,), config.needs_images, columns)) for file in files]
+        return list(_read_once(files, config.needs_images, tuple(config.columns.items()), names))
     except UserError as error:
         raise UserError(f"nemo_grpo.task.{key}: {error}") from error
-    names = (name for name, size in zip(sets, sizes, strict=True) for _ in range(size))
-    return [
-        replace(problem, metadata={**problem.metadata, VALIDATION_SET: name})
-        for name, problem in zip(names, problems, strict=True)
-    ]
 
 
 def _state(path: Path) -> tuple[int, int] | None:
@@ -234,13 +234,15 @@ def _state(path: Path) -> tuple[int, int] | None:
     return ((found := path.stat()).st_mtime_ns, found.st_size) if path.is_file() else None
 
 
-@lru_cache(maxsize=16)  # several rules ask for the same files
+@lru_cache(maxsize=4)  # several rules ask for the same files
 def _read_once(
     files: tuple[tuple[Path, tuple[int, int] | None], ...],
     with_images: bool,
     columns: tuple[tuple[Key, str], ...],
+    sets: tuple[str, ...],
 ) -> tuple[Problem, ...]:
-    return tuple(read_problems([path for path, _ in files], with_images=with_images, columns=dict(columns)))
+    paths = [path for path, _ in files]
+    return tuple(read_problems(paths, with_images=with_images, columns=dict(columns), sets=sets))
 
 
 def _with_images(problem: Problem, path: Path, where: str) -> Problem:
