@@ -39,8 +39,8 @@ DERIVED_DEFAULTS = {
     "nemo_grpo.evaluation.top_p": "policy.generation.val_top_p",
 }
 """A missing key -> the key whose value it takes, in this order."""
-FOLLOW_VAL_PERIOD = ("grpo.val_at_start", "grpo.val_at_end")
-"""Keys whose null means that a run validates then if it validates every grpo.val_period steps."""
+FOLLOW_VAL_PERIOD = ("val_at_start", "val_at_end")
+"""Keys of ``grpo`` whose null means that a run validates then if it validates every grpo.val_period steps."""
 
 DECLARED = frozenset(key for key, _ in model_keys(Recipe)).union(("loss_fn", "nemo_grpo"))
 """Keys with a type here; NeMo-RL's schema has those of the others."""
@@ -72,10 +72,10 @@ def _load(written: Written) -> Recipe:
     if errors := dotted_key_errors(tree):
         raise RecipeErrors(errors, known)
     settings, notes = host.adapted(tree, written.is_stock)
-    period = value_of(settings, "grpo.val_period", 0)
-    for key in FOLLOW_VAL_PERIOD:
-        if value_of(settings, key) is None and not is_missing(settings, key):
-            set_value(settings, key, isinstance(period, int) and period > 0)
+    if isinstance(grpo := settings.get("grpo"), dict):
+        period = grpo.get("val_period")
+        nulls = [name for name in FOLLOW_VAL_PERIOD if grpo.get(name, False) is None]
+        grpo |= dict.fromkeys(nulls, isinstance(period, int) and period > 0)
     errors = [*unknown_key_errors(settings), *type_errors(settings, DECLARED)]
     try:
         recipe = Recipe.model_validate(_with_derived_defaults(settings, references))

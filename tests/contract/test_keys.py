@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from nemo_grpo.recipe import load_recipe_dict, refuse_unsupported
+from nemo_grpo.recipe.interpolation import resolve
 from nemo_grpo.recipe.keys import is_known
 from nemo_grpo.recipe.loader import load_tree, merge
 from nemo_grpo.recipe.megatron_sections import Section
@@ -59,13 +60,14 @@ KEYS = dict(declared())
 
 
 @cache
-def tree_of(engine: str) -> dict[str, Any]:
-    return load_tree(ROOT / "recipes" / f"{ENGINES[engine]}.yaml")
+def settings_of(engine: str) -> dict[str, Any]:
+    """Without references, which take most of the time of loading a recipe."""
+    return resolve(load_tree(ROOT / "recipes" / f"{ENGINES[engine]}.yaml")).tree
 
 
 def refusal(engine: str, key: str, value: Any) -> str | None:
     """Why the engine's recipe is refused with this value."""
-    tree = merge({}, tree_of(engine))
+    tree = merge({}, settings_of(engine))
     set_value(tree, key, value)
     try:
         recipe = load_recipe_dict(tree)
