@@ -40,7 +40,7 @@ def weighted_k3(
 
 
 def with_score_function(kl: Tensor, next_token_logprobs: Tensor) -> Tensor:
-    """The same values; the gradient also sees that the policy chooses which tokens are averaged over.
+    """Add the score-function term to the gradient of a KL estimate; its values stay.
 
     kl exp(logp - sg(logp)):  d/dlogp = kl' + kl      (2506.09477; NeMo-RL's stock loss always does this)
 
@@ -51,9 +51,6 @@ def with_score_function(kl: Tensor, next_token_logprobs: Tensor) -> Tensor:
 
 
 def _excess_of_exp(x: Tensor) -> Tensor:
-    """exp(x) - x - 1, accurate near 0, where the plain sum would cancel; x clamped at `MAX_LOG_RATIO`.
-
-    Only from above: far below 0 the value is -x - 1, which cannot overflow.
-    """
-    x = x.clamp(max=MAX_LOG_RATIO)
+    """exp(x) - x - 1, accurate near 0, where the plain sum would cancel."""
+    x = x.clamp(max=MAX_LOG_RATIO)  # far below 0 it is -x - 1, which cannot overflow
     return torch.expm1(x) - x
