@@ -131,7 +131,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         floor = torch.finfo(dtype).min
         top = torch.full_like(chosen, floor)  # this shard's highest logit; sums are of z - top
         log_sum = torch.zeros_like(chosen)  # log sum exp(z - top)
-        total = torch.ones_like(chosen)  # sum of softmax's probabilities, which rounding keeps from 1
+        total = torch.ones_like(chosen)  # sum of softmax's probabilities, 1 but for rounding
         mean = torch.zeros_like(chosen)  # expectation of z - top over this shard
         for rows in _chunks(logits.shape[0] if shard.num_real else 0, chunk):
             z = shard.scaled(logits[rows], dtype, temperature)
@@ -151,7 +151,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         shard.reduce(sums, dist.ReduceOp.SUM)
         log_z = sums[1].log()  # of all shards, less `highest`
         entropies = log_z - sums[2] / sums[1] if with_entropy else None
-        share = (below + log_sum - log_z).exp_() / total  # this shard's probability over that of its softmax
+        share = (below + log_sum - log_z).exp_() / total  # makes this shard's softmax the whole vocabulary's
         ctx.save_for_backward(logits, targets, highest, log_z, share, entropies)
         ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
         ctx.set_materialize_grads(False)  # an output that nobody used costs nothing in backward

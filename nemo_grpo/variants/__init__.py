@@ -39,7 +39,7 @@ REFUSED_STOCK_KEYS = {
     "use_cispo": "use loss_fn.variant=cispo, or leave it out",
     "positive_example_nll_weight": "no variant has this term; leave it out",
 }
-"""Keys of NeMo-RL's own loss that ask for another objective than a variant's -> the remedy."""
+"""Keys of NeMo-RL's own loss that would change a variant's objective -> the remedy."""
 
 
 def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
@@ -65,7 +65,7 @@ def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
 
 
 def variant_class(name: str, key: str) -> type[VariantConfig]:
-    """The configuration class of a variant: one of `OBJECTIVES`, or an own ``my_file.py:MyVariant``."""
+    """Find a variant's configuration class: one of `OBJECTIVES`, or an own ``my_file.py:MyVariant``."""
     if is_reference(name):
         try:
             return load_class(name, VariantConfig, key)
@@ -119,7 +119,6 @@ def build_objective(variant: str, **parameters: Any) -> Objective:
 
     Args:    variant: a name of `OBJECTIVES`.  parameters: the recipe's ``loss_fn`` keys of that variant.
     Returns: `Objective` with ``prepare`` and ``loss``.
-    Raises:  UserError: as `parse_loss_fn`.
 
     Example:
         >>> objective = build_objective("grpo", ratio_clip_max=0.28)

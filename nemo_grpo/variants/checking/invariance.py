@@ -142,7 +142,7 @@ def agrees_with_differences(objective: Objective, batch: TokenBatch) -> str | No
 
 
 def _distance_to_differences(objective: Objective, batch: TokenBatch, *, held: bool) -> float:
-    """Largest difference between gradient and central difference, in units of what rounding explains."""
+    """Largest difference between gradient and central difference, in units of the rounding error."""
     prepared, step, hold = objective.prepare(batch, seed=SEED), 1e-6, Held(active=held)
 
     def loss(current: Tensor) -> Tensor:
@@ -209,8 +209,7 @@ def _compare(one: Any, other: Any, names: tuple[str, str], remedy: str) -> str |
 class Held:
     """Records what ``detach()`` and code under ``no_grad`` give in the first call; later calls get the same.
 
-    Of a loss whose detached values are held, the gradient is the derivative. The calls must take the same way
-    through the code.
+    With these values held, a loss's gradient is its derivative. All calls must run the same operations.
     """
 
     def __init__(self, *, active: bool = True) -> None:
@@ -219,7 +218,7 @@ class Held:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """One call of the loss."""
+        """Record or replay during one call of the loss."""
         if not self.active:
             yield
             return

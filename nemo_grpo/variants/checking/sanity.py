@@ -26,7 +26,7 @@ from nemo_grpo.variants.small_steps import (
 )
 
 NEAR = 0.8
-"""Likeness from which a name counts as a misspelt one."""
+"""Similarity from which a name counts as misspelt."""
 
 
 def names_are_known(config: VariantConfig) -> str | None:
@@ -45,10 +45,10 @@ def names_are_known(config: VariantConfig) -> str | None:
     return None
 
 
-def what_it_declares(
+def declared_inputs(
     config: VariantConfig, batch: TokenBatch
 ) -> tuple[TokenBatch, dict[str, tuple[str, Tensor]]]:
-    """The step as the engines give it to this variant.
+    """Leave out of a step the tensors that the variant does not declare, as the engines do.
 
     Returns: the step; field -> (declaration that asks for it, values) of what was left out.
     """
@@ -187,7 +187,7 @@ def is_finite(objective: Objective, batch: TokenBatch) -> str | None:
 
 
 def hard_steps(batch: TokenBatch) -> Iterator[tuple[str, TokenBatch]]:
-    """(what is hard about it, the step), in float32 and outliers in float64, too."""
+    """Yield (description, step) of numerically hard steps: all in float32, outliers in float64 too."""
     tensors = token_tensors(batch, torch.float32)
     plain = changed(batch, **tensors, rewards=batch.rewards.float())
     yield "ordinary numbers", plain
