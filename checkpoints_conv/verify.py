@@ -17,7 +17,7 @@ from checkpoints_conv.locate import Place, locate, open_model
 from nemo_grpo.core.lazy import torch
 from nemo_grpo.models import family_for
 from nemo_grpo.models.family import Family
-from nemo_grpo.models.stacked_tensors import whole_name
+from nemo_grpo.models.shared_mappings import whole_name
 from nemo_grpo.support.files import check_sha256
 from nemo_grpo.support.progress import progress
 

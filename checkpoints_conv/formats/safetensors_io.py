@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from checkpoints_conv.formats import quantized
 from checkpoints_conv.formats.dtypes import DTYPES, WEIGHT_DTYPES, Dtype, byte_view, num_bytes_of, tensor_of
 from checkpoints_conv.formats.pieces import Buffer, close_all, damaged, open_all, read_into
-from nemo_grpo.models.stacked_tensors import grouped, is_numbered, whole_shape
+from nemo_grpo.models.shared_mappings import grouped, is_numbered, whole_shape
 from nemo_grpo.support.errors import UserError, listed, reading
 from nemo_grpo.support.model_folder import INDEX, check_weights, weight_files, weight_map
 
@@ -80,7 +80,7 @@ class SafetensorsFolder:
     ) -> None:
         """Read every header and check it against the file.
 
-        Args: pieces: names and shapes of those in which tensors are to be read (`models.stacked_tensors`).
+        Args: pieces: names and shapes of those in which tensors are to be read (`models.shared_mappings`).
               aliases: beginnings of names in files -> those in the tables.
               decodes: FP8 and MXFP4 are read as bf16, and their scales are no tensors.
         """

@@ -13,11 +13,11 @@ from typing import Any
 from checkpoints_conv.formats.dtypes import Dtype, check_finite, num_bytes_of
 from checkpoints_conv.formats.pieces import close_all, crc32_of, write_from
 from checkpoints_conv.formats.safetensors_io import StoredTensor
-from nemo_grpo.models.stacked_tensors import grouped, whole_name, whole_shape
+from nemo_grpo.models.shared_mappings import grouped, whole_name, whole_shape
 from nemo_grpo.support.model_folder import INDEX
 
 Planned = tuple[str, Dtype, tuple[int, ...]]
-"""Name, dtype and shape of a tensor to be written, or of a piece (`models.stacked_tensors`)."""
+"""Name, dtype and shape of a tensor to be written, or of a piece (`models.shared_mappings`)."""
 
 
 def plan_shards(tensors: Iterable[Planned], max_shard_bytes: int) -> list[list[Planned]]:
