@@ -9,7 +9,7 @@ from nemo_grpo.core.advantages import implausible_advantage, overlong_penalty
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.random import step_seed
 from nemo_grpo.core.resampling import accumulate_groups
-from nemo_grpo.engine.megatron.results import Scores
+from nemo_grpo.engine.megatron.microbatches import Scores
 from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.engine.setup import Parts
 from nemo_grpo.engine.step_metrics import Clock, mean_metrics, mean_scores, sample_rows, signal_shares

@@ -152,7 +152,7 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes of the vision tower: w width, i MLP, m merged patches, o result, p numbers of a patch, n positions."""
+    """Sizes of the vision tower: w width, i MLP, m merged patches, o result, p one patch, n positions."""
     vision = config["vision_config"]
     width, patch = vision["hidden_size"], vision["patch_size"]
     return {

@@ -13,6 +13,8 @@ from nemo_grpo.tasks.base import Problem
 PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
 """The papers' prompts by name: fields of `Prompt`."""
 SLOT = "{question}"
+PROMPTS_CHECKED = 64
+"""Prompts encoded at a time before a run starts; of an endless stream of problems no more."""
 IMAGES = "vision tasks need the cluster engine (NeMo-RL), whose processor encodes images"
 
 
@@ -166,3 +168,31 @@ def check_vocabulary(prompt: Sequence[int], problem: Problem, vocab_size: int | 
             f"problem {problem.id!r}: the tokenizer gives token {max(prompt)}, and the model's vocab_size is "
             f"{vocab_size}; put the model's own tokenizer into its folder"
         )
+
+
+def encode_prompts(
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    prompt: Prompt,
+    *,
+    limit: int,
+    max_new_tokens: int,
+    vocab_size: int,
+) -> list[list[int]]:
+    """Encode each prompt, and check that a response fits.
+
+    Args:   limit: longest sequence, prompt and response.  vocab_size: the policy's.
+    Raises: UserError: a prompt leaves no room for a response, or the tokenizer is another model's; names the
+            problem.
+    """
+    prompts = encode_many(tokenizer, prompt, problems)
+    for tokens, problem in zip(prompts, problems, strict=True):
+        check_vocabulary(tokens, problem, vocab_size)
+        needed = len(tokens) + max_new_tokens
+        if needed > limit:
+            raise UserError(
+                f"policy.max_total_sequence_length={limit}: problem {problem.id!r} has a prompt of "
+                f"{len(tokens)} tokens, which with max_new_tokens={max_new_tokens} need {needed}; raise it, "
+                "or leave the problem out"
+            )
+    return prompts

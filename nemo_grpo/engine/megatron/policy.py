@@ -20,6 +20,8 @@ from nemo_grpo.engine.megatron.lora import Adapters, LoRASettings
 from nemo_grpo.engine.megatron.microbatches import (
     Microbatch,
     Part,
+    Scores,
+    UpdateResult,
     by_gradient,
     own_share,
     plan_bins,
@@ -31,7 +33,6 @@ from nemo_grpo.engine.megatron.model import build_model, transformer_config
 from nemo_grpo.engine.megatron.optimizer import SHARDING, clip_and_step, with_optimizer
 from nemo_grpo.engine.megatron.options import fp8_alignment
 from nemo_grpo.engine.megatron.packing import pack
-from nemo_grpo.engine.megatron.results import Scores, UpdateResult
 from nemo_grpo.engine.megatron.schedule import Loss, Pass
 from nemo_grpo.models import COMPUTED, read_spec
 from nemo_grpo.recipe.layout import Layout
