@@ -106,7 +106,7 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
     from nemo_grpo.engine import setup
     from nemo_grpo.sampling.generators import build_local
     from nemo_grpo.support.hf_folder import end_tokens, load_tokenizer
-    from nemo_grpo.tasks.environment import MultiTurnTask
+    from nemo_grpo.tasks.base import MultiTurnTask
 
     section = recipe.nemo_grpo
     if section.engine.generator == "vllm":

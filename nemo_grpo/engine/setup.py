@@ -32,7 +32,7 @@ from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.hf_folder import end_tokens, load_config, load_tokenizer, load_weights
 from nemo_grpo.tasks import Problem, Task
-from nemo_grpo.tasks.environment import make_ready
+from nemo_grpo.tasks.base import make_ready
 from nemo_grpo.tasks.prompts import PROMPTS_CHECKED, encode_prompts
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import RewardsFailed, Scorer

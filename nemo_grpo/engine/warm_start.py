@@ -33,7 +33,7 @@ from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.files import flush_tree, make_readable
 from nemo_grpo.support.hf_folder import export, no_transformers_bars
 from nemo_grpo.tasks import Prompt, Task
-from nemo_grpo.tasks.environment import make_ready
+from nemo_grpo.tasks.base import make_ready
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Task
-from nemo_grpo.tasks.environment import tags_of
+from nemo_grpo.tasks.base import tags_of
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_grpo.sampling.requests import Request, Rollout, Sampler, Turn
 from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.tasks import Task
-from nemo_grpo.tasks.environment import Episode, MultiTurnTask, Observed, tags_of
+from nemo_grpo.tasks.base import Episode, MultiTurnTask, Observed, tags_of
 from nemo_grpo.tasks.special_tokens import reserved_texts, special_tags
 
 TAIL_TOKENS = 32

@@ -51,7 +51,7 @@ TASKS: dict[str, type[TaskConfig]] = {
 
 
 def parse_task(section: Mapping[str, Any]) -> TaskConfig:
-    """The task configuration that a recipe's ``nemo_grpo.task`` section describes.
+    """Parse a recipe's ``nemo_grpo.task`` section.
 
     Args:    section: ``name`` and that task's parameters; an own task's name is ``my_file.py:MyTaskConfig``.
     Returns: the frozen configuration; ``build()`` makes the task.

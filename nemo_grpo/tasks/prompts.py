@@ -55,7 +55,7 @@ class Prompt(BaseModel):
 
 
 def chat_messages(prompt: Prompt, problem: Problem) -> list[dict[str, str]]:
-    """The conversation that ends with the question; its own system message replaces the recipe's.
+    """Build the conversation that ends with the question; its own system message replaces the recipe's.
 
     Only the slot is replaced; other braces stay, so that templates may hold LaTeX.
     """
@@ -66,7 +66,7 @@ def chat_messages(prompt: Prompt, problem: Problem) -> list[dict[str, str]]:
 
 
 def first_words(prompt: Prompt, task: Any) -> str:
-    """The response's prefix as the task reads it: one with think_is_open adds an open ``<think>`` itself."""
+    """Return the prefix as the task reads it: one with think_is_open adds an open ``<think>`` itself."""
     before, _, after = prompt.response_prefix.rpartition("<think>")
     is_added = getattr(task, "think_is_open", False) and "</think>" not in after
     return before + after if is_added else prompt.response_prefix
@@ -85,7 +85,7 @@ def check_image_prompt(prompt: Prompt) -> None:
 
 
 def image_message(prompt: Prompt, problem: Problem) -> dict[str, Any]:
-    """The only message of a prompt with images: the images, then the system text and the question."""
+    """Build the only message of a prompt with images: the images, then the system text and the question."""
     text = "\n\n".join(message["content"] for message in chat_messages(prompt, problem))
     images = [{"type": "image", "image": path} for path in problem.metadata["images"]]
     return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
@@ -94,19 +94,17 @@ def image_message(prompt: Prompt, problem: Problem) -> dict[str, Any]:
 def encode_prompt(
     tokenizer: Any, prompt: Prompt, problem: Problem, *, with_images: bool = False
 ) -> list[int]:
-    """Token ids up to where the response begins.
+    """Encode a prompt up to where the response begins.
 
     Args:   tokenizer: a Hugging Face tokenizer; with a chat template, if the prompt uses one.
-            with_images: an image becomes the placeholder that the chat template has for it; whoever samples
-            gives the images beside the tokens.
-    Raises: UserError: it has none, or the problem has images and they are not given.
+            with_images: images become the chat template's placeholders; the sampler gets the images.
     """
     text, with_special_tokens = _text(tokenizer, prompt, problem, with_images=with_images)
     return _open_ended(tokenizer, text, tokenizer(text, add_special_tokens=with_special_tokens)["input_ids"])
 
 
 def encode_many(tokenizer: Any, prompt: Prompt, problems: Sequence[Problem]) -> list[list[int]]:
-    """`encode_prompt` of each problem, with one call of the tokenizer."""
+    """Encode each problem's prompt, with one call of the tokenizer."""
     texts = [_text(tokenizer, prompt, problem) for problem in problems]
     if not texts:
         return []

@@ -1,4 +1,4 @@
-"""Word problems in two steps, for a model that reads English; answers are graded as the task `math` does."""
+"""Word problems in two steps, for a model that reads English; graded like the task `math`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class WordProblems(MathematicalAnswers):
         return distinct(lambda _: self._draw(rng, held_out=True), num_problems)
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
-        """Both steps as equations, then the answer in the form that ``format`` rewards."""
+        """Write both steps as equations, then the answer in the form that ``format`` rewards."""
         start, first, second = problem.metadata["numbers"]
         between = start + first
         steps = f"{_equation(start, first)}, {_equation(between, second)}."
@@ -67,7 +67,7 @@ class WordProblems(MathematicalAnswers):
 
 
 def _problem(rng: random.Random, numbers: tuple[int, ...], more_first: bool) -> Problem | None:
-    """Tell a story about the numbers; None if it would leave fewer than nothing."""
+    """Tell a story about the numbers; None if a count would be negative."""
     start, first, second = numbers
     changes = (first, -second) if more_first else (-first, second)
     if start + changes[0] < 0 or start + sum(changes) < 0:

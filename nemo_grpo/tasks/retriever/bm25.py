@@ -10,8 +10,7 @@ from typing import Any, Final, Self
 
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.retriever import Passage
-from nemo_grpo.tasks.retriever.corpus import Corpus, indexed_text
-from nemo_grpo.tasks.retriever.index_folder import index_folder
+from nemo_grpo.tasks.retriever.corpus import Corpus, index_folder, indexed_text
 
 STOPWORDS = "en"
 _FORM: Final = "NFC"
