@@ -1,4 +1,4 @@
-"""From a recipe to the parts of a run."""
+"""Builds the parts of a run from its recipe."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,19 @@ from nemo_grpo.engine import validation
 from nemo_grpo.engine.checkpoint_store import WEIGHTS, CheckpointStore, read_info
 from nemo_grpo.engine.checks import check_ranks, choose_device, choose_precision
 from nemo_grpo.engine.demonstrations import Demonstrations
-from nemo_grpo.engine.input_hashes import check_inputs, data_files, keep_inputs, model_files, resume_inputs
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import options, parallel
 from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.policy_checkpoint import load_policy
-from nemo_grpo.engine.resume import ANOTHER_RUN
+from nemo_grpo.engine.resume import (
+    ANOTHER_RUN,
+    check_inputs,
+    data_files,
+    keep_inputs,
+    model_files,
+    resume_inputs,
+)
 from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.saving import Saver
 from nemo_grpo.engine.trackers import open_trackers
@@ -117,17 +123,17 @@ class Parts:
         log.info("resuming from %s", checkpoint)
 
     def save(self) -> None:
-        """Write a checkpoint of this moment; with async_save it is complete some steps later."""
+        """Write a checkpoint of the present state; with async_save it is complete some steps later."""
         machine.release_freed_memory()
         info = {"state": asdict(self.state), "metrics": self.validated, "unlogged": self.pending}
         self.saver.save(self.state.step, info)
 
     @contextmanager
     def saved_before_failure(self) -> Iterator[None]:
-        """Before an error within the block ends the run, save the steps that were made.
+        """Save the finished steps if an error within the block ends the run.
 
-        Of several ranks all must fail, since a save waits for every one. A policy whose logits are not finite
-        is not worth saving.
+        Several ranks must all fail, since a save waits for each. A policy whose logits are not finite is not
+        saved.
         """
         position = self.state.next_problem
         try:

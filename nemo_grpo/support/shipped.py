@@ -52,7 +52,7 @@ def recipe_file(given: str | Path) -> Path:
 
 
 def named(name: str) -> Path | None:
-    """Find the shipped recipe of a name, with or without `SCHEME`, folder and ending; None: no such recipe."""
+    """Find the shipped recipe of a name, with or without `SCHEME`, folder and ending; None: no such one."""
     name, root = _bare(name), folder("recipes")
     if (file := root / f"{name}.yaml").is_file() and ".." not in file.parts:
         return file

@@ -1,4 +1,4 @@
-"""megatron-core on CPU and gloo: the few places that insist on CUDA, answered for the CPU.
+"""Patches that let megatron-core run on CPU and gloo.
 
 megatron-core's arithmetic runs anywhere; what stops it on a CPU is some forty calls such as
 ``torch.cuda.current_device()`` and ``device="cuda"``. `install` gives every ``megatron.core`` module a
