@@ -79,7 +79,7 @@ def hf_to_megatron(
 
 
 class _Conversion:
-    """The checked plan of one conversion."""
+    """One conversion, checked before it starts."""
 
     def __init__(
         self, family: Family, weights: SafetensorsFolder, dtype: Dtype | None, padded_vocab_size: int | None
@@ -128,7 +128,7 @@ class _Conversion:
         advance(amount=self._num_bytes(unit))
 
     def _pieces(self, unit: Unit) -> Iterator[bytes | memoryview]:
-        """The bytes of a unit in its Megatron tensor; each piece is valid until the next."""
+        """Yield a unit's bytes in its Megatron tensor; each piece is valid until the next."""
         buffer, wanted = Buffer(), self.dtypes[unit.key]
         if not unit.op.moves_rows:
             whole = unit.op.join([self.weights.read(name) for name in unit.hf], self.family.dims)
@@ -156,10 +156,10 @@ class _Conversion:
         return self._num_rows(unit) * math.prod(unit.shape[1:]) * self.dtypes[unit.key].itemsize
 
     def _extra_states(self) -> list[str]:
-        """Keys under which Transformer Engine's layers look for FP8 scales; None is an answer they take.
+        """List keys under which Transformer Engine's layers look for FP8 scales; they accept None.
 
-        Norms are such layers too, unless they are part of the linear layer behind them. megatron-core by
-        default refuses a checkpoint that lacks one key, and passes over those that it does not look for.
+        Norms are such layers too, unless fused into the linear layer after them. megatron-core by default
+        refuses a checkpoint that lacks a key, and ignores others.
         """
         found: dict[str, None] = {}
         for unit in self.units:
@@ -176,7 +176,7 @@ def _places(written: list[WrittenChunk]) -> set[tuple[str, tuple[int, ...]]]:
 
 
 def _dtypes(units: list[Unit], weights: SafetensorsFolder, dtype: Dtype | None) -> Mapping[str, Dtype]:
-    """The dtype of each key; one for all layers of it, since Megatron stacks them."""
+    """Choose the dtype of each key: one for all its layers, since Megatron stacks them."""
     found: dict[str, Dtype] = {}
     for unit in units:
         for name in unit.hf:

@@ -85,7 +85,7 @@ class SafetensorsWriter:
         return sum(stored.num_bytes for stored in self.tensors.values())
 
     def open(self, name: str) -> TensorWriter:
-        """The place of a tensor, to be filled piece by piece."""
+        """Open the place of a tensor, to fill it piece by piece."""
         return TensorWriter(name, self.tensors[name], self.descriptors[self.tensors[name].file])
 
     def write(self, name: str, data: memoryview) -> int:
@@ -96,7 +96,7 @@ class SafetensorsWriter:
         return place.crc32
 
     def holds(self, name: str, crc32: int) -> bool:
-        """True if what lies at the tensor's place has this checksum."""
+        """True if the bytes at the tensor's place have this checksum."""
         if name not in self.tensors:
             return False
         stored = self.tensors[name]
