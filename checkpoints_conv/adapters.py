@@ -148,7 +148,6 @@ def _check_nothing_is_lost(
 
 
 def _find(family: Family, reader: TorchDistReader) -> dict[Unit, Adapter]:
-    """Find every adapted unit of a checkpoint, with its adapter."""
     stored = {name: key.shape for name, key in reader.weights.items() if ADAPTER in name}
     found: dict[Unit, Adapter] = {}
     known: set[str] = set()

@@ -58,8 +58,6 @@ def hf_to_megatron(
              resume: finish what an interrupted call has begun.  force: replace an existing output.
              sha256: also write ``SHA256SUMS``.
     Returns: ``output``, which holds ``iter_0000000`` and the files by which Megatron-Bridge finds it.
-    Raises:  UserError: the model does not fit its config, or the output may not be written. Nothing has been
-             created then, or it can be resumed.
     """
     with open_model(hf_model) as (family, weights):
         wanted = dtype_for(dtype)

@@ -55,7 +55,6 @@ def megatron_to_hf(
              dtype: of the result (bf16, fp16, fp32); None keeps the checkpoint's.
              resume, force, sha256: as in `hf_to_megatron`.
     Returns: ``output``, which `AutoModelForCausalLM.from_pretrained` loads.
-    Raises:  UserError: the checkpoint does not fit config.json, or the output may not be written.
     """
     config = hf_config(hf_config_folder)
     family = family_for(config)

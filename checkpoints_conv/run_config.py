@@ -68,7 +68,6 @@ def write_bridge_files(folder: Path, family: Family, dtype: Dtype, iteration: in
 
 
 def _write_train_state(path: Path, iteration: int) -> None:
-    """Write a dict of scalar tensors."""
     counters = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
     scalars = {
         "step": ("int64", struct.pack("<q", iteration)),

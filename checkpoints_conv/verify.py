@@ -40,15 +40,11 @@ class Comparison:
 
     @property
     def num_tensors(self) -> int:
-        """Hugging Face tensors compared."""
         return len(self.compared)
 
 
 def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> Comparison:
-    """Compare every tensor; a few megabytes in memory per worker.
-
-    Raises: UserError: one side does not fit config.json, or a file is damaged or not what SHA256SUMS says.
-    """
+    """Compare every tensor; a few megabytes in memory per worker."""
     with (
         open_model(hf_model) as (family, weights),
         closing(TorchDistReader(megatron_checkpoint)) as reader,

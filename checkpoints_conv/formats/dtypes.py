@@ -37,7 +37,6 @@ class Dtype:
 
     @property
     def torch(self) -> torch.dtype:
-        """The dtype itself."""
         found: Any = getattr(torch, self.name)
         return found
 

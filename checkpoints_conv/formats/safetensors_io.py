@@ -59,12 +59,10 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the data."""
         return num_bytes_of(self.dtype, self.shape)
 
     @property
     def row_bytes(self) -> int:
-        """Size of one row."""
         return num_bytes_of(self.dtype, self.shape[1:])
 
     @property
@@ -121,12 +119,10 @@ class SafetensorsFolder:
 
     @property
     def files(self) -> list[Path]:
-        """The weight files."""
         return sorted({stored.file for stored in self.tensors.values()})
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor."""
         return {name: stored.shape for name, stored in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
@@ -216,7 +212,6 @@ class SafetensorsFolder:
                 first += 1 if is_numbered(name) else shape[0]
 
     def close(self) -> None:
-        """Close the files."""
         close_all(self._descriptors)
 
     def _check_index(self) -> None:

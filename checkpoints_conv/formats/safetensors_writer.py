@@ -81,7 +81,6 @@ class SafetensorsWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all data."""
         return sum(stored.num_bytes for stored in self.tensors.values())
 
     def open(self, name: str) -> TensorWriter:
@@ -103,7 +102,6 @@ class SafetensorsWriter:
         return crc32_of(self.descriptors[stored.file], stored.offset, stored.num_bytes) == crc32
 
     def close(self) -> None:
-        """Close the files."""
         close_all(self.descriptors)
 
     def write_index(self) -> None:
@@ -124,7 +122,6 @@ class TensorWriter:
 
     @property
     def is_full(self) -> bool:
-        """True once all bytes are there."""
         return self._done == self.stored.num_bytes
 
     def write(self, data: memoryview) -> None:

@@ -157,7 +157,6 @@ class Key:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the data."""
         return num_bytes_of(self.dtype, self.shape)
 
 
@@ -227,7 +226,6 @@ class TorchDistReader:
         return tensor_of(data, block.dtype, sizes)
 
     def close(self) -> None:
-        """Close the files."""
         close_all(self._descriptors)
 
 

@@ -55,7 +55,6 @@ class TorchDistWriter:
 
     @property
     def descriptors(self) -> list[int]:
-        """The open files."""
         return [file.descriptor for file in self._files]
 
     def write(

@@ -79,7 +79,6 @@ class Parts:
 
     @property
     def state(self) -> TrainingState:
-        """The run's counters."""
         return self.learner.state
 
     @property

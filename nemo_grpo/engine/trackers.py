@@ -161,7 +161,6 @@ class MLflow:
 
 
 def _has_login() -> bool:
-    """True with an API key of wandb in the environment, or one that `wandb login` has left."""
     netrc = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     try:
         return bool(os.environ.get("WANDB_API_KEY")) or "api.wandb.ai" in netrc.read_text()

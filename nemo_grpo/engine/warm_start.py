@@ -84,7 +84,6 @@ def starting_policy(recipe: Recipe) -> Path:
 
 
 def _fine_tune(recipe: Recipe, model: Path) -> None:
-    """Train the folder's model; replaces its weights."""
     joined = dist.is_initialized()
     try:
         with torch.random.fork_rng(devices=[]):

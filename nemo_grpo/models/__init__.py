@@ -63,10 +63,7 @@ COMPUTED = tuple(family for family in FAMILIES if family.is_computed)
 def read_spec(
     config: Mapping[str, Any], name: str = "the model", among: Sequence[FamilySpec] = FAMILIES
 ) -> ModelSpec:
-    """Read the model that a config.json describes.
-
-    Raises: UserError: its family is not among these, or the config lacks a size.
-    """
+    """Read the model that a config.json describes."""
     return _declared(config, name, among).read(config, name)
 
 

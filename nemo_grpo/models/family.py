@@ -98,12 +98,10 @@ class Family:
 
     @property
     def hf_embedding(self) -> str:
-        """The Hugging Face name of the embedding."""
         return self._embedding.hf[0][0]
 
     @property
     def tied_names(self) -> tuple[str, str]:
-        """The Megatron names of the embedding and of the output layer."""
         return self.prefix + EMBEDDING, self.prefix + OUTPUT
 
     def to_megatron(self, hf: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -70,17 +70,14 @@ class ModelSpec:
 
     @property
     def num_sparse_layers(self) -> int:
-        """Layers with experts."""
         return self.num_layers - self.num_dense_layers if self.num_experts else 0
 
     @property
     def attention_share(self) -> float:
-        """Share of the layers that have attention."""
         return 1 - len(self.linear_layers) / self.num_layers
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads."""
         return self.num_attention_heads * self.head_dim
 
     @property

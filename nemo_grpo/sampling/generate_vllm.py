@@ -33,7 +33,6 @@ def vllm_device(wanted: str) -> Literal["cpu", "cuda"]:
     """Return the device that the installed vLLM is built for.
 
     Args:   wanted: auto, cpu or cuda.
-    Raises: UserError: vLLM is not installed, or is built for the other device.
     """
     if find_spec("vllm") is None:
         raise UserError("the vLLM generator needs vLLM; pip install 'nemo-grpo[vllm]', or use hf")
@@ -140,7 +139,6 @@ def readable_modules() -> Iterator[None]:
 
 
 def _on_cpu() -> dict[str, Any]:
-    """Return the settings that vLLM needs on a CPU."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # what fails is raised here, not in a child
     return {
         "enforce_eager": True,
@@ -173,7 +171,6 @@ class _Row:
 
 
 def _by_row(request: Request) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Yield prompt and parameters of each response."""
     images = request.images or [()] * len(request.prompts)
     for index, of_prompt in enumerate(zip(request.occurrences, request.prompts, images, strict=True)):
         prompt, seed = _prompt(*of_prompt[1:]), _seed(request.seed, *of_prompt)

@@ -24,10 +24,7 @@ LocalName = Literal["auto", "decoder", "hf"]
 
 
 def choose(wanted: str, model: Path | PretrainedConfig) -> Literal["decoder", "hf"]:
-    """Choose the generator for this model; ``auto``: decoder where it can, else the log says why it cannot.
-
-    Raises: UserError: the decoder is wanted and cannot.
-    """
+    """Choose this model's generator; ``auto``: decoder where it can, else the log says why it cannot."""
     if wanted == "hf":
         return "hf"
     reason = _reason_against_decoder(model)

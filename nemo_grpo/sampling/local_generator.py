@@ -124,7 +124,6 @@ class LocalGenerator(ABC):
 
     @torch.inference_mode()  # less work per operation than no_grad, and there are many small ones
     def _fill(self, responses: _Responses, rows: Tensor, request: Request, uniforms: Tensor | None) -> None:
-        """Sample the responses of these rows."""
         wanted, prompt_of_row = torch.unique(rows // request.num_generations, return_inverse=True)
         room = responses.longest(rows)
         state = self._read([request.prompts[number] for number in wanted.tolist()], prompt_of_row, room)

@@ -42,7 +42,6 @@ def load(reference: str, key: str) -> Any:
     """Load the object that a recipe's ``key`` names.
 
     Args:    reference: ``my_file.py:Name`` or ``package.module:Name``.  key: for messages.
-    Raises:  UserError: no such file, module or name, or it fails when it is imported.
     """
     where, _, name = reference.rpartition(":")
     module = _file_module(where, key, reference) if where.endswith(".py") else _module(where, key, reference)
@@ -53,10 +52,7 @@ def load(reference: str, key: str) -> Any:
 
 
 def load_class(reference: str, base: type[Any], key: str) -> Any:
-    """Load a class that derives from ``base``; see `load`.
-
-    Raises: UserError: it is another kind of object, or `load` fails.
-    """
+    """Load a class that derives from ``base``; see `load`."""
     found = load(reference, key)
     if not (inspect.isclass(found) and issubclass(found, base)):
         raise UserError(

@@ -86,10 +86,7 @@ def write_sha256(folder: Path) -> None:
 
 
 def check_sha256(folder: Path) -> int:
-    """Compare a folder with its ``SHA256SUMS``. Returns: number of files checked; 0 if there is no list.
-
-    Raises: UserError: a file is missing or differs.
-    """
+    """Compare a folder with its ``SHA256SUMS``. Returns: number of files checked; 0 if there is no list."""
     path = folder / SHA256SUMS
     if not path.exists():
         return 0

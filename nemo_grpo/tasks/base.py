@@ -23,10 +23,7 @@ HELD_OUT_SHARE = 5
 
 
 def check_num_validation(wanted: int, available: int, source: str) -> None:
-    """Check the number of validation problems.
-
-    Raises: UserError: more are wanted than available.
-    """
+    """Check the number of validation problems."""
     if wanted > available:
         remedy = f"use {available} or fewer"
         if not available:

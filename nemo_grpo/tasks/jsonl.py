@@ -54,7 +54,6 @@ class FileTaskConfig(TaskConfig):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """All files, of training and of validation."""
         return (*self.train_files, *self.validation_sets.values())
 
     def made_up(self, folder: Path, number: int) -> Self:
@@ -80,16 +79,12 @@ class FileTask:
     """A finite set of problems: training goes through all of them in a new order in every epoch."""
 
     def __init__(self, config: FileTaskConfig) -> None:
-        """Raises: UserError: see `read_problems`."""
         self.config: Any = config
         self.validation = listed_problems(config, "validation_files")
         self.train = not_held_out(listed_problems(config, "train_files"), self.validation)
 
     def check_answers(self, read: Callable[[str], object], rule: str) -> None:
-        """Refuse a reference that ``read`` gives None for.
-
-        Raises: UserError: the problem and its answer, then ``rule``.
-        """
+        """Refuse a reference that ``read`` gives None for."""
         for problem in (*self.train, *self.validation):
             if read(problem.answer) is None:
                 raise UserError(f"problem {problem.id!r}: answer={problem.answer!r} {rule}")
@@ -191,8 +186,6 @@ def read_problems(
     Args:    with_images: every problem needs ``metadata.images``, paths relative to its file; they come back
              joined to the file's folder.  columns: see `FileTaskConfig`.
              sets: name of each file's validation set, for the metadata; none: they are not named.
-    Raises:  UserError: a file is missing, a row is no problem, an id is repeated or an image is missing; the
-             message names file and row.
     """
     problems: dict[str, Problem] = {}
     for path, name in zip_longest(map(Path, paths), sets):
@@ -211,10 +204,7 @@ def read_problems(
 
 
 def listed_problems(config: FileTaskConfig, key: str) -> list[Problem]:
-    """Read a task's ``train_files`` or ``validation_files``; one of several sets names its problems.
-
-    Raises: UserError: as `read_problems`; the message begins with the key.
-    """
+    """Read a task's ``train_files`` or ``validation_files``; one of several sets names its problems."""
     is_training, sets = key == "train_files", config.validation_sets
     listed = map(Path, config.train_files if is_training else sets.values())
     files = tuple((path, _state(path)) for path in listed)

@@ -73,10 +73,7 @@ def first_words(prompt: Prompt, task: Any) -> str:
 
 
 def check_image_prompt(prompt: Prompt) -> None:
-    """Refuse prompt settings that prompts with images do not support.
-
-    Raises: UserError: key and remedy.
-    """
+    """Refuse prompt settings that prompts with images do not support."""
     if prompt.response_prefix or not prompt.use_chat_template:
         raise UserError(
             "nemo_grpo.prompt: a task with images uses its processor's chat template and no response_prefix; "
@@ -159,7 +156,6 @@ def check_vocabulary(prompt: Sequence[int], problem: Problem, vocab_size: int | 
     """Refuse prompt tokens without an embedding in the model.
 
     Args:   vocab_size: the model's; None: unknown.
-    Raises: UserError: the tokenizer is not the model's.
     """
     if vocab_size is not None and max(prompt, default=0) >= vocab_size:
         raise UserError(
@@ -180,8 +176,6 @@ def encode_prompts(
     """Encode each prompt, and check that a response fits.
 
     Args:   limit: longest sequence, prompt and response.  vocab_size: the policy's.
-    Raises: UserError: a prompt leaves no room for a response, or the tokenizer is another model's; names the
-            problem.
     """
     prompts = encode_many(tokenizer, prompt, problems)
     for tokens, problem in zip(prompts, problems, strict=True):

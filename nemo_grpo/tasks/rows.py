@@ -45,10 +45,7 @@ _WORKED = re.compile(r"(|.*\s)####(?!#)([^\n]*)\s*", re.DOTALL)
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Read the rows of a file, numbered from 1; blank lines of JSONL are skipped.
-
-    Raises: UserError: the file is missing or damaged, or a line is no object; the message names the place.
-    """
+    """Read the rows of a file, numbered from 1; blank lines of JSONL are skipped."""
     try:
         yield from _parquet(path) if path.suffix == PARQUET else _json_lines(path)
     except OSError as error:
@@ -88,10 +85,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def parse_object(line: str | bytes, where: str) -> dict[str, Any]:
-    """Parse one line as a JSON object.
-
-    Raises: UserError: it is none; the message begins with ``where``.
-    """
+    """Parse one line as a JSON object."""
     array = f"{where}: a JSON array; write one object per line, as `jq -c .[]` does"
     try:
         entry = json.loads(line)
@@ -121,7 +115,6 @@ def problem_of(row: Row, columns: Columns, where: str) -> Problem:
     """Read a row.
 
     Args:    where: file and number of the row, ``path:number``.
-    Raises:  UserError: a column is missing or breaks its rule; the message begins with ``where``.
     """
     names = {key: columns.get(key, key) for key in REQUIRED}
     given = {key: _value(row, name) for key, name in names.items() if not _is_missing(row, name)}
@@ -183,7 +176,6 @@ def _value(row: Row, name: str) -> Any:
 
 
 def _messages(given: Sequence[Any], where: str) -> list[Message]:
-    """Read a conversation in OpenAI's form."""
     rule = "a message is {role, content}, its content a text; paths of images go to the column images"
     messages: list[Message] = []
     for message in given:

@@ -71,11 +71,7 @@ class Scorer:
         return reward_of(scores, self.weights)
 
     def try_out(self, seed: int) -> None:
-        """Call each own function on a few training problems, with an empty, a short and a correct response.
-
-        Raises: UserError: one fails or returns neither a finite number nor None, or the task has no training
-                problems.
-        """
+        """Call each own function on a few training problems, with an empty, short and correct response."""
         for number in range(NUM_TRIED if self.own else 0):
             problem = self.task.train_problem(number, seed)
             for function in self.own:

@@ -113,7 +113,6 @@ class SearchQA:
 
     @cached_property
     def retriever(self) -> Retriever:
-        """Created on first use."""
         from nemo_grpo.tasks.retriever.bm25 import BM25Retriever
 
         if self.config.retriever_url is not None:

@@ -47,8 +47,6 @@ def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
 
     Args:    loss_fn: ``variant`` and that variant's parameters; ``variant: null`` is NeMo-RL's own loss.
     Returns: the variant's configuration; ``.build()`` makes the objective.
-    Raises:  UserError: no or an unknown variant or key (naming the nearest), wrong type, or values that break
-                 a rule.
     """
     if "variant" not in loss_fn:
         raise UserError(f"loss_fn.variant is missing; add one of {', '.join(OBJECTIVES)}")

@@ -59,7 +59,6 @@ class LoRASettings:
 
     @property
     def scale(self) -> float:
-        """alpha / dim."""
         return self.alpha / self.dim
 
 

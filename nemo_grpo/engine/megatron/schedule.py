@@ -122,7 +122,6 @@ class Pass:
         return output, _Tokens(packed.targets, firsts, spread)
 
     def _numbers(self, targets: Tensor, logits: Tensor, where: slice) -> Numbers:
-        """Compute logprobs and entropies from this tensor-parallel rank's logits."""
         targets = targets[where]
         shard: dict[str, Any] = {
             "group": parallel_state.get_tensor_model_parallel_group(),
@@ -139,7 +138,6 @@ class Pass:
 
 
 def _parts(micro: Microbatch, tokens: _Tokens, loss: Loss) -> Iterator[output_layer.Part]:
-    """Yield the microbatch's parts for `loss_in_parts`."""
     rows = [0, *accumulate(len(part.rows) for part in micro.parts)]
     firsts = tokens.firsts(rows)
     for part, row, first, end in zip(micro.parts, rows[:-1], firsts[:-1], firsts[1:], strict=True):

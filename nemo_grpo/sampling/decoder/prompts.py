@@ -76,7 +76,6 @@ def _passes(lengths: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _runs(lengths: list[int], place_of_row: Tensor, device: torch.device) -> Iterator[PromptRun]:
-    """Yield runs of equal length in a stream of prompts of these lengths, ascending."""
     place, start = 0, 0
     for length, equal in groupby(lengths):
         number = len(list(equal))

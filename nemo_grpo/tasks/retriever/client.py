@@ -82,7 +82,6 @@ def _passages(queries: list[str], answer: Any) -> list[list[Passage]]:
 
 
 def _passage(item: Mapping[str, Any], index: int) -> Passage:
-    """Read an entry of the answer: a document with its score, or the document alone."""
     found = passage_of(item.get("document", item), index, "the retriever's answer")
     return replace(found, score=float(item.get("score", 0.0)))
 

@@ -27,8 +27,6 @@ class Corpus(Sequence[Passage]):
     first line of the contents. Blank lines are skipped.
 
     Args:   path: the file; it must not change while it is open.
-    Raises: UserError: the file cannot be read or holds nothing; a line that is not a passage is refused when
-            it is read.
     """
 
     def __init__(self, path: str | Path) -> None:

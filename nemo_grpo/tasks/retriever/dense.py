@@ -26,7 +26,6 @@ class E5Encoder:
     """E5 (2212.03533): mean of the last layer's states, prefixes ``query: `` and ``passage: ``.
 
     Args:   folder: a Hugging Face encoder with its tokenizer.  device: as torch names it.
-    Raises: UserError: the folder holds no model.
     """
 
     MAX_TOKENS = 512
@@ -78,8 +77,6 @@ class DenseRetriever:
 
         Args:   cache: folder; None: the corpus's path with ``.dense`` appended.
                 factory: FAISS's description of an index, such as Flat or IVF4096,SQ8.
-        Raises: UserError: FAISS is not installed or refuses ``factory``, the file holds no corpus, or the
-                folder cannot be written.
         """
         faiss, corpus = _faiss(), Corpus(path)
         key = {"kind": "dense", "encoder": encoder.name, "factory": factory, **corpus.fingerprint}
