@@ -55,7 +55,7 @@ def hf_to_megatron(
     Args:    dtype: of the result (bf16, fp16, fp32); None keeps the source's.
              padded_vocab_size: rows of the embeddings; None: the vocabulary as it is (megatron-core pads when
              it loads).
-             resume: finish what an interrupted call has begun.  force: replace an existing output.
+             resume: finish an interrupted call.  force: replace an existing output.
              sha256: also write ``SHA256SUMS``.
     Returns: ``output``, which holds ``iter_0000000`` and the files by which Megatron-Bridge finds it.
     """
@@ -119,7 +119,7 @@ class _Conversion:
     ) -> None:
         shape, dtype = self._key_shape(unit), self.dtypes[unit.key]
         sizes = (*(1 for _ in unit.index), self._num_rows(unit), *unit.shape[1:])
-        for key in (*unit.twins, unit.key):  # the unit's own key, which comes last, says that all are there
+        for key in (*unit.twins, unit.key):  # the unit's own key comes last: if it is there, all are
             one = writer.write(key, shape, dtype, self._offsets(unit), sizes, self._pieces(unit))
             job.record(asdict(one))
             written.append(one)

@@ -45,7 +45,7 @@ class Job:
         """Check that the output may be written; nothing is created yet.
 
         Args: source: folder that is converted; it must not change between attempts.
-              settings: whatever changes the result; a resumed job must have the same.
+              settings: all that changes the result; a resumed job must have the same.
               also_read: further folders that the output must not replace.
         """
         self.output = output.absolute()
@@ -264,7 +264,7 @@ _RESULTS = (
     *("config.json", "adapter_config.json", "*.safetensors"),
     *(".metadata", "iter_*", "latest_checkpointed_iteration.txt"),
 )
-"""Files of a model folder or a Megatron checkpoint, one of which a folder has that --force may replace."""
+"""Files of models and checkpoints; --force replaces only a folder that has one of them."""
 
 
 def _may_be_replaced(output: Path) -> bool:

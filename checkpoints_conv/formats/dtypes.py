@@ -60,7 +60,7 @@ _OPTIONS = {"bf16": DTYPES["bfloat16"], "fp16": DTYPES["float16"], "fp32": DTYPE
 FP8_BLOCK = 128
 """Rows and columns of a block."""
 FP8_SCALE, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
-"""Suffixes of the names behind the matrix's."""
+"""Suffixes of a matrix's name."""
 MXFP4_BYTES = 16
 """Size of a block, without its scale."""
 _NUM_PER_BLOCK = 32

@@ -1,4 +1,4 @@
-"""Pickles without the classes in them: read by a list of what is known, written by name.
+"""Pickles without their classes: read by a list of allowed names, written by name.
 
 Reading a checkpoint must not run what a pickle asks for; and neither reading nor writing should need torch
 and torch.distributed, which take seconds to import.

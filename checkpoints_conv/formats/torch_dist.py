@@ -187,7 +187,7 @@ class TorchDistReader:
         """Open a block of a key, to be read row by row. Leaving it compares the checksums.
 
         Args: start, sizes: of the block, one number per axis of the key: 1 before the rows' axis, all of
-              the key behind it.
+              the key after it.
               axis: of the rows.
         """
         key = self.keys[name]

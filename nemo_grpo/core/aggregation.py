@@ -56,7 +56,7 @@ def group_mean_factors(batch: TokenBatch, groups: Groups) -> Tensor:
     """Compute each row's token weight in a mean over groups: (sequences / groups) / tokens of its group.
 
     The weighted tokens, summed and divided by the number of sequences, give the mean over groups, so a loss
-    needs the step's counts alone. An update on whole groups of one size gets the mean over these groups.
+    needs only the step's counts. An update on whole groups of one size gets the mean over these groups.
 
     Args:    batch: the whole step.  groups: of its rows.
     Returns: [B], the logprobs' dtype. A group without a valid token does not count.

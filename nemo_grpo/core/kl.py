@@ -17,8 +17,8 @@ def kl_estimate(
     In k3 d is clamped from above at `MAX_LOG_RATIO`, without gradient there.
 
     Args:    both [B, T], nats.
-    Returns: [B, T]; gradient flows through next_token_logprobs only as far as these formulas carry it (k3's
-             plain derivative; `with_score_function` adds the other part).
+    Returns: [B, T]; its gradient is these formulas' plain derivative by next_token_logprobs
+             (`with_score_function` adds the other part).
     """
     d = reference_policy_logprobs - next_token_logprobs
     if kind == "k1":

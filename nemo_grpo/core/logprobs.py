@@ -98,7 +98,7 @@ class _Shard:
         """A chunk's logits of real tokens in the accumulation dtype; may be a view of ``logits``."""
         z = logits[:, : self.num_real].to(dtype)
         z = z if temperature == 1 else z / temperature
-        # The softmax of -inf alone is NaN, and one shard may hold nothing else.
+        # The softmax of only -inf is NaN, and a shard may hold nothing else.
         return z if self.group is None else z.clamp(min=torch.finfo(dtype).min)
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:

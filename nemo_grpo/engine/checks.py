@@ -88,16 +88,16 @@ def choose_device(recipe: Recipe) -> torch.device:
 
 
 def choose_precision(
-    recipe: Recipe, device: torch.device, width: int, begun: Recipe | None, *, leads: bool
+    recipe: Recipe, device: torch.device, width: int, earlier: Recipe | None, *, leads: bool
 ) -> Recipe:
     """Replace ``auto`` in the recipe by a precision.
 
-    Args: width: the model's hidden size.  begun: the recipe of a resumed run, which keeps its precision.
-          leads: this rank logs the choice.
+    Args: width: the model's hidden size.  earlier: the recipe that a resumed run began with, whose precision
+          it keeps.  leads: this rank logs the choice.
     """
     asked, on_gpu = recipe.policy.precision, device.type == "cuda"
-    if asked == "auto" and begun is not None:
-        precision: str = begun.policy.precision
+    if asked == "auto" and earlier is not None:
+        precision: str = earlier.policy.precision
     else:
         precision = "bfloat16" if asked == "auto" and on_gpu else machine.precision(asked, width)
     if leads and asked == "auto":

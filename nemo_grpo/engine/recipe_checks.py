@@ -24,7 +24,7 @@ WRITTEN_BY = {
 }
 """A model's folder in a shipped recipe -> the command that writes it."""
 MEGATRON = (".metadata", "iter_*/.metadata", "weights/.metadata", "policy", "step_*/policy")
-"""Parts of Megatron's checkpoints, one of which a folder of them has."""
+"""Parts by which a folder is known as Megatron's checkpoint; it has one of them."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def check_recipe(recipe: Recipe, *, continues: bool | None = None) -> Findings:
 
     Paths are relative to the working directory.
 
-    Args: continues: compare with an earlier run of this name; None: if NeMo-RL trains, which continues it
-          unasked.
+    Args: continues: compare with an earlier run of this name; None: if NeMo-RL trains, which always continues
+          it.
     """
     data, model = check_data(recipe), _model_to_be_written(recipe)
     continues = recipe.nemo_grpo.target == "cluster" if continues is None else continues

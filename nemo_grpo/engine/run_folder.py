@@ -144,7 +144,7 @@ class RunFolder:
     def keep_settings(self, recipe_yaml: str, own_files: Mapping[str, str], from_step: int) -> None:
         """Write versions, the resolved recipe (also beside checkpoints elsewhere) and own files.
 
-        If own code has changed, the log says so, and the old text is kept.
+        Changed own code is logged, and its old text kept.
         """
         for folder in filter(None, (self.path, self.checkpoints)):
             folder.mkdir(parents=True, exist_ok=True)

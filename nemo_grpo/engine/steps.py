@@ -31,8 +31,8 @@ def reinforce(parts: Parts) -> Row:
     clock.lap("time/rollout")
     step = shape(assemble(groups), parts.recipe)
     prepared, updates = parts.learner.learn(step, clock)
-    if told := implausible_advantage(prepared):
-        log.warning("step %d: %s", state.step, told)
+    if warning := implausible_advantage(prepared):
+        log.warning("step %d: %s", state.step, warning)
 
     row: Row = {"step": state.step, "rollout/num_prompts": len(drawn)}
     row |= {name: float(value) for name, value in prepared.metrics.items()}

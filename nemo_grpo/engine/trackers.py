@@ -22,7 +22,7 @@ from nemo_grpo.support.errors import UserError
 log = logging.getLogger(__name__)
 
 INIT_SECONDS = 30
-"""Seconds that wandb may take to reach its server; then it writes to disk alone."""
+"""Seconds that wandb may take to reach its server; then it writes only to disk."""
 PACKAGES = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 IN_EVERY_STEP = ("time/step", "time/validation")
 """Metrics one of which every row has."""
@@ -144,8 +144,8 @@ class MLflow:
             lambda: self.client.create_run(experiment, run_name=run_name).info.run_id,
         )
         self.client.update_run(self.run, status="RUNNING")  # a run that is continued has ended before
-        told = (m.step for key in IN_EVERY_STEP for m in self.client.get_metric_history(self.run, key))
-        self.last_step = max(told, default=-1)
+        logged = (m.step for key in IN_EVERY_STEP for m in self.client.get_metric_history(self.run, key))
+        self.last_step = max(logged, default=-1)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric

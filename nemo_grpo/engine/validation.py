@@ -60,7 +60,7 @@ def validate(
 def _shown(num_ranks: int, num_problems: int, k: int, sampling: SamplingParams) -> Iterator[TokenMeter]:
     """Log rates and time left, if a validation takes longer than a few seconds.
 
-    The first rank alone logs, and counts its own share; the others take about as long.
+    Only the first rank logs, and counts its own share; the others take about as long.
     """
     num_responses = -(-num_problems // num_ranks) * (1 if sampling.greedy else 1 + k)
     name = "validation responses" + (f" of rank 0 of {num_ranks}" if num_ranks > 1 else "")

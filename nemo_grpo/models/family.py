@@ -74,7 +74,7 @@ class Unit:
 class Family:
     """The two-way mapping of one model.
 
-    Attributes: config: config.json's content.  spec: what it says.  dims: sizes by letter.
+    Attributes: config: config.json's content.  spec: its sizes and settings.  dims: sizes by letter.
                 entries: the table.  settings: of Megatron-Bridge's provider, the family's own.
     """
 

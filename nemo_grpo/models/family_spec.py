@@ -38,7 +38,7 @@ class FamilySpec:
 
     Attributes:
         architecture, model_type: how its config.json names it.
-        has_qkv_bias, has_qk_norm: as in `ModelSpec`; or the key of config.json that says so.
+        has_qkv_bias, has_qk_norm: as in `ModelSpec`; or the key of config.json that sets it.
         fixed: fields of `ModelSpec` that every model of the family has.
         is_computed: the embedded engine and the decoder compute it. False for a family with experts, or with
             settings in its config.json that change the computation and are not in `ModelSpec`.

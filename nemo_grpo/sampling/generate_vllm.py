@@ -66,9 +66,9 @@ class VLLMGenerator:
         max_model_len: longest prompt with its response; bounds the memory of a sequence's cache.
         tensor_parallel_size: GPUs that share the model.
         gpu_memory_utilization: share of each GPU's memory that vLLM takes; unused with cache_bytes.
-        cache_bytes: memory of keys and values, on each GPU or on the CPU. None: on a GPU what is left of
+        cache_bytes: memory of keys and values, on each GPU or on the CPU. None: on a GPU the rest of
             vLLM's share, on a CPU `CPU_CACHE_BYTES`.
-        max_images: of a prompt; 0: text alone.
+        max_images: of a prompt; 0: text only.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ def _params(request: Request, seed: int, max_tokens: int) -> Any:
         max_tokens=max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # the stop tokens say it all
-        logprobs=0,  # of the sampled token alone
+        logprobs=0,  # only of the sampled token
         stop=None if turn is None else list(turn.end.texts),
         include_stop_str_in_output=turn is not None,
         detokenize=turn is not None,  # stop texts are looked for in the text

@@ -41,7 +41,7 @@ def _reason_against_decoder(model: Path | PretrainedConfig) -> str | None:
         return unsupported(model)
     try:
         config = load_config(model)
-    except (OSError, ValueError) as error:  # transformers' own loading says what is wrong with the folder
+    except (OSError, ValueError) as error:  # transformers' own loading explains the error
         return first_line(error)
     missing = unsupported(config) is None and missing_weights(config, weight_names(model))
     return f"the folder has no {missing[0]} in a safetensors file" if missing else unsupported(config)

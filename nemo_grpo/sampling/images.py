@@ -56,7 +56,7 @@ class ImageTokens:
 
         sizes = []
         for path in images:
-            with Image.open(path) as image:  # reads the header alone
+            with Image.open(path) as image:  # reads only the header
                 sizes.append(image.size)
         return self._of_sizes(tuple(sizes))
 

@@ -188,7 +188,7 @@ class Sampler(Protocol):
     def generate(self, request: Request) -> Rollout:
         """Sample responses, or with ``request.turn`` one turn of each.
 
-        A response depends on the weights, its prompt, the request's sampling and seed alone (up to float
+        A response depends only on the weights, its prompt, the request's sampling and seed (up to float
         noise), not on the other prompts, their order, the batch size or any global random state. The same
         prompt twice in a request gives independent responses.
         """

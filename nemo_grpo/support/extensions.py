@@ -166,8 +166,8 @@ def _limited(what: str) -> Iterator[None]:
 def place_of(error: BaseException, file: str | None) -> str:
     """Describe an error: ``Error: message (file:line)``, the last line of ``file`` that it passed through."""
     if isinstance(error, ValidationError):
-        told = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
-        said = "; ".join(map(": ".join, told))
+        parts = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
+        said = "; ".join(map(": ".join, parts))
     else:
         said = str(error.msg if isinstance(error, SyntaxError) else error)
     if isinstance(error, PydanticUserError):  # its first sentence; the rest is about pydantic

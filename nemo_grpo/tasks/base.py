@@ -180,7 +180,7 @@ class MultiTurnTask(Task, Protocol):
     ) -> list[Observed]:
         """Answer one finished turn of each of several responses.
 
-        Args:   turns: what the policy wrote in this turn alone; any text.
+        Args:   turns: the policy's text of this turn only.
                 reserved: special tokens, which text from outside must not contain.
         Raises: RetrieverError: the tool itself fails.
         """

@@ -48,6 +48,6 @@ def exact_match(answer: str, response: str) -> dict[str, float]:
 
 def format_reward(response: str) -> float:
     """Return 1 if the response is one think block, one answer block and white space; otherwise 0."""
-    # Counting first makes the pattern unambiguous, and so linear, whatever the text is.
+    # Counting first makes the pattern unambiguous, and so linear, for any text.
     once = all(response.count(tag) == 1 for tag in TAGS)
     return float(once and _WELL_FORMED.fullmatch(response) is not None)

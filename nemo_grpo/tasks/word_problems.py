@@ -33,7 +33,7 @@ class WordProblemsConfig(TaskConfig):
 class WordProblems(MathematicalAnswers):
     """``Ada has 17 eggs. She ..``: one addition and one subtraction, either first.
 
-    A fifth of all triples of numbers is held out, in whatever story.
+    A fifth of all triples of numbers is held out, in every story.
     """
 
     def __init__(self, config: WordProblemsConfig) -> None:
@@ -73,10 +73,10 @@ def _problem(rng: random.Random, numbers: tuple[int, ...], more_first: bool) -> 
     if start + changes[0] < 0 or start + sum(changes) < 0:
         return None
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    told = [rng.choice(MORE if change > 0 else LESS).format(abs(change)) for change in changes]
+    phrases = [rng.choice(MORE if change > 0 else LESS).format(abs(change)) for change in changes]
     return Problem(
         id="".join(f"{number:+d}" for number in (start, *changes)),
-        question=f"{name} has {start} {thing}. {name} {told[0]} and then {told[1]}. "
+        question=f"{name} has {start} {thing}. {name} {phrases[0]} and then {phrases[1]}. "
         f"How many {thing} does {name} have now?",
         answer=str(start + sum(changes)),
         metadata={"numbers": [start, *changes]},

@@ -58,8 +58,8 @@ def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
     try:
         return config.model_validate(dict(loss_fn))
     except ValidationError as error:
-        told = (_explain(str(name), config, e, loss_fn) for e in error.errors())
-        raise UserError("; ".join(told)) from None
+        messages = (_explain(str(name), config, e, loss_fn) for e in error.errors())
+        raise UserError("; ".join(messages)) from None
 
 
 def variant_class(name: str, key: str) -> type[VariantConfig]:
@@ -78,8 +78,8 @@ def variant_class(name: str, key: str) -> type[VariantConfig]:
 
 def _without_annotation(message: str) -> str:
     """Reword pydantic's error about ``nmae = value`` as one line with the nearest name; else ""."""
-    before, told, after = message.partition("PydanticUserError: A non-annotated attribute was detected: `")
-    if not told:
+    before, found, after = message.partition("PydanticUserError: A non-annotated attribute was detected: `")
+    if not found:
         return ""
     name, place = after.partition(" ")[0], after.rpartition("(")[2]
     known = [known for known in vars(VariantConfig) if not known.startswith("_")]

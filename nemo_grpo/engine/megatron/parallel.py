@@ -30,7 +30,7 @@ def initialize(layout: Layout, device: torch.device, seed: int) -> None:
     install_adam()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # megatron-core allocates on the current device
-        # cuDNN's attention plans anew for every length, which takes longer than the attention itself.
+        # cuDNN's attention makes a plan for every length, which takes longer than the attention.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if parallel_state.model_parallel_is_initialized():
         current = (

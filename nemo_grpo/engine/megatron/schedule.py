@@ -27,7 +27,7 @@ class _Tokens:
     """The tokens of a microbatch that have logits on this rank, row after row.
 
     Attributes: targets: [N] int64, what they predict.
-                firsts: places of rows in the microbatch -> the first token of each; N for the place behind.
+                firsts: places of rows in the microbatch -> first token of each; the end -> N.
                 spread: ([n] numbers of a part's tokens; place of its first ``row``, ``num_rows``, ``first``
                     token) -> [B, T].
     """

@@ -171,8 +171,8 @@ def is_finite(objective: Objective, batch: TokenBatch) -> str | None:
         where = "expected finite numbers for a step with " + name
         if not prepared.advantages.isfinite().all():
             return f"{where}; found advantages that are not; add an eps to the divisor in shape()"
-        if told := implausible_advantage(prepared):
-            return f"expected plausible advantages for a step with {name}; found that {told}"
+        if warning := implausible_advantage(prepared):
+            return f"expected plausible advantages for a step with {name}; found that {warning}"
         if not (value.isfinite() and gradient.isfinite().all()):
             return (
                 f"{where}; found the loss {value.item():.3g}; use core.surrogates.importance_ratio and "
