@@ -184,7 +184,7 @@ def require(holds: Tensor, values: Tensor, name: str, rule: str) -> None:
 
 
 def global_counts(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """``(global_valid_toks, global_valid_seqs)`` of a batch that holds the whole step; 0-d tensors."""
+    """Count a whole step: ``(global_valid_toks, global_valid_seqs)``, 0-d tensors."""
     return batch.mask.sum(), batch.sample_mask.sum()
 
 

@@ -31,7 +31,7 @@ def kl_estimate(
 def weighted_k3(
     next_token_logprobs: Tensor, reference_policy_logprobs: Tensor, token_weights: Tensor
 ) -> Tensor:
-    """k3 with the weight inside the ratio: x - log x - 1, x = w exp(logp_ref - logp)  (TR-GRPO Eq. 11).
+    """Compute k3 with the weight in the ratio: x - log x - 1, x = w exp(logp_ref - logp)  (TR-GRPO Eq. 11).
 
     Not 0 at logp = logp_ref unless w = 1: there it is w - log w - 1, and its minimum lies at pi = w pi_ref.
     """

@@ -31,7 +31,7 @@ def logprobs_and_entropy(
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target token and the entropy of its distribution.
+    """Compute the log-probability of each target token and the entropy of its distribution.
 
     logp = z_y - lse(z),   H = lse(z) - sum_v p_v z_v,   z = logits / temperature
     d logp / d z_v = 1[v=y] - p_v,   d H / d z_v = -p_v (log p_v + H)
@@ -95,14 +95,14 @@ class _Shard:
         self.num_tokens = all_columns if vocab_size is None else min(vocab_size, all_columns)
 
     def scaled(self, logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
-        """A chunk's logits of real tokens in the accumulation dtype; may be a view of ``logits``."""
+        """Return a chunk's logits of real tokens in the accumulation dtype; may be a view of ``logits``."""
         z = logits[:, : self.num_real].to(dtype)
         z = z if temperature == 1 else z / temperature
         # The softmax of only -inf is NaN, and a shard may hold nothing else.
         return z if self.group is None else z.clamp(min=torch.finfo(dtype).min)
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(column of each target, clamped into this shard's real ones; whether it is here)."""
+        """Return (column of each target, clamped into this shard's real ones; True where it is here)."""
         column = targets - self.first
         here = (column >= 0) & (column < self.columns)
         return column.clamp(0, max(self.num_real, 1) - 1), here

@@ -183,7 +183,7 @@ class Objective:
 
 
 def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -> dict[str, Tensor]:
-    """Reward, advantage, length, covariance and mismatch statistics of a whole step.
+    """Compute reward, advantage, length, covariance and mismatch statistics of a whole step.
 
     Args:    batch: the whole step, clean.
              advantages: [B, T], as the variant shaped them: ``advantage/*``.

@@ -58,7 +58,7 @@ def response_positions(mask: Tensor) -> Tensor:
 
 
 def token_uniforms(batch: TokenBatch, seed: int) -> Tensor:
-    """[B, T] float64, uniform in [0, 1): one number per token, independent of its row and column."""
+    """Draw [B, T] float64, uniform in [0, 1): one number per token, independent of its row and column."""
     positions = response_positions(batch.mask)
     if batch.response_ids is not None:
         response = batch.response_ids[:, None]

@@ -12,7 +12,7 @@ from nemo_grpo.core.lazy import Tensor, torch
 
 
 def zero_outside(x: Tensor, mask: Tensor) -> Tensor:
-    """``x`` where ``mask`` is True, exactly 0 elsewhere; the gradient likewise. A product would keep NaN.
+    """Set ``x`` and its gradient to exactly 0 where ``mask`` is False; a product would keep NaN.
 
     Args:    x: [..., T] floating point.  mask: bool, of x's shape.
     Returns: of x's shape and dtype.
@@ -165,7 +165,7 @@ def _standardised(centred: Tensor, std: Tensor, delta: float) -> Tensor:
 
 
 def moving_moments(x: Tensor, mask: Tensor, before: Mapping[str, float], momentum: float) -> dict[str, float]:
-    """Exponentially weighted mean and variance of tokens over steps.
+    """Update the exponentially weighted mean and variance of tokens over steps.
 
     mean = m mean_before + (1 - m) mean_now,
     var = m var_before + (1 - m) var_now + m (1 - m) (mean_now - mean_before)^2,  m the momentum
@@ -186,7 +186,7 @@ def moving_moments(x: Tensor, mask: Tensor, before: Mapping[str, float], momentu
 
 
 def percentiles(values: Tensor, shares: tuple[float, ...]) -> list[Tensor]:
-    """Nearest-rank percentiles of a 1-D tensor of any size (torch.quantile stops at 16 million)."""
+    """Find nearest-rank percentiles of a 1-D tensor of any size (torch.quantile stops at 16 million)."""
     if values.numel() == 0:
         return [values.new_zeros(()) for _ in shares]
     places = [round(share * (values.numel() - 1)) for share in shares]

@@ -137,7 +137,7 @@ def totals(parts: Parts, step: Step, clock: Clock) -> Row:
 
 
 def diagnose(parts: Parts, prepared: PreparedBatch, step: Step) -> dict[str, float]:
-    """Every `diagnostics_period` steps, write token diagnostics and return their metrics."""
+    """Write token diagnostics every `diagnostics_period` steps, and return their metrics."""
     period, number = parts.recipe.nemo_grpo.engine.diagnostics_period, parts.state.step
     if not parts.folder.leads or period == 0 or (number > 1 and number % period > 0):
         return {}

@@ -194,7 +194,7 @@ def _messages(given: Sequence[Any], where: str) -> list[Message]:
 
 
 def worked_answer(text: str) -> tuple[str, str] | None:
-    """Solution and final answer of GSM8K's form, ``.. <<1+1=2>> .. #### 1,234``, on one line or several.
+    """Split GSM8K's form into solution and answer, ``.. <<1+1=2>> .. #### 1,234``, on one line or several.
 
     The calculator's notes and the commas between digits are left out; None for a text in another form.
     """

@@ -136,7 +136,7 @@ def _cuda_for_cpu() -> types.ModuleType:
 
 @contextmanager
 def _tensors_answer_as_cuda() -> Iterator[None]:
-    """Within the block ``Tensor.type()`` names CUDA types and ``Tensor.cuda()`` returns the tensor."""
+    """Make ``Tensor.type()`` name CUDA types and ``Tensor.cuda()`` return the tensor within the block."""
     tensor: Any = torch.Tensor  # not its type, which lets no method be replaced
     type_of = tensor.type
 

@@ -65,7 +65,7 @@ class Matrix:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def plus(self, residual: Tensor, x: Tensor) -> Tensor:
-        """[N, out]: residual [N, out] + the product with x [N, in]; of a matrix without bias."""
+        """Add the product with x [N, in] to residual [N, out]; for a matrix without bias."""
         if self._packed is None:
             return torch.addmm(residual, x, self.weight.T)
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, None, "add")
