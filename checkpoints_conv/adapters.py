@@ -1,4 +1,4 @@
-"""The LoRA adapters in a checkpoint, and what is refused of it."""
+"""LoRA adapters of a checkpoint, checked against their base."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Adapter:
     layer: str
 
     def read(self, reader: TorchDistReader, family: Family) -> tuple[Tensor, list[Tensor]]:
-        """A [r, in], and B [out, r] of every Hugging Face tensor of the unit."""
+        """Read A [r, in], and B [out, r] of every Hugging Face tensor of the unit."""
         index, ones = self.unit.index, tuple(1 for _ in self.unit.index)
         columns, rows = self.unit.shape[1], self.unit.shape[0]
         a = reader.read(f"{self.layer}linear_in.weight", (*index, 0, 0), (*ones, self.rank, columns))
@@ -71,7 +71,7 @@ def open_adapted(
     *,
     by_peft: bool = False,
 ) -> Iterator[Adapted]:
-    """Within the block, a checkpoint's adapters and the base, of which nothing else was trained.
+    """Open a checkpoint's adapters and their base; refuse a checkpoint with other trained weights.
 
     Args: config_folder: whose config.json describes the adapted model.
           alpha: None: from the checkpoint's run_config.yaml.
@@ -93,7 +93,7 @@ def open_adapted(
 
 
 def _check_fits(described: Family, folder: Path, family: Family, base: Path) -> None:
-    """Compare a config.json with the base's; the training may have overridden what shapes do not tell."""
+    """Compare a config.json with the base's; training may have overridden what shapes do not show."""
     (found, wanted) = (
         {
             "model_type": one.spec.model_type,
@@ -128,7 +128,7 @@ def _check_peft_applies(family: Family, adapters: Iterable[Unit]) -> None:
 def _check_nothing_is_lost(
     family: Family, weights: SafetensorsFolder, reader: TorchDistReader, num_workers: int
 ) -> None:
-    """A checkpoint may hold the frozen base beside the adapters, and nothing else."""
+    """Refuse weights besides the adapters and the frozen base."""
     places, lost = locate_beside_adapters(family, reader)
 
     def compare(place: Place) -> None:
@@ -148,7 +148,6 @@ def _check_nothing_is_lost(
 
 
 def _find(family: Family, reader: TorchDistReader) -> dict[Unit, Adapter]:
-    """Every adapted unit of a checkpoint, with its adapter."""
     stored = {name: key.shape for name, key in reader.weights.items() if ADAPTER in name}
     found: dict[Unit, Adapter] = {}
     known: set[str] = set()

@@ -55,11 +55,9 @@ def hf_to_megatron(
     Args:    dtype: of the result (bf16, fp16, fp32); None keeps the source's.
              padded_vocab_size: rows of the embeddings; None: the vocabulary as it is (megatron-core pads when
              it loads).
-             resume: finish what an interrupted call has begun.  force: replace an existing output.
+             resume: finish an interrupted call.  force: replace an existing output.
              sha256: also write ``SHA256SUMS``.
     Returns: ``output``, which holds ``iter_0000000`` and the files by which Megatron-Bridge finds it.
-    Raises:  UserError: the model does not fit its config, or the output may not be written. Nothing has been
-             created then, or it can be resumed.
     """
     with open_model(hf_model) as (family, weights):
         wanted = dtype_for(dtype)
@@ -79,7 +77,7 @@ def hf_to_megatron(
 
 
 class _Conversion:
-    """The checked plan of one conversion."""
+    """One conversion, checked before it starts."""
 
     def __init__(
         self, family: Family, weights: SafetensorsFolder, dtype: Dtype | None, padded_vocab_size: int | None
@@ -121,14 +119,14 @@ class _Conversion:
     ) -> None:
         shape, dtype = self._key_shape(unit), self.dtypes[unit.key]
         sizes = (*(1 for _ in unit.index), self._num_rows(unit), *unit.shape[1:])
-        for key in (*unit.twins, unit.key):  # the unit's own key, which comes last, says that all are there
+        for key in (*unit.twins, unit.key):  # the unit's own key comes last: if it is there, all are
             one = writer.write(key, shape, dtype, self._offsets(unit), sizes, self._pieces(unit))
             job.record(asdict(one))
             written.append(one)
         advance(amount=self._num_bytes(unit))
 
     def _pieces(self, unit: Unit) -> Iterator[bytes | memoryview]:
-        """The bytes of a unit in its Megatron tensor; each piece is valid until the next."""
+        """Yield a unit's bytes in its Megatron tensor; each piece is valid until the next."""
         buffer, wanted = Buffer(), self.dtypes[unit.key]
         if not unit.op.moves_rows:
             whole = unit.op.join([self.weights.read(name) for name in unit.hf], self.family.dims)
@@ -156,10 +154,10 @@ class _Conversion:
         return self._num_rows(unit) * math.prod(unit.shape[1:]) * self.dtypes[unit.key].itemsize
 
     def _extra_states(self) -> list[str]:
-        """Keys under which Transformer Engine's layers look for FP8 scales; None is an answer they take.
+        """List keys under which Transformer Engine's layers look for FP8 scales; they accept None.
 
-        Norms are such layers too, unless they are part of the linear layer behind them. megatron-core by
-        default refuses a checkpoint that lacks one key, and passes over those that it does not look for.
+        Norms are such layers too, unless fused into the linear layer after them. megatron-core by default
+        refuses a checkpoint that lacks a key, and ignores others.
         """
         found: dict[str, None] = {}
         for unit in self.units:
@@ -176,7 +174,7 @@ def _places(written: list[WrittenChunk]) -> set[tuple[str, tuple[int, ...]]]:
 
 
 def _dtypes(units: list[Unit], weights: SafetensorsFolder, dtype: Dtype | None) -> Mapping[str, Dtype]:
-    """The dtype of each key; one for all layers of it, since Megatron stacks them."""
+    """Choose the dtype of each key: one for all its layers, since Megatron stacks them."""
     found: dict[str, Dtype] = {}
     for unit in units:
         for name in unit.hf:

@@ -1,4 +1,4 @@
-"""Summary of a checkpoint folder, from headers and metadata alone."""
+"""Summary of a checkpoint folder, from headers and metadata."""
 
 import math
 from collections import Counter

@@ -45,7 +45,7 @@ class Job:
         """Check that the output may be written; nothing is created yet.
 
         Args: source: folder that is converted; it must not change between attempts.
-              settings: whatever changes the result; a resumed job must have the same.
+              settings: all that changes the result; a resumed job must have the same.
               also_read: further folders that the output must not replace.
         """
         self.output = output.absolute()
@@ -147,12 +147,12 @@ class Job:
         os.write(self._file, json.dumps(entry).encode() + b"\n")
 
     def num_allocated(self) -> int:
-        """Bytes that an interrupted attempt's files have on the disk; these files have holes."""
+        """Count the bytes that an interrupted attempt's files, which have holes, take on the disk."""
         files = (path for path in self.data.rglob("*") if path.is_file())
         return sum(path.stat().st_blocks * 512 for path in files)
 
     def need_space(self, num_bytes: int, *, reuses: bool = False) -> None:
-        """Refuse to start what cannot fit.
+        """Refuse to start a conversion that does not fit on the disk.
 
         Args: reuses: the bytes go where an interrupted attempt's lie.
         """
@@ -233,7 +233,7 @@ def run_parallel(items: Iterable[Item], work: Callable[[Item], None], num_worker
 
 @contextlib.contextmanager
 def flush_behind(descriptors: Sequence[int], every_seconds: float = 0.2) -> Iterator[None]:
-    """Have what is written to these files go to the disk meanwhile, so that little is left for the end."""
+    """Flush these files in the background, so that little is left for the end."""
     stop = threading.Event()
 
     def flush() -> None:
@@ -247,7 +247,7 @@ def flush_behind(descriptors: Sequence[int], every_seconds: float = 0.2) -> Iter
             yield
         finally:
             stop.set()
-        future.result()  # the system says once that a file could not be flushed
+        future.result()  # the system reports a failed flush only once
 
 
 def fingerprint(source: Path) -> dict[str, Any]:
@@ -264,7 +264,7 @@ _RESULTS = (
     *("config.json", "adapter_config.json", "*.safetensors"),
     *(".metadata", "iter_*", "latest_checkpointed_iteration.txt"),
 )
-"""Files of a model folder or a Megatron checkpoint, one of which a folder has that --force may replace."""
+"""Files of models and checkpoints; --force replaces only a folder that has one of them."""
 
 
 def _may_be_replaced(output: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A model's pieces in a Hugging Face folder and in a torch_dist checkpoint, as its config.json says."""
+"""Places of a model's units in a Hugging Face folder and in a torch_dist checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROWS = 64
 
 @contextmanager
 def open_model(folder: Path) -> Iterator[tuple[Family, SafetensorsFolder]]:
-    """Within the block, a model's family and its weights."""
+    """Open a model folder; yields its family and its weights."""
     config = hf_config(folder)
     family = family_for(config)
     check_no_other_weights(folder, config)
@@ -66,17 +66,17 @@ class Place:
     sizes: tuple[int, ...]
 
     def open(self, reader: TorchDistReader) -> AbstractContextManager[Block]:
-        """The unit's rows, from first to last."""
+        """Open the unit's rows, from first to last."""
         axis = len(self.sizes) - len(self.unit.shape)
         return reader.block(self.name, self.start, self.sizes, axis)
 
     def read(self, reader: TorchDistReader) -> Tensor:
-        """The unit's tensor, [rows, ...], in memory."""
+        """Read the unit's tensor, [rows, ...]."""
         return reader.read(self.name, self.start, self.sizes).reshape(self.unit.shape)
 
 
 def locate(family: Family, reader: TorchDistReader) -> list[Place]:
-    """Find every unit of the model, and that nothing else is there."""
+    """Find every unit of the model; refuse a checkpoint with anything else."""
     check_run_config(family, reader.folder / RUN_CONFIG)
     stored = {name: key.shape for name, key in reader.weights.items()}
     if any(ADAPTER in name for name in stored):
@@ -96,7 +96,7 @@ def locate_beside_adapters(family: Family, reader: TorchDistReader) -> tuple[lis
 def _match(
     family: Family, stored: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[Unit, str], set[str], set[str]]:
-    """The key of every unit that is stored, the keys of the others, and keys of no unit."""
+    """Return the key of every stored unit, the keys of missing units, and keys of no unit."""
     names, missing = {}, set()
     for unit in family.units():
         if name := next((key for key in (*unit.stacked_keys, *unit.layer_keys) if key in stored), None):

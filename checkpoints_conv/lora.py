@@ -45,7 +45,6 @@ def merge_lora(
              alpha: of the adapters; None: from the checkpoint's run_config.yaml.
              The others are as in `megatron_to_hf`.
     Returns: ``output``, a Hugging Face folder without adapters.
-    Raises:  UserError: there are no adapters, they do not fit the base, or the output may not be written.
     """
     wanted, config_folder = dtype_for(dtype), hf_config_folder or base
     with open_adapted(megatron_checkpoint, base, config_folder, alpha, num_workers) as found:
@@ -96,7 +95,6 @@ def export_adapter(
     Args:    hf_config_folder: its config.json must agree with run_config.yaml; None: the base's.
              The others are as in `merge_lora`.
     Returns: ``output``: adapter_config.json and adapter_model.safetensors.
-    Raises:  UserError: there are no adapters, they do not fit the base, or the output may not be written.
     """
     wanted, config_folder = dtype_for(dtype), hf_config_folder or base
     opened = open_adapted(megatron_checkpoint, base, config_folder, alpha, num_workers, by_peft=True)

@@ -55,7 +55,6 @@ def megatron_to_hf(
              dtype: of the result (bf16, fp16, fp32); None keeps the checkpoint's.
              resume, force, sha256: as in `hf_to_megatron`.
     Returns: ``output``, which `AutoModelForCausalLM.from_pretrained` loads.
-    Raises:  UserError: the checkpoint does not fit config.json, or the output may not be written.
     """
     config = hf_config(hf_config_folder)
     family = family_for(config)
@@ -127,7 +126,7 @@ def _convert_all(
 
 
 def _data(unit: Unit, block: Block, dims: dict[str, int]) -> Iterator[tuple[int, memoryview]]:
-    """(number of the Hugging Face tensor, its next bytes), each valid until the next."""
+    """Yield (number of the Hugging Face tensor, its next bytes), each valid until the next."""
     if unit.op.keeps_order:
         for rows in unit.pieces(dims, PIECE_BYTES // block.dtype.itemsize):
             yield rows.part, block.read(rows.count)
@@ -138,7 +137,7 @@ def _data(unit: Unit, block: Block, dims: dict[str, int]) -> Iterator[tuple[int,
 
 
 def copy_with_config(source: Path, target: Path, dtype: Dtype) -> None:
-    """Copy config, generation config, tokenizer and chat templates; the config says what the weights are."""
+    """Copy config, generation config, tokenizer and chat templates; the config gets the weights' dtype."""
     names = copy_side_files(source, target)
     config = hf_config(source)
     config.pop("quantization_config", None)  # of a base in FP8 or the like

@@ -68,7 +68,6 @@ def write_bridge_files(folder: Path, family: Family, dtype: Dtype, iteration: in
 
 
 def _write_train_state(path: Path, iteration: int) -> None:
-    """A dict of scalar tensors."""
     counters = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
     scalars = {
         "step": ("int64", struct.pack("<q", iteration)),
@@ -99,7 +98,7 @@ def unsaid(family: Family) -> list[str]:
 
 
 def check_run_config(family: Family, path: Path) -> None:
-    """Compare what the checkpoint says of its model with config.json, where shapes do not tell.
+    """Compare a checkpoint's model settings with config.json, where shapes do not show them.
 
     Args: path: of run_config.yaml; without it NeMo's model.yaml is compared, if there is one.
     """
@@ -122,7 +121,7 @@ def check_run_config(family: Family, path: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A function by its name, and a number that YAML 1.1 takes for a text (1e-06) as a number."""
+    """Reduce a function to its name, and a number that YAML 1.1 reads as a text (1e-06) to a number."""
     if isinstance(value, dict):
         return value.get("_target_")
     try:
@@ -132,7 +131,7 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value as a message has it; a short YAML file can stand for a text of any length."""
+    """Shorten a value for a message; a short YAML file can stand for a text of any length."""
     if isinstance(value, list):
         is_flat = not any(isinstance(one, list) for one in value)
         return f"[{', '.join(map(_shown, value[:8]))}]" if is_flat else "lists within lists"
@@ -150,7 +149,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_section(path: Path, section: str) -> dict[str, Any]:
-    """A section of a YAML file; empty if there is no such file or section."""
+    """Read a section of a YAML file; empty if there is no such file or section."""
     remedy = "restore it, or remove it to convert without it"
     with reading(path, "valid YAML", remedy, yaml.YAMLError):
         sections = yaml.load(path.read_text(), _Loader) if path.exists() else None

@@ -1,4 +1,4 @@
-"""Are a Hugging Face model and a Megatron checkpoint the same model? Tensor by tensor, bit by bit."""
+"""Bitwise comparison of a Hugging Face model and a Megatron checkpoint, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from checkpoints_conv.locate import Place, locate, open_model
 from nemo_grpo.core.lazy import torch
 from nemo_grpo.models import family_for
 from nemo_grpo.models.family import Family
-from nemo_grpo.models.stacked_tensors import whole_name
+from nemo_grpo.models.shared_mappings import whole_name
 from nemo_grpo.support.files import check_sha256
 from nemo_grpo.support.progress import progress
 
@@ -40,15 +40,11 @@ class Comparison:
 
     @property
     def num_tensors(self) -> int:
-        """Hugging Face tensors compared."""
         return len(self.compared)
 
 
 def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> Comparison:
-    """Compare every tensor; a few megabytes in memory per worker.
-
-    Raises: UserError: one side does not fit config.json, or a file is damaged or not what SHA256SUMS says.
-    """
+    """Compare every tensor; a few megabytes in memory per worker."""
     with (
         open_model(hf_model) as (family, weights),
         closing(TorchDistReader(megatron_checkpoint)) as reader,
@@ -76,7 +72,7 @@ def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> C
 
 
 def gaps_of(place: Place, family: Family, weights: SafetensorsFolder, reader: TorchDistReader) -> list[float]:
-    """Largest difference of each piece of a unit whose bits differ after conversion to Megatron's dtype."""
+    """Measure the largest difference of each piece of a unit whose bits differ in Megatron's dtype."""
     unit, buffer = place.unit, Buffer()
     stored = [weights.tensors[name].dtype for name in unit.hf]
     with place.open(reader) as block:
@@ -97,7 +93,7 @@ def gaps_of(place: Place, family: Family, weights: SafetensorsFolder, reader: To
 
 
 def _gap(hf: memoryview, hf_dtype: Dtype, megatron: memoryview, dtype: Dtype) -> float | None:
-    """Largest difference after conversion to Megatron's dtype; None if the bits are the same."""
+    """Measure the largest difference in Megatron's dtype; None: the bits are the same."""
     if hf_dtype != dtype:
         hf = byte_view(tensor_of(hf, hf_dtype).to(dtype.torch))
     if same(hf, megatron):
@@ -106,7 +102,7 @@ def _gap(hf: memoryview, hf_dtype: Dtype, megatron: memoryview, dtype: Dtype) ->
 
 
 def read_megatron(config: dict[str, object], checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint under its local-spec name, in memory."""
+    """Read every tensor of a checkpoint into memory, under its local-spec name."""
     family = family_for(config)
     reader = TorchDistReader(checkpoint)
     pieces: dict[str, list[torch.Tensor]] = {}

@@ -13,9 +13,9 @@ from nemo_grpo.engine.rollout import Step, assemble, sample_groups
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.environment import Stack
-from nemo_grpo.sampling.prompting import encode_prompts
 from nemo_grpo.sampling.requests import Request
 from nemo_grpo.support.hf_folder import end_tokens, load_config, load_tokenizer, load_weights
+from nemo_grpo.tasks.prompts import encode_prompts
 from nemo_grpo.tasks.scoring import Scorer
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ import typer
 
 from nemo_grpo.cli import main
 from nemo_grpo.cli.model_folder import check_place, finite_logits, result_name
-from nemo_grpo.support import processor
+from nemo_grpo.support import machine
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.hf_folder import load_config
 
@@ -106,7 +106,7 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
     from nemo_grpo.engine import setup
     from nemo_grpo.sampling.generators import build_local
     from nemo_grpo.support.hf_folder import end_tokens, load_tokenizer
-    from nemo_grpo.tasks.environment import MultiTurnTask
+    from nemo_grpo.tasks.base import MultiTurnTask
 
     section = recipe.nemo_grpo
     if section.engine.generator == "vllm":
@@ -124,7 +124,7 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
     generator = build_local(
         section.engine.generator,
         model,
-        setup.DTYPES[processor.precision(recipe.policy.precision, load_config(model).hidden_size)],
+        setup.DTYPES[machine.precision(recipe.policy.precision, load_config(model).hidden_size)],
         setup.choose_device(recipe),
         recipe.policy.generation_batch_size,
     )

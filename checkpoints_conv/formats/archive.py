@@ -74,12 +74,12 @@ class Section(io.RawIOBase):
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
+    """Compute the strides of a contiguous tensor, in elements."""
     return tuple(accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1))[::-1][: len(shape)]
 
 
 def tensor_reference(dtype: Dtype, shape: Sequence[int], key: str) -> Call:
-    """A contiguous tensor whose bytes are in the archive's ``data/<key>``."""
+    """Describe a contiguous tensor whose bytes are in the archive's ``data/<key>``."""
     storage = Reference(("storage", Global("torch", dtype.storage), key, "cpu", math.prod(shape)))
     return Call(_REBUILD, (storage, 0, tuple(shape), strides_of(shape), False, Call(_ORDERED_DICT)))
 
@@ -120,7 +120,7 @@ class _Layout:
 
 
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_rest: Any) -> _Layout:
-    """Raises: ValueError: the numbers do not describe a tensor within its storage."""
+    """Check that the numbers describe a tensor within its storage."""
     numbers = (offset, storage.num_elements, *shape, *stride)
     if len(shape) != len(stride) or not all(type(n) is int and 0 <= n < 1 << 60 for n in numbers):
         raise ValueError(f"{shape!r:.60} and {stride!r:.60} are no shape and strides")
@@ -197,14 +197,14 @@ class SavedTensor:
 
     @cached_property
     def _in_order(self) -> memoryview:
-        """The elements of a tensor with other strides; these are rare, so it may be in memory."""
+        """The elements of a tensor with other strides, in memory; such tensors are rare."""
         stored, layout = bytearray(self._size), self._layout
         read_into(self._descriptor, self._begin, memoryview(stored))
         view = tensor_of(stored, self.dtype).as_strided(layout.shape, layout.stride, layout.offset)
         return byte_view(view.contiguous())
 
     def finish(self) -> None:
-        """Read what was not asked for, and compare the checksum."""
+        """Read the rest, and compare the checksum."""
         self._check_until(self._size)
         if self._crc32 != self._expected:
             raise damaged(self._where, f"the chunk at byte {self._start} does not match its checksum")

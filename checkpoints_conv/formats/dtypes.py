@@ -1,4 +1,11 @@
-"""The dtypes of stored tensors, known without importing torch, which takes seconds."""
+"""The dtypes of stored tensors, known without importing torch, which takes seconds, and block-scaled formats.
+
+FP8 as of DeepSeek-V3: ``weight`` and one scale per 128 x 128 block, ``weight_scale_inv``.
+
+MXFP4 (Open Compute Project, Microscaling Formats, version 1.0) as of gpt-oss: blocks of 32 numbers of 4 bits,
+each with a power of two. For E experts [out, in] the file has blocks [E, out, in / 32, 16] and scales
+[E, out, in / 32], both uint8; a byte's lower half comes first. transformers decodes them to [E, in, out].
+"""
 
 from __future__ import annotations
 
@@ -30,7 +37,6 @@ class Dtype:
 
     @property
     def torch(self) -> torch.dtype:
-        """The dtype itself."""
         found: Any = getattr(torch, self.name)
         return found
 
@@ -51,9 +57,19 @@ WEIGHT_DTYPES = tuple(DTYPES[name] for name in ("bfloat16", "float16", "float32"
 _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80 << 16, "float64": 0x7FF << 52}
 _OPTIONS = {"bf16": DTYPES["bfloat16"], "fp16": DTYPES["float16"], "fp32": DTYPES["float32"]}
 
+FP8_BLOCK = 128
+"""Rows and columns of a block."""
+FP8_SCALE, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
+"""Suffixes of a matrix's name."""
+MXFP4_BYTES = 16
+"""Size of a block, without its scale."""
+_NUM_PER_BLOCK = 32
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BIAS = 127
+
 
 def dtype_for(choice: str | torch.dtype | None) -> Dtype | None:
-    """The dtype of a ``--dtype`` value, or of torch; None keeps what is stored."""
+    """Read a ``--dtype`` value, or torch's dtype; None keeps what is stored."""
     if choice is None:
         return None
     known = _OPTIONS | {name: dtype for dtype in WEIGHT_DTYPES for name in (dtype.name, str(dtype))}
@@ -63,14 +79,14 @@ def dtype_for(choice: str | torch.dtype | None) -> Dtype | None:
 
 
 def cast(data: memoryview, stored: Dtype, wanted: Dtype, name: str) -> memoryview:
-    """Numbers in another dtype; the same memory if it is the same."""
+    """Convert numbers to another dtype; the same memory if it is the same."""
     if stored == wanted:
         return data
     return byte_view(cast_tensor(tensor_of(data, stored), wanted, name))
 
 
 def cast_tensor(tensor: Tensor, wanted: Dtype, name: str) -> Tensor:
-    """`cast` of a tensor."""
+    """Convert a tensor to another dtype."""
     if tensor.dtype == wanted.torch:
         return tensor
     out = tensor.to(wanted.torch)
@@ -80,7 +96,7 @@ def cast_tensor(tensor: Tensor, wanted: Dtype, name: str) -> Tensor:
 
 
 def check_finite(data: memoryview, dtype: Dtype, name: str) -> None:
-    """Raises: UserError: a number is NaN or infinite: its exponent's bits are all 1."""
+    """Refuse NaN and infinity: numbers whose exponent's bits are all 1."""
     if dtype.name not in _EXPONENTS:
         return
     import numpy  # not torch, which takes seconds
@@ -92,19 +108,19 @@ def check_finite(data: memoryview, dtype: Dtype, name: str) -> None:
 
 
 def tensor_of(data: memoryview | bytearray, dtype: Dtype, shape: Sequence[int] = (-1,)) -> Tensor:
-    """A tensor in the memory of ``data``."""
+    """View ``data`` as a tensor."""
     if not len(data):
         return torch.empty(tuple(max(size, 0) for size in shape), dtype=dtype.torch)
     return torch.frombuffer(data, dtype=dtype.torch).view(tuple(shape))
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor, for reading and writing."""
+    """View a contiguous tensor's memory, for reading and writing."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def main_dtype(tensors: Iterable[tuple[str, Dtype, Sequence[int]]]) -> Dtype:
-    """The dtype of most bytes, which a config states of a whole model. Args: tensors: name, dtype, shape."""
+    """Find the dtype of most bytes, a config's of the whole model. Args: tensors: name, dtype, shape."""
     num_bytes: Counter[Dtype] = Counter()
     for _, dtype, shape in tensors:
         num_bytes[dtype] += num_bytes_of(dtype, shape)
@@ -112,5 +128,41 @@ def main_dtype(tensors: Iterable[tuple[str, Dtype, Sequence[int]]]) -> Dtype:
 
 
 def num_bytes_of(dtype: Dtype, shape: Sequence[int]) -> int:
-    """Size of a tensor's data."""
+    """Compute the size of a tensor's data."""
     return math.prod(shape) * dtype.itemsize
+
+
+def fp8_scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a matrix's scales."""
+    return tuple(-(-size // FP8_BLOCK) for size in shape)
+
+
+def decode_fp8(codes: Tensor, scales: Tensor, first: int) -> Tensor:
+    """Decode rows of a matrix: w_ij = code_ij x scale of its block, in float32, rounded once.
+
+    Args:    codes: [R, C] float8_e4m3fn, of which row 0 is the matrix's row ``first``.
+             scales: of the blocks from that row's on, [blocks, ceil(C / 128)].
+    Returns: [R, C] bfloat16.
+    """
+    rows = torch.arange(first, first + len(codes)) // FP8_BLOCK - first // FP8_BLOCK
+    wide = scales.float()[rows].repeat_interleave(FP8_BLOCK, 1)[:, : codes.shape[1]]
+    return (codes.float() * wide).bfloat16()
+
+
+def mxfp4_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return [E, in, out]; None if these are no blocks and their scales."""
+    if len(blocks) != 4 or blocks[3] != MXFP4_BYTES or blocks[:3] != scales:
+        return None
+    return blocks[0], blocks[2] * _NUM_PER_BLOCK, blocks[1]
+
+
+def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Decode one expert: w_ij = number_ij x 2 ** (scale of its block - 127), exact in bfloat16.
+
+    Args:    blocks: [out, in / 32, 16] uint8.  scales: [out, in / 32] uint8.
+    Returns: [in, out] bfloat16.
+    """
+    numbers = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)])
+    halves = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)  # [out, in / 32, 32]
+    values = torch.ldexp(numbers[halves.int()], scales[..., None].int() - _BIAS)
+    return values.flatten(1).t().contiguous().bfloat16()

@@ -1,4 +1,4 @@
-"""Pickles without the classes in them: read by a list of what is known, written by name.
+"""Pickles without their classes: read by a list of allowed names, written by name.
 
 Reading a checkpoint must not run what a pickle asks for; and neither reading nor writing should need torch
 and torch.distributed, which take seconds to import.
@@ -43,7 +43,7 @@ class StoredStorage:
 
 
 def refused(where: str, what: str) -> UserError:
-    """The error of a pickle in the file ``where`` that asks for code."""
+    """Make the error for a pickle in the file ``where`` that asks for code."""
     return UserError(
         f"{where} asks for {what}, which no checkpoint needs; it may be malicious and was not read"
     )
@@ -57,14 +57,14 @@ class RefusingUnpickler(pickle.Unpickler):
         self.allowed, self.where = allowed, where
 
     def find_class(self, module: str, name: str) -> Any:
-        """Answer from the list."""
+        """Look a name up in the list."""
         try:
             return self.allowed[module, name]
         except KeyError:
             raise refused(self.where, f"{module}.{name}") from None
 
     def persistent_load(self, pid: Any) -> Any:
-        """Storages of a torch.save archive."""
+        """Read a reference to a storage of a torch.save archive."""
         kind, dtype, key, _device, num_elements = pid
         if kind != "storage" or not isinstance(dtype, Dtype):
             raise pickle.UnpicklingError(f"unknown reference {pid!r}")
@@ -88,14 +88,14 @@ def load_guarded(path: Path, allowed: dict[tuple[str, str], Any]) -> Any:
 
 
 def _fails_in_child(load: Callable[[], Any], num_bytes: int) -> bool:
-    """True if a child process that loads it does not end well; an exception counts as well."""
+    """True if a child process dies or lacks memory while it loads; other errors are left to the parent."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child has no use for
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which the child does not use
         child = os.fork()
     if not child:
         try:
             faulthandler.disable()
-            gc.disable()  # the parent's garbage may be bound to threads, which a child has not
+            gc.disable()  # the parent's garbage may belong to threads, which a child lacks
             _limit(num_bytes)
             load()
         except MemoryError:
@@ -122,7 +122,7 @@ def _limit(num_bytes: int) -> None:
 
 
 def check_of_tensor(pickled: bytes) -> None:
-    """Refuse a pickle that does more than to describe one tensor; these are too many for a child each."""
+    """Refuse a pickle that does more than describe a tensor; there are too many for a child process each."""
     if len(pickled) > _MAX_TENSOR_PICKLE:
         raise ValueError(f"{len(pickled)} bytes describe one tensor")
     for opcode, argument, _ in pickletools.genops(pickled):
@@ -172,7 +172,7 @@ def dumps(tree: Any) -> bytes:
 
 
 def _write(tree: Any, put: Any, known: dict[Any, int]) -> None:
-    """One value. Args: known: position in the reader's memo of the names and texts that were there before."""
+    """Write one value. Args: known: position of earlier names and texts in the reader's memo."""
     if isinstance(tree, str | Global):
         if tree in known:
             put(pickle.LONG_BINGET + struct.pack("<I", known[tree]))

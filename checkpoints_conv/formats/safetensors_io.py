@@ -1,7 +1,7 @@
 """Hugging Face safetensors folders: single tensors read at their place, without mapping files.
 
-The format is a length, a JSON header and the bytes. Reading through the header and ``pread`` instead of a
-memory map keeps the resident memory small, and finds truncated files before anything is converted.
+The format is a length, a JSON header and the bytes. ``pread`` instead of a memory map keeps the resident
+memory small, and the header shows truncated files before anything is converted.
 """
 
 from __future__ import annotations
@@ -14,10 +14,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints_conv.formats import quantized
-from checkpoints_conv.formats.dtypes import DTYPES, WEIGHT_DTYPES, Dtype, byte_view, num_bytes_of, tensor_of
+from checkpoints_conv.formats.dtypes import (
+    DTYPES,
+    FP8_BLOCK,
+    FP8_SCALE,
+    MXFP4_BLOCKS,
+    MXFP4_BYTES,
+    MXFP4_SCALES,
+    WEIGHT_DTYPES,
+    Dtype,
+    byte_view,
+    decode_fp8,
+    decode_mxfp4,
+    fp8_scales_shape,
+    mxfp4_shape,
+    num_bytes_of,
+    tensor_of,
+)
 from checkpoints_conv.formats.pieces import Buffer, close_all, damaged, open_all, read_into
-from nemo_grpo.models.stacked_tensors import grouped, is_numbered, whole_shape
+from nemo_grpo.models.shared_mappings import grouped, is_numbered, whole_shape
 from nemo_grpo.support.errors import UserError, listed, reading
 from nemo_grpo.support.model_folder import INDEX, check_weights, weight_files, weight_map
 
@@ -33,7 +48,7 @@ class StoredTensor:
     """Place of one tensor.
 
     Attributes: dtype: as it is read.  offset: first byte within the file.
-                scales: of matrices in FP8 or MXFP4 (`formats.quantized`).
+                scales: of matrices in FP8 or MXFP4.
     """
 
     file: Path
@@ -44,12 +59,10 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the data."""
         return num_bytes_of(self.dtype, self.shape)
 
     @property
     def row_bytes(self) -> int:
-        """Size of one row."""
         return num_bytes_of(self.dtype, self.shape[1:])
 
     @property
@@ -63,7 +76,7 @@ class StoredTensor:
             return replace(self, shape=shape, offset=self.offset + first * self.row_bytes)
         assert self.is_mxfp4, self
         scales = self.scales.piece(first, self.scales.shape[1:])
-        codes = first * self.scales.row_bytes * quantized.MXFP4_BYTES
+        codes = first * self.scales.row_bytes * MXFP4_BYTES
         return replace(self, shape=shape, offset=self.offset + codes, scales=scales)
 
 
@@ -80,8 +93,8 @@ class SafetensorsFolder:
     ) -> None:
         """Read every header and check it against the file.
 
-        Args: pieces: names and shapes of those in which tensors are to be read (`models.stacked_tensors`).
-              aliases: beginnings of names in files -> those in the tables.
+        Args: pieces: names and shapes of the pieces in which to read tensors (`models.shared_mappings`).
+              aliases: prefixes of names in files -> those in the tables.
               decodes: FP8 and MXFP4 are read as bf16, and their scales are no tensors.
         """
         self.folder = folder
@@ -106,22 +119,20 @@ class SafetensorsFolder:
 
     @property
     def files(self) -> list[Path]:
-        """The weight files."""
         return sorted({stored.file for stored in self.tensors.values()})
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor."""
         return {name: stored.shape for name, stored in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """One tensor in memory."""
+        """Read a tensor into memory."""
         stored, data = self.tensors[name], bytearray(self.tensors[name].num_bytes)
         self._read(stored, 0, math.prod(stored.shape[:1]), memoryview(data))
         return tensor_of(data, stored.dtype, stored.shape)
 
     def read_rows(self, name: str, first: int, count: int, buffer: Buffer) -> memoryview:
-        """Some rows of a tensor, in memory from ``buffer``."""
+        """Read some rows of a tensor into memory of ``buffer``."""
         stored = self.tensors[name]
         data = buffer.take(count * stored.row_bytes)
         self._read(stored, first, count, data)
@@ -138,58 +149,58 @@ class SafetensorsFolder:
         columns, blocks = stored.shape[1], stored.scales
         codes = bytearray(count * columns)
         self._fill(stored.file, stored.offset + first * columns, memoryview(codes))
-        above, below = first // quantized.FP8_BLOCK, (first + count - 1) // quantized.FP8_BLOCK + 1
+        above, below = first // FP8_BLOCK, (first + count - 1) // FP8_BLOCK + 1
         scales = bytearray((below - above) * blocks.row_bytes)
         self._read(blocks, above, below - above, memoryview(scales))
         coded = tensor_of(codes, DTYPES["float8_e4m3fn"], (count, columns))
         scaled = tensor_of(scales, blocks.dtype, (below - above, blocks.shape[1]))
-        data[:] = byte_view(quantized.decode_fp8(coded, scaled, first))
+        data[:] = byte_view(decode_fp8(coded, scaled, first))
 
     def _decoded(self, stored: StoredTensor, scales: StoredTensor) -> Tensor:
-        codes, powers = bytearray(scales.num_bytes * quantized.MXFP4_BYTES), bytearray(scales.num_bytes)
+        codes, powers = bytearray(scales.num_bytes * MXFP4_BYTES), bytearray(scales.num_bytes)
         self._fill(stored.file, stored.offset, memoryview(codes))
         self._fill(scales.file, scales.offset, memoryview(powers))
-        blocks = tensor_of(codes, scales.dtype, (*scales.shape, quantized.MXFP4_BYTES))
-        return quantized.decode_mxfp4(blocks, tensor_of(powers, scales.dtype, scales.shape))
+        blocks = tensor_of(codes, scales.dtype, (*scales.shape, MXFP4_BYTES))
+        return decode_mxfp4(blocks, tensor_of(powers, scales.dtype, scales.shape))
 
     def _fill(self, file: Path, offset: int, data: memoryview) -> None:
         if read_into(self._descriptors[file], offset, data) != len(data):
             raise damaged(file, "it ends within a tensor")
 
     def _pair_scales(self) -> None:
-        """Put the scales of FP8 matrices into their places."""
-        for name in [name for name in self.tensors if name.endswith(quantized.FP8_SCALE)]:
-            scales, matrix = self.tensors[name], self.tensors.get(name.removesuffix(quantized.FP8_SCALE))
+        """Attach the scales of FP8 matrices to them."""
+        for name in [name for name in self.tensors if name.endswith(FP8_SCALE)]:
+            scales, matrix = self.tensors[name], self.tensors.get(name.removesuffix(FP8_SCALE))
             if matrix is None or matrix.dtype != DTYPES["float8_e4m3fn"]:
                 continue
-            if scales.shape != quantized.fp8_scales_shape(matrix.shape) or scales.dtype not in WEIGHT_DTYPES:
-                size = quantized.FP8_BLOCK
+            if scales.shape != fp8_scales_shape(matrix.shape) or scales.dtype not in WEIGHT_DTYPES:
+                size = FP8_BLOCK
                 raise UserError(
                     f"{name} is {scales.dtype} {list(scales.shape)}, not a number for each block of "
                     f"{size} x {size}; dequantise the model to bf16 and convert that"
                 )
             decoded = replace(matrix, dtype=DTYPES["bfloat16"], scales=scales)
-            self.tensors[name.removesuffix(quantized.FP8_SCALE)] = decoded
+            self.tensors[name.removesuffix(FP8_SCALE)] = decoded
             del self.tensors[name]
 
     def _pair_blocks(self) -> None:
-        """Put the 4-bit numbers of MXFP4 matrices and their scales together."""
-        for name in [name for name in self.tensors if name.endswith(quantized.MXFP4_BLOCKS)]:
-            whole = name.removesuffix(quantized.MXFP4_BLOCKS)
-            blocks, scales = self.tensors[name], self.tensors.get(whole + quantized.MXFP4_SCALES)
+        """Join the 4-bit numbers of MXFP4 matrices and their scales."""
+        for name in [name for name in self.tensors if name.endswith(MXFP4_BLOCKS)]:
+            whole = name.removesuffix(MXFP4_BLOCKS)
+            blocks, scales = self.tensors[name], self.tensors.get(whole + MXFP4_SCALES)
             if scales is None or blocks.dtype != DTYPES["uint8"]:
                 continue
-            shape = quantized.mxfp4_shape(blocks.shape, scales.shape)
+            shape = mxfp4_shape(blocks.shape, scales.shape)
             if shape is None or scales.dtype != DTYPES["uint8"]:
                 raise UserError(
                     f"{name} is {blocks.dtype} {list(blocks.shape)}, its scales {scales.dtype} "
                     f"{list(scales.shape)}: no MXFP4; dequantise the model to bf16 and convert that"
                 )
             self.tensors[whole] = replace(blocks, dtype=DTYPES["bfloat16"], shape=shape, scales=scales)
-            del self.tensors[name], self.tensors[whole + quantized.MXFP4_SCALES]
+            del self.tensors[name], self.tensors[whole + MXFP4_SCALES]
 
     def _take_apart(self, pieces: Mapping[str, tuple[int, ...]]) -> None:
-        """Name the pieces of tensors; a tensor of another shape stays whole."""
+        """Replace tensors by their pieces; a tensor of another shape stays whole."""
         for whole, group in grouped(pieces.items()):
             stored = self.tensors.get(whole)
             if stored is None or stored.shape != whole_shape(*zip(*group, strict=True)):
@@ -201,7 +212,6 @@ class SafetensorsFolder:
                 first += 1 if is_numbered(name) else shape[0]
 
     def close(self) -> None:
-        """Close the files."""
         close_all(self._descriptors)
 
     def _check_index(self) -> None:
@@ -215,7 +225,7 @@ class SafetensorsFolder:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, by name."""
+    """Read the tensors of one file, by name."""
     further = TypeError, AttributeError, KeyError
     with (
         reading(file, "a safetensors file", "it may be truncated; copy or download it again", *further),

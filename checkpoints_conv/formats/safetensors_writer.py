@@ -13,11 +13,11 @@ from typing import Any
 from checkpoints_conv.formats.dtypes import Dtype, check_finite, num_bytes_of
 from checkpoints_conv.formats.pieces import close_all, crc32_of, write_from
 from checkpoints_conv.formats.safetensors_io import StoredTensor
-from nemo_grpo.models.stacked_tensors import grouped, whole_name, whole_shape
+from nemo_grpo.models.shared_mappings import grouped, whole_name, whole_shape
 from nemo_grpo.support.model_folder import INDEX
 
 Planned = tuple[str, Dtype, tuple[int, ...]]
-"""Name, dtype and shape of a tensor to be written, or of a piece (`models.stacked_tensors`)."""
+"""Name, dtype and shape of a tensor to be written, or of a piece (`models.shared_mappings`)."""
 
 
 def plan_shards(tensors: Iterable[Planned], max_shard_bytes: int) -> list[list[Planned]]:
@@ -81,11 +81,10 @@ class SafetensorsWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all data."""
         return sum(stored.num_bytes for stored in self.tensors.values())
 
     def open(self, name: str) -> TensorWriter:
-        """The place of a tensor, to be filled piece by piece."""
+        """Open the place of a tensor, to fill it piece by piece."""
         return TensorWriter(name, self.tensors[name], self.descriptors[self.tensors[name].file])
 
     def write(self, name: str, data: memoryview) -> int:
@@ -96,14 +95,13 @@ class SafetensorsWriter:
         return place.crc32
 
     def holds(self, name: str, crc32: int) -> bool:
-        """True if what lies at the tensor's place has this checksum."""
+        """True if the bytes at the tensor's place have this checksum."""
         if name not in self.tensors:
             return False
         stored = self.tensors[name]
         return crc32_of(self.descriptors[stored.file], stored.offset, stored.num_bytes) == crc32
 
     def close(self) -> None:
-        """Close the files."""
         close_all(self.descriptors)
 
     def write_index(self) -> None:
@@ -124,7 +122,6 @@ class TensorWriter:
 
     @property
     def is_full(self) -> bool:
-        """True once all bytes are there."""
         return self._done == self.stored.num_bytes
 
     def write(self, data: memoryview) -> None:

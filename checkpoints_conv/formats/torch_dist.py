@@ -1,4 +1,4 @@
-"""Megatron's torch_dist checkpoints, read and written chunk by chunk without megatron or process groups.
+"""Reading of Megatron's torch_dist checkpoints, chunk by chunk, without megatron or process groups.
 
 A folder holds ``.metadata`` (which key has which chunks, and where they lie), ``*.distcp`` files (one saved
 tensor after the other), ``common.pt`` and ``metadata.json``. Decoder layers are stacked: axis 0 of
@@ -48,7 +48,7 @@ class _Enumeration(_Record):
     """An enumeration; which member of it does not matter here."""
 
     def __init__(self, _member: Any) -> None:
-        """Made of the member's value, or of its name by `_member_of`."""
+        """Take the member's value, or from `_member_of` its name."""
 
 
 def _records(*names: str, kind: type[_Record] = _Record) -> dict[str, type[_Record]]:
@@ -56,7 +56,7 @@ def _records(*names: str, kind: type[_Record] = _Record) -> dict[str, type[_Reco
 
 
 def _member_of(where: str, owner: Any, name: Any) -> _Enumeration:
-    """In place of the ``getattr`` with which Python 3.11.2, Debian 12's, pickles an enumeration's member."""
+    """Replace the ``getattr`` with which Python 3.11.2 (Debian 12) pickles an enumeration's member."""
     if not (isinstance(owner, type) and issubclass(owner, _Enumeration)):
         raise refused(where, f"an attribute ({name!r})")
     return owner(name)
@@ -92,9 +92,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The torch_dist folder meant by a path: itself, its latest iteration, or the weights of a NeMo-RL
-    step or a NeMo 2.0 folder.
-    """
+    """Find the torch_dist folder of a path: itself, its latest iteration, or a NeMo folder's weights."""
     with reading(path, "a torch_dist checkpoint", "check its name and mode"):
         return _find(path)
 
@@ -132,7 +130,7 @@ def _find(path: Path) -> Path:
 
 
 def _iteration(latest: Path) -> int | None:
-    """The number in a tracker's file; None for "release"."""
+    """Read the number in a tracker's file; None for "release"."""
     with reading(latest, "a text with an iteration's number", "restore it, or give the folder iter_NNNNNNN"):
         text = latest.read_text(encoding="utf-8").strip()
         return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
@@ -159,7 +157,6 @@ class Key:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the data."""
         return num_bytes_of(self.dtype, self.shape)
 
 
@@ -190,7 +187,7 @@ class TorchDistReader:
         """Open a block of a key, to be read row by row. Leaving it compares the checksums.
 
         Args: start, sizes: of the block, one number per axis of the key: 1 before the rows' axis, all of
-              the key behind it.
+              the key after it.
               axis: of the rows.
         """
         key = self.keys[name]
@@ -218,7 +215,7 @@ class TorchDistReader:
         return saved
 
     def read(self, name: str, start: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A whole block in memory; its first axis longer than 1 is the rows'. See `block`.
+        """Read a whole block into memory; its first axis longer than 1 is the rows'. See `block`.
 
         Returns: [sizes] in the stored dtype.
         """
@@ -229,7 +226,6 @@ class TorchDistReader:
         return tensor_of(data, block.dtype, sizes)
 
     def close(self) -> None:
-        """Close the files."""
         close_all(self._descriptors)
 
 
@@ -241,7 +237,7 @@ class Block:
         self._parts, self._row, self._row_bytes, self._buffer = parts, row, row_bytes, Buffer()
 
     def read(self, num_rows: int) -> memoryview:
-        """The next rows; valid until the next call."""
+        """Return the next rows; valid until the next call."""
         data = self._buffer.take(num_rows * self._row_bytes)
         self.read_into(data, num_rows)
         return data
@@ -281,7 +277,7 @@ class _Part:
 
 
 def _overlap(chunk: Chunk, start: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]] | None:
-    """(begin, end) per axis of what a chunk and a block have in common."""
+    """Return (begin, end) per axis of what a chunk and a block have in common; None: nothing."""
     box = [
         (max(o, b), min(o + n, b + m))
         for o, n, b, m in zip(chunk.offsets, chunk.sizes, start, sizes, strict=True)
@@ -290,7 +286,7 @@ def _overlap(chunk: Chunk, start: Sequence[int], sizes: Sequence[int]) -> list[t
 
 
 def _read_metadata(folder: Path) -> tuple[dict[str, Key], dict[str, int]]:
-    """The tensors, and how long each file must be for all that lies in it."""
+    """Read the tensors, and the length that each file must have at least."""
     path = folder / METADATA
     try:
         allowed = _ALLOWED | {("builtins", "getattr"): partial(_member_of, str(path))}

@@ -35,7 +35,7 @@ class WrittenChunk:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
-        """The inverse of ``asdict`` after JSON."""
+        """Restore a chunk from ``asdict`` after JSON."""
         c = entry["chunk"]
         chunk = Chunk(tuple(c["offsets"]), tuple(c["sizes"]), c["file"], c["start"], c["length"])
         return cls(entry["key"], tuple(entry["shape"]), entry["dtype"], chunk)
@@ -55,7 +55,6 @@ class TorchDistWriter:
 
     @property
     def descriptors(self) -> list[int]:
-        """The open files."""
         return [file.descriptor for file in self._files]
 
     def write(
@@ -127,7 +126,7 @@ class _DataFile:
 
 
 def _metadata(written: Iterable[WrittenChunk], objects: Mapping[str, tuple[str, int, int]]) -> Instance:
-    """A pickle of torch's Metadata. Args: objects: where the keys lie that are no tensors."""
+    """Build the pickle of torch's Metadata. Args: objects: places of keys that are no tensors."""
     chunks: dict[str, list[Instance]] = {}
     keys: dict[str, Instance] = {}
     places: dict[Instance, Instance] = {}

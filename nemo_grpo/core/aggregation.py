@@ -24,7 +24,7 @@ def aggregate(
     max_response_length: int | None = None,
     row_factors: Tensor | None = None,
 ) -> Tensor:
-    """This part's contribution to the step's aggregate; contributions of all parts add up to the whole.
+    """Reduce one part of a step; the results of all parts add up to the whole step's.
 
     token_mean:        sum / N
     group_token_mean:  mean over prompt groups of (sum of the group's tokens / their number)
@@ -32,12 +32,11 @@ def aggregate(
         sequences
     constant:          sum / (number of valid sequences x max_response_length)      (Dr.GRPO)
 
-    Args:    terms: [B, T]; finite off the mask too, because the batch is clean (then a
-             product is exact).  counts: [B, T], 1 for the tokens that count, else 0.
+    Args:    terms: [B, T]; finite outside the mask, as in a clean batch.
+             counts: [B, T], 1 for the tokens that count, else 0.
              global_valid_*: counts over the whole step, all microbatches and ranks.
              row_factors: [B], of `group_mean_factors`; for group_token_mean.
     Returns: 0-d; 0 if nothing counts.  An empty response adds 0 and still counts as a sequence.
-    Raises:  ValueError: constant without max_response_length, group_token_mean without row_factors.
     """
     counted = terms * counts
     if how == "token_mean":
@@ -56,9 +55,8 @@ def aggregate(
 def group_mean_factors(batch: TokenBatch, groups: Groups) -> Tensor:
     """Compute each row's token weight in a mean over groups: (sequences / groups) / tokens of its group.
 
-    Divided by the number of sequences, the weighted tokens add up to the mean over groups, and a loss that
-    knows only the step's counts of tokens and sequences can take it. Several updates per step, each of whole
-    groups of the same size, get the mean over their own groups.
+    The weighted tokens, summed and divided by the number of sequences, give the mean over groups, so a loss
+    needs only the step's counts. An update on whole groups of one size gets the mean over these groups.
 
     Args:    batch: the whole step.  groups: of its rows.
     Returns: [B], the logprobs' dtype. A group without a valid token does not count.
@@ -75,7 +73,7 @@ def metric_shares(
     global_valid_toks: Tensor | float,
     global_valid_seqs: Tensor | float,
 ) -> dict[str, Tensor]:
-    """This part's share of each metric's mean over the step's tokens ([B, T]) or sequences ([B]).
+    """Compute this part's share of each metric's mean over the step's tokens ([B, T]) or sequences ([B]).
 
     Args:    metrics: without gradient; finite off the mask, as in `aggregate`. A 0-d metric is
                  returned unchanged.  counts: as in `aggregate`.

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from nemo_grpo.core.checks import require
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.statistics import zero_outside
 
@@ -39,7 +38,7 @@ class TokenBatch:
         rewards: [B]; the scalar reward of each sequence.
         group_ids: [B] integers; equal for the responses to one prompt.
         rewarded: [B] bool; True where the reward counts in its group's mean and deviation. Default:
-            ``sample_mask``; overlong filtering leaves responses out of the loss alone.
+            ``sample_mask``. Overlong filtering changes ``sample_mask`` alone.
         next_token_logprobs: [B, T], nats; the current policy, with gradient; the loss needs them.
         generation_logprobs: [B, T], nats; the sampler's own. Default: ``prev_logprobs``.
         reference_policy_logprobs: [B, T], nats; needed by a KL penalty and by ERPO.
@@ -51,9 +50,7 @@ class TokenBatch:
             which differ in the last digit between layouts.
         scored: [B] bool; False where the policy left a row out: its prev_logprobs are the sampler's own,
             and its entropies mean nothing. Default: all True.
-        carried: what `PreparedBatch.carried` of the step before says; empty before the first.
-    Raises: ValueError: shapes, dtypes or devices disagree, or a mask holds something besides 0 and 1.
-            TypeError: something other than a tensor.
+        carried: `PreparedBatch.carried` of the previous step; empty before the first.
     """
 
     prev_logprobs: Tensor
@@ -115,12 +112,11 @@ class TokenBatch:
                 )
 
     def _given(self, *names: str) -> dict[str, Tensor]:
-        """Those of these fields that are not None."""
         return {name: x for name in names if (x := getattr(self, name)) is not None}
 
     @property
     def kl_logprobs(self) -> Tensor:
-        """[B, T]: the current policy as the reference saw it, without top-k and top-p."""
+        """[B, T]: the current policy's, without top-k and top-p, as the reference policy's are."""
         return self.next_token_logprobs if self.unfiltered_logprobs is None else self.unfiltered_logprobs
 
     @cached_property
@@ -146,7 +142,7 @@ class TokenBatch:
     def select(
         self, rows: Tensor | slice, *, next_token_logprobs: Tensor | None = None, length: int | None = None
     ) -> TokenBatch:
-        """The given rows, cut to ``length`` columns, optionally with the current policy's logprobs."""
+        """Return the given rows, cut to ``length`` columns, optionally with the current policy's logprobs."""
         changes: dict[str, Any] = {name: x[rows] for name, x in self._given(*_ROW_FIELDS).items()}
         changes |= {name: x[rows, :length] for name, x in self._given(*_TOKEN_FIELDS).items()}
         if next_token_logprobs is not None:
@@ -154,15 +150,15 @@ class TokenBatch:
         return replace(self, **changes)
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """The same batch on another device."""
+        """Return the batch on another device."""
         return on_device(self, device)
 
     def clean(self, names: tuple[str, ...] = _NATS) -> TokenBatch:
-        """The same batch with 0 wherever a token or a sequence does not count.
+        """Return the batch with 0 wherever a token or a sequence does not count.
 
         NaN, infinity or garbage there reaches neither a value nor a gradient.
 
-        Args: names: fields [B, T] that may hold such; the others are clean.
+        Args: names: [B, T] fields to clean; the others are clean already.
         """
         mask = self.mask
         rewards = torch.where(self.in_groups, self.rewards.to(self.prev_logprobs.dtype), 0.0)
@@ -172,8 +168,23 @@ class TokenBatch:
         return clean
 
 
+def require(holds: Tensor, values: Tensor, name: str, rule: str) -> None:
+    """Check a rule about every element of ``values``.
+
+    Args:   holds: bool, of the shape of ``values``.  rule: ends the sentence "NAME[INDEX] is VALUE; ...".
+    Raises: ValueError: an element breaks it, with its index. On a GPU the kernel that finds it stops the
+            process instead (`torch._assert_async`), with the rule only: reading the value would wait.
+    """
+    if holds.device.type != "cpu":
+        torch._assert_async(holds.all(), f"{name}: {rule}")
+    elif not holds.all():
+        index = tuple(torch.nonzero(~holds)[0].tolist())
+        place = ", ".join(map(str, index))
+        raise ValueError(f"{name}[{place}] is {values[index].item()}; {rule}")
+
+
 def global_counts(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """``(global_valid_toks, global_valid_seqs)`` of a batch that holds the whole step; 0-d tensors."""
+    """Count a whole step: ``(global_valid_toks, global_valid_seqs)``, 0-d tensors."""
     return batch.mask.sum(), batch.sample_mask.sum()
 
 
@@ -185,11 +196,11 @@ class PreparedBatch:
         batch: the tokens, cleaned under the mask.
         advantages: [B, T]; weights folded in where the equations allow it; exactly 0 where the mask is False.
         token_weights: [B, T] or None; step-level weights that the token terms need in addition.
-        row_factors: [B] or None; what `aggregation.group_mean_factors` says of the whole step.
+        row_factors: [B] or None; `aggregation.group_mean_factors` of the whole step.
         group_sizes: [B] int64; sequences of the row's group that count, over the whole step.
         metrics: 0-d tensors, of the whole step; empty after `select`.
-        carried: what the variant hands to the next step's batch, such as moving statistics; a checkpoint
-            keeps it. Empty after `select`.
+        carried: values for the next step's batch, such as moving statistics, which a checkpoint keeps;
+            empty after `select`.
     """
 
     batch: TokenBatch
@@ -203,7 +214,7 @@ class PreparedBatch:
     def select(
         self, rows: Tensor | slice, *, next_token_logprobs: Tensor | None = None, length: int | None = None
     ) -> PreparedBatch:
-        """Any subset of rows (a microbatch, a rank's share), with the current policy's logprobs for them."""
+        """Return some rows (a microbatch, a rank's share), with the current policy's logprobs for them."""
         part = self.batch.select(rows, next_token_logprobs=next_token_logprobs, length=length)
         return PreparedBatch(
             batch=part.clean(("next_token_logprobs",)),
@@ -214,7 +225,7 @@ class PreparedBatch:
         )
 
     def folded(self) -> PreparedBatch:
-        """The same step, its token weights and row factors multiplied into the advantages.
+        """Multiply token weights and row factors into the advantages.
 
         Exact for an `Objective.folded` whose policy term is proportional to w A, w >= 0:
         w min(rho A, clip(rho) A) = min(rho w A, clip(rho) w A).
@@ -227,17 +238,17 @@ class PreparedBatch:
         return replace(self, advantages=advantages, token_weights=None, row_factors=None)
 
     def on_policy(self) -> PreparedBatch:
-        """The same rows where the scoring policy is the current one: equal logprobs, without gradient."""
+        """Take the current logprobs, without gradient, as the scored ones: the ratio is 1."""
         current = self.batch.next_token_logprobs.detach()
         return replace(self, batch=replace(self.batch, prev_logprobs=current))
 
     def to(self, device: torch.device | str) -> PreparedBatch:
-        """The same part of the step on another device; the metrics stay where they are."""
+        """Return the part on another device; the metrics stay where they are."""
         return on_device(self, device)
 
 
 def on_device(part: Any, device: torch.device | str) -> Any:
-    """A dataclass with its tensors, and those of the dataclasses in it, on another device."""
+    """Move the tensors of a dataclass, and of dataclasses in it, to another device."""
     values = {each.name: getattr(part, each.name) for each in fields(part)}
     tensors = {name: x.to(device) for name, x in values.items() if isinstance(x, torch.Tensor)}
     nested = {name: on_device(x, device) for name, x in values.items() if is_dataclass(x)}
@@ -267,7 +278,7 @@ class Sequences:
             object.__setattr__(self, "prompt_ids", torch.arange(len(self.lengths)))
 
     def select(self, rows: Tensor) -> Sequences:
-        """The given rows, cut to their longest."""
+        """Return the given rows, cut to their longest."""
         lengths = self.lengths[rows]
         return Sequences(
             self.input_ids[rows, : int(lengths.max())],

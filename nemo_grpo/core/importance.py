@@ -22,7 +22,7 @@ Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 class ImportanceCorrection:
     """Reweighting of the policy term by policy over sampler.
 
-    Attributes: truncation: None: w as it is.  lower, upper: bounds of w.
+    Attributes: truncation: None: w is not bounded.  lower, upper: bounds of w.
                 sequence_level: one weight per response.
     """
 
@@ -32,7 +32,7 @@ class ImportanceCorrection:
     sequence_level: bool = False
 
     def weights(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Weights of the policy term and what to report about them.
+        """Compute the weights of the policy term, and metrics of them.
 
         Args:    batch: clean rows.
         Returns: [B, T], 0 where w is not finite; metrics, per token [B, T] or per response [B].

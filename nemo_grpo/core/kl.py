@@ -17,8 +17,8 @@ def kl_estimate(
     In k3 d is clamped from above at `MAX_LOG_RATIO`, without gradient there.
 
     Args:    both [B, T], nats.
-    Returns: [B, T]; gradient flows through next_token_logprobs only as far as these formulas carry it (k3's
-             plain derivative; `with_score_function` adds the other part).
+    Returns: [B, T]; its gradient is these formulas' plain derivative by next_token_logprobs
+             (`with_score_function` adds the other part).
     """
     d = reference_policy_logprobs - next_token_logprobs
     if kind == "k1":
@@ -31,7 +31,7 @@ def kl_estimate(
 def weighted_k3(
     next_token_logprobs: Tensor, reference_policy_logprobs: Tensor, token_weights: Tensor
 ) -> Tensor:
-    """k3 with the weight inside the ratio: x - log x - 1, x = w exp(logp_ref - logp)  (TR-GRPO Eq. 11).
+    """Compute k3 with the weight in the ratio: x - log x - 1, x = w exp(logp_ref - logp)  (TR-GRPO Eq. 11).
 
     Not 0 at logp = logp_ref unless w = 1: there it is w - log w - 1, and its minimum lies at pi = w pi_ref.
     """
@@ -40,7 +40,7 @@ def weighted_k3(
 
 
 def with_score_function(kl: Tensor, next_token_logprobs: Tensor) -> Tensor:
-    """The same values; the gradient also sees that the policy chooses which tokens are averaged over.
+    """Add the score-function term to the gradient of a KL estimate; its values stay.
 
     kl exp(logp - sg(logp)):  d/dlogp = kl' + kl      (2506.09477; NeMo-RL's stock loss always does this)
 
@@ -51,9 +51,6 @@ def with_score_function(kl: Tensor, next_token_logprobs: Tensor) -> Tensor:
 
 
 def _excess_of_exp(x: Tensor) -> Tensor:
-    """exp(x) - x - 1, accurate near 0, where the plain sum would cancel; x clamped at `MAX_LOG_RATIO`.
-
-    Only from above: far below 0 the value is -x - 1, which cannot overflow.
-    """
-    x = x.clamp(max=MAX_LOG_RATIO)
+    """exp(x) - x - 1, accurate near 0, where the plain sum would cancel."""
+    x = x.clamp(max=MAX_LOG_RATIO)  # far below 0 it is -x - 1, which cannot overflow
     return torch.expm1(x) - x

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_grpo.core.checks import require
+from nemo_grpo.core.batch import require
 
 IGNORED = -100
 """The target of a position that predicts nothing, as in transformers and in torch's cross entropy."""
@@ -31,7 +31,7 @@ def logprobs_and_entropy(
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target token and the entropy of its distribution.
+    """Compute the log-probability of each target token and the entropy of its distribution.
 
     logp = z_y - lse(z),   H = lse(z) - sum_v p_v z_v,   z = logits / temperature
     d logp / d z_v = 1[v=y] - p_v,   d H / d z_v = -p_v (log p_v + H)
@@ -44,13 +44,12 @@ def logprobs_and_entropy(
              group: the ranks that share the vocabulary (tensor parallel); all of them get the result.
              vocab_size: token ids >= this are padding and have probability 0. Default: no padding.
     Returns: (logprobs [...], entropies [...]), nats; float32, float64 for float64 logits; both with gradient.
-    Raises:  ValueError: shapes that do not fit, temperature or chunk_size <= 0, a target that is no token.
     """
     return _apply(logits, targets, True, temperature, chunk_size, group, vocab_size)
 
 
 def next_token_logprobs(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """The first result of `logprobs_and_entropy`, with its options, without the second one's cost."""
+    """Compute only the logprobs of `logprobs_and_entropy`, with its options, at less cost."""
     return _apply(logits, targets, False, **options)[0]
 
 
@@ -96,14 +95,14 @@ class _Shard:
         self.num_tokens = all_columns if vocab_size is None else min(vocab_size, all_columns)
 
     def scaled(self, logits: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
-        """A chunk's logits of real tokens in the accumulation dtype; may be a view of ``logits``."""
+        """Return a chunk's logits of real tokens in the accumulation dtype; may be a view of ``logits``."""
         z = logits[:, : self.num_real].to(dtype)
         z = z if temperature == 1 else z / temperature
-        # Of nothing but -inf there is no softmax, and a shard of a token's logits may be that.
+        # The softmax of only -inf is NaN, and a shard may hold nothing else.
         return z if self.group is None else z.clamp(min=torch.finfo(dtype).min)
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(column of each target, clamped into this shard's real ones; whether it is here)."""
+        """Return (column of each target, clamped into this shard's real ones; True where it is here)."""
         column = targets - self.first
         here = (column >= 0) & (column < self.columns)
         return column.clamp(0, max(self.num_real, 1) - 1), here
@@ -132,8 +131,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         floor = torch.finfo(dtype).min
         top = torch.full_like(chosen, floor)  # this shard's highest logit; sums are of z - top
         log_sum = torch.zeros_like(chosen)  # log sum exp(z - top)
-        total = torch.ones_like(chosen)  # what softmax's probabilities add up to: its sum is a rough one
-        mean = torch.zeros_like(chosen)  # of z - top over this shard's tokens, by their probabilities
+        total = torch.ones_like(chosen)  # sum of softmax's probabilities, 1 but for rounding
+        mean = torch.zeros_like(chosen)  # expectation of z - top over this shard
         for rows in _chunks(logits.shape[0] if shard.num_real else 0, chunk):
             z = shard.scaled(logits[rows], dtype, temperature)
             p = z.softmax(-1)
@@ -152,7 +151,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         shard.reduce(sums, dist.ReduceOp.SUM)
         log_z = sums[1].log()  # of all shards, less `highest`
         entropies = log_z - sums[2] / sums[1] if with_entropy else None
-        share = (below + log_sum - log_z).exp_() / total  # of the probability that softmax gives a token here
+        share = (below + log_sum - log_z).exp_() / total  # makes this shard's softmax the whole vocabulary's
         ctx.save_for_backward(logits, targets, highest, log_z, share, entropies)
         ctx.temperature, ctx.chunk, ctx.shard = temperature, chunk, shard
         ctx.set_materialize_grads(False)  # an output that nobody used costs nothing in backward

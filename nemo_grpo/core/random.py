@@ -30,7 +30,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def step_seed(seed: int, number: int) -> int:
-    """The seed of a run's draws in a step, or from a problem on; the same on both engines.
+    """Derive the seed of a step's draws from the run's; the same on both engines.
 
     Args: number: of the step, or of its first problem, from 0.
     """
@@ -38,7 +38,7 @@ def step_seed(seed: int, number: int) -> int:
 
 
 def response_ids(responses: Iterable[tuple[list[int], list[int]]]) -> Tensor:
-    """Ids that distinguish a step's responses, the same on every engine.
+    """Make ids that distinguish a step's responses, the same on every engine.
 
     Args:    responses: (prompt tokens, policy tokens) of each.
     Returns: [B] int64; a hash of both and of the number of identical responses before it.
@@ -58,7 +58,7 @@ def response_positions(mask: Tensor) -> Tensor:
 
 
 def token_uniforms(batch: TokenBatch, seed: int) -> Tensor:
-    """[B, T] float64, uniform in [0, 1): one number per token, independent of its row and column."""
+    """Draw [B, T] float64, uniform in [0, 1): one number per token, independent of its row and column."""
     positions = response_positions(batch.mask)
     if batch.response_ids is not None:
         response = batch.response_ids[:, None]

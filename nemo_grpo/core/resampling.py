@@ -13,7 +13,7 @@ T = TypeVar("T")
 def rewards_differ(rewards: Sequence[float]) -> bool:
     """True if a group carries signal: max differs from min (a std sees signal in float noise).
 
-    NaN is no reward: its response is not in the group.
+    A response with the reward NaN does not count.
     """
     given = [reward for reward in rewards if not math.isnan(reward)]
     return len(given) > 0 and max(given) != min(given)
@@ -32,7 +32,7 @@ class Accumulation(Generic[T]):
     draws: int = 0
 
     def add(self, draw: Sequence[T], is_valid: Callable[[T], bool]) -> Accumulation[T]:
-        """The accumulation after one more draw of prompts."""
+        """Return the accumulation after one more draw of prompts."""
         kept = tuple(group for group in draw if is_valid(group))
         rest = tuple(group for group in draw if not is_valid(group))
         return Accumulation(self.valid + kept, rest, self.draws + 1)
@@ -42,7 +42,7 @@ class Accumulation(Generic[T]):
         return len(self.valid) >= valid_fraction_threshold * num_groups or self.draws >= max_draws
 
     def take(self, num_groups: int) -> tuple[T, ...]:
-        """Valid groups first, then invalid ones of the last draw, cut at ``num_groups``."""
+        """Return valid groups, then invalid ones of the last draw, cut at ``num_groups``."""
         return (self.valid + self.invalid)[:num_groups]
 
 

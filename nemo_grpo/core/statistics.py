@@ -12,7 +12,7 @@ from nemo_grpo.core.lazy import Tensor, torch
 
 
 def zero_outside(x: Tensor, mask: Tensor) -> Tensor:
-    """``x`` where ``mask`` is True, exactly 0 elsewhere; the gradient likewise. A product would keep NaN.
+    """Set ``x`` and its gradient to exactly 0 where ``mask`` is False; a product would keep NaN.
 
     Args:    x: [..., T] floating point.  mask: bool, of x's shape.
     Returns: of x's shape and dtype.
@@ -138,7 +138,7 @@ def segment_zscore(x: Tensor, mask: Tensor, segments: Tensor, num_segments: int,
              is False.
     Returns: [B, T] in x's dtype; exactly 0 where mask is False and where the segment has no spread.
     """
-    places = mask.flatten().nonzero()[:, 0]  # found once: a mask as an index is searched at every use
+    places = mask.flatten().nonzero()[:, 0]  # once: indexing by a mask searches it every time
     where, values = (tensor.flatten().index_select(0, places) for tensor in (segments, x))
     tokens, every = Groups(where, num_segments), torch.ones_like(where, dtype=torch.bool)
     centred = tokens.centred(values, every)
@@ -150,7 +150,7 @@ def segment_zscore(x: Tensor, mask: Tensor, segments: Tensor, num_segments: int,
 
 
 def group_zscore(x: Tensor, mask: Tensor, groups: Groups, delta: float) -> Tensor:
-    """`segment_zscore` with each group as a segment, faster: a row lies in one group.
+    """Compute `segment_zscore` with each group as a segment; faster, since a row lies in one group.
 
     Args:    x, mask: [B, T].
     Returns: [B, T] in x's dtype; exactly 0 where mask is False and in a group without spread.
@@ -165,10 +165,10 @@ def _standardised(centred: Tensor, std: Tensor, delta: float) -> Tensor:
 
 
 def moving_moments(x: Tensor, mask: Tensor, before: Mapping[str, float], momentum: float) -> dict[str, float]:
-    """Exponentially weighted mean and variance of tokens over steps.
+    """Update the exponentially weighted mean and variance of tokens over steps.
 
-    mean = m mean_before + (1 - m) mean_now,  var = m var_before + (1 - m) var_now + m (1 - m) (mean_now -
-    mean_before)^2,  m the momentum: the mean square minus the squared mean, without their difference
+    mean = m mean_before + (1 - m) mean_now,
+    var = m var_before + (1 - m) var_now + m (1 - m) (mean_now - mean_before)^2,  m the momentum
 
     Args:    x, mask: [B, T], the whole step.  before: what the previous step returned; empty: none.
     Returns: ``mean`` and ``variance``; after the first step its own, unchanged by a step without tokens.
@@ -186,7 +186,7 @@ def moving_moments(x: Tensor, mask: Tensor, before: Mapping[str, float], momentu
 
 
 def percentiles(values: Tensor, shares: tuple[float, ...]) -> list[Tensor]:
-    """Nearest-rank percentiles of a 1-D tensor of any size (torch.quantile stops at 16 million)."""
+    """Find nearest-rank percentiles of a 1-D tensor of any size (torch.quantile stops at 16 million)."""
     if values.numel() == 0:
         return [values.new_zeros(()) for _ in shares]
     places = [round(share * (values.numel() - 1)) for share in shares]

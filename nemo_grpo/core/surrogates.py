@@ -34,7 +34,7 @@ def clipped_policy_gradient(
     ratio_clip_max: float,
     ratio_clip_c: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective, with an optional dual clip.
+    """Compute PPO's clipped objective, with an optional dual clip.
 
     min(rho A, clip(rho, 1 - ratio_clip_min, 1 + ratio_clip_max) A);  where A < 0 not below ratio_clip_c A
     (Schulman et al. 2017 Eq. 7; dual clip: Ye et al. 2020 Eq. 5)

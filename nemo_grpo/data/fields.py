@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from nemo_grpo.tasks.columns import worked_answer
 from nemo_grpo.tasks.rewards.final_answer import last_boxed
+from nemo_grpo.tasks.rows import worked_answer
 
 Row = Mapping[str, Any]
 

@@ -1,5 +1,6 @@
-"""Refusals of the embedded engine before it builds anything."""
+"""Checks of a recipe against this machine before anything is built, and its device and precision."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -12,14 +13,17 @@ from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.trackers import check_trackers
 from nemo_grpo.models import COMPUTED, read_spec
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.support import machine
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.hf_folder import load_config
+
+log = logging.getLogger(__name__)
 
 
 def check(recipe: Recipe, *, resume: bool) -> Recipe | None:
     """Refuse what can be refused without building anything.
 
-    Returns: what a run that resumes began with.
+    Returns: the recipe that a resumed run began with.
     """
     check_machine(recipe)
     check_recipe(recipe, continues=False).refuse()
@@ -42,7 +46,7 @@ def check_machine(recipe: Recipe) -> None:
 
 
 def check_fp8_fits_the_model(recipe: Recipe) -> None:
-    """Refuse widths of the model of policy.model_name that FP8 cannot have."""
+    """Refuse FP8 for a model whose widths its matrix products do not take."""
     name, megatron = recipe.policy.model_name, recipe.policy.megatron_cfg
     if name is None or not megatron.fp8_in_use:
         return
@@ -63,7 +67,7 @@ def check_ranks(recipe: Recipe) -> None:
 
 
 def choose_device(recipe: Recipe) -> torch.device:
-    """Return this rank's device; ``auto`` is CUDA where there is one, and LOCAL_RANK says which."""
+    """Return this rank's device; ``auto`` is the GPU numbered LOCAL_RANK if there are any, else the CPU."""
     wanted, found = recipe.nemo_grpo.engine.device, torch.cuda.is_available()
     if wanted == "cuda" and not found:
         raise UserError("nemo_grpo.engine.device=cuda: torch finds no CUDA device; use auto or cpu")
@@ -81,3 +85,26 @@ def choose_device(recipe: Recipe) -> torch.device:
             f"GPU, torch finds {num_gpus}; use {num_gpus}"
         )
     return torch.device("cuda", local_rank)
+
+
+def choose_precision(
+    recipe: Recipe, device: torch.device, width: int, earlier: Recipe | None, *, leads: bool
+) -> Recipe:
+    """Replace ``auto`` in the recipe by a precision.
+
+    Args: width: the model's hidden size.  earlier: the recipe that a resumed run began with, whose precision
+          it keeps.  leads: this rank logs the choice.
+    """
+    asked, on_gpu = recipe.policy.precision, device.type == "cuda"
+    if asked == "auto" and earlier is not None:
+        precision: str = earlier.policy.precision
+    else:
+        precision = "bfloat16" if asked == "auto" and on_gpu else machine.precision(asked, width)
+    if leads and asked == "auto":
+        log.info("policy.precision=auto: %s", precision)
+    if leads and precision == "bfloat16" and not (on_gpu or machine.has_bf16()):
+        log.warning(
+            "policy.precision=bfloat16: this processor has no BF16 instructions; on one like it BF16 "
+            "products took 6 to 10 times as long as FP32's: use auto or float32 in a new run"
+        )
+    return recipe.with_precision(precision)

@@ -10,11 +10,10 @@ import torch
 from nemo_grpo.engine.rollout import Group, Scored
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.sampling.episodes import Response
-from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
-from nemo_grpo.tasks.base import stream
-from nemo_grpo.tasks.environment import MultiTurnTask
+from nemo_grpo.tasks.base import MultiTurnTask, stream
+from nemo_grpo.tasks.prompts import PROMPTS_CHECKED
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,11 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port that nothing else gets by asking for a free one, while the block runs.
+    """Reserve a free port within the block.
 
-    The socket that holds it does not listen and has SO_REUSEADDR, so a server that sets it, too, can
-    listen there; torch's TCPStore does. A port that is only looked up and let go is now and then taken by an
-    outgoing connection before the server starts.
+    The socket that holds it does not listen and has SO_REUSEADDR, so a server that sets it, too, can listen
+    there; torch's TCPStore does. A port that is only looked up may go to an outgoing connection before the
+    server starts.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -91,6 +91,6 @@ def reserved_port() -> Iterator[int]:
 
 
 def free_port() -> int:
-    """A port that is free right now; for servers that cannot take a `reserved_port`."""
+    """Find a port that is free right now, for servers that cannot take a `reserved_port`."""
     with reserved_port() as port:
         return port

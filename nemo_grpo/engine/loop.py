@@ -5,7 +5,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from nemo_grpo.engine import malloc, validation
+from nemo_grpo.engine import validation
 from nemo_grpo.engine.rollout import assemble
 from nemo_grpo.engine.run_folder import versions
 from nemo_grpo.engine.saving import TrainingAborted, export_policy
@@ -16,7 +16,7 @@ from nemo_grpo.engine.steps import reinforce, supervise
 from nemo_grpo.engine.trackers import Ended
 from nemo_grpo.report.runs import validation_note
 from nemo_grpo.report.stuck import Watch
-from nemo_grpo.support import distributed
+from nemo_grpo.support import distributed, machine
 from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.support.model_card import Training
 from nemo_grpo.support.progress import Advance, progress
@@ -102,7 +102,7 @@ def validate(parts: Parts) -> dict[str, float]:
 
     A supervised run has its loss per token on their demonstrations, too.
     """
-    malloc.give_back()
+    machine.release_freed_memory()
     start, metrics = time.monotonic(), dict[str, float]()
     if parts.demonstrations is not None:
         step = assemble([parts.demonstrations.held_out(problem) for problem in parts.problems])
@@ -140,7 +140,7 @@ def save_if_due(parts: Parts, *, stopping: bool) -> None:
 
 def export(parts: Parts) -> None:
     """Export the model and, with LoRA, its adapters."""
-    malloc.give_back()
+    machine.release_freed_memory()
     wanted = parts.recipe.nemo_grpo.export
     if wanted.hf:
         training = Training(parts.recipe.to_dict(), parts.state.step, parts.validated, versions())

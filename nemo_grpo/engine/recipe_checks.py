@@ -24,7 +24,7 @@ WRITTEN_BY = {
 }
 """A model's folder in a shipped recipe -> the command that writes it."""
 MEGATRON = (".metadata", "iter_*/.metadata", "weights/.metadata", "policy", "step_*/policy")
-"""Parts of Megatron's checkpoints, one of which a folder of them has."""
+"""Parts by which a folder is known as Megatron's checkpoint; it has one of them."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Findings:
     """The result of `check_recipe`; messages give key, value and remedy.
 
     Attributes: errors: the run would end with them.  missing: files and folders that another command writes
-        first, for `remedies`.  notes: probably not meant.  found: counts, in words; empty: the task has no
+        first, for `remedies`.  notes: probable mistakes.  found: counts, in words; empty: the task has no
         files.
     """
 
@@ -42,9 +42,9 @@ class Findings:
     found: str = ""
 
     def refuse(self, *, missing: bool = True) -> None:
-        """Raise what was found.
+        """Raise the errors.
 
-        Args: missing: also what is still to be written.
+        Args: missing: those of missing files, too.
         """
         if errors := [*self.errors, *(remedies(self.missing) if missing else ())]:
             raise RecipeErrors(errors)
@@ -55,8 +55,8 @@ def check_recipe(recipe: Recipe, *, continues: bool | None = None) -> Findings:
 
     Paths are relative to the working directory.
 
-    Args: continues: compare with the run that was begun under this name; None: where NeMo-RL trains, which
-          continues it unasked.
+    Args: continues: compare with an earlier run of this name; None: if NeMo-RL trains, which always continues
+          it.
     """
     data, model = check_data(recipe), _model_to_be_written(recipe)
     continues = recipe.nemo_grpo.target == "cluster" if continues is None else continues
@@ -144,7 +144,7 @@ def check_model_folder(folder: Path, setting: str) -> None:
 
 
 def reason_against_model(folder: Path) -> str | None:
-    """Say what a folder without config.json is instead of a model's, and the remedy; None: not known."""
+    """Explain what a folder without config.json is, with the remedy; None: unknown."""
     if (folder / "config.json").is_file():
         return None
     if (folder / RECIPE_FILE).is_file():
@@ -164,7 +164,7 @@ def reason_against_model(folder: Path) -> str | None:
 
 
 def check_data(recipe: Recipe) -> Findings:
-    """Look for the files of the recipe's task, and count their problems."""
+    """Find the files of the recipe's task, and count their problems."""
     task, lacking = recipe.nemo_grpo.task, missing_files(recipe)
     prepared = tuple(file for file in lacking if _is_prepared(file))
     errors = tuple(remedies(file for file in lacking if file not in prepared))
@@ -204,7 +204,7 @@ def _is_prepared(file: str) -> bool:
 
 
 def remedies(missing: Iterable[str]) -> Iterator[str]:
-    """One message for the files that a `data prepare` writes, by folder, and one for each other file."""
+    """Yield one message for the files of a folder that `data prepare` writes, and one for each other file."""
     folders: dict[str, list[str]] = {}
     for file in dict.fromkeys(missing):
         if _is_prepared(file):

@@ -65,7 +65,7 @@ class Step:
     def token_batch(
         self, prev: Tensor, entropies: Tensor | None = None, reference: Tensor | None = None
     ) -> TokenBatch:
-        """Join with what the policy's scoring gave; each [B, S - 1]."""
+        """Join with the policy's scores, each [B, S - 1]."""
         return TokenBatch(
             prev_logprobs=prev,
             entropies=entropies,
@@ -83,7 +83,7 @@ class Step:
 def sample_groups(
     generator: Generator, tokenizer: Any, scorer: Scorer, problems: Sequence[Problem], request: Request
 ) -> list[Group]:
-    """Sample the responses that are asked for, to a prompt per problem, and score them.
+    """Sample and score a request's responses; its prompts are those of ``problems``.
 
     The first rank scores for all: a verdict at a grader's time limit may differ between two calls.
     """
@@ -105,10 +105,9 @@ def sample_groups(
 def assemble(groups: Sequence[Group]) -> Step:
     """Lay a step's groups out as tensors.
 
-    Token column t speaks of input_ids[:, t + 1], so a response that starts at position p is counted from
-    column p - 1. What an environment said is context: its columns are False in the mask. Rows are filled up
-    with token 0, on which nothing depends: many tokenizers have no padding token. A response without a reward
-    is masked as a whole.
+    Token column t belongs to input_ids[:, t + 1], so a response from position p on starts at column p - 1. An
+    environment's text is context: its columns are False in the mask. Rows are padded with token 0, whatever
+    it means: many tokenizers have no padding token. A response without a reward is masked as a whole.
     """
     flat = [(g, group.prompt, one) for g, group in enumerate(groups) for one in group.responses]
     prompt_lengths = torch.tensor([len(prompt) for _, prompt, _ in flat])

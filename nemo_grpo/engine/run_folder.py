@@ -1,4 +1,4 @@
-"""``runs/<name>/``: everything that a run leaves behind.
+"""``runs/<name>/``: all files of a run.
 
 recipe.resolved.yaml  own/  versions.json  inputs.json  metrics.jsonl  samples.jsonl  diagnostics.jsonl
 tensorboard/  plots/  report.html  checkpoints/  evaluation/  hf/  hf-adapter/
@@ -45,9 +45,9 @@ PACKAGES = (
 
 
 class RunFolder:
-    """A run's folder; nothing is written before `open`, and nothing by a process that does not lead.
+    """A run's folder; nothing is written before `open`, and only by the process that leads.
 
-    Attributes: failure: why a row could not be appended; none is from then on, and the run should end.
+    Attributes: failure: why a row could not be appended; no more rows are, and the run should end.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class RunFolder:
         self._locks: dict[Path, int] = {}
 
     def lock(self) -> None:
-        """Keep other processes out of the run's folders, as far as they exist, until `close`.
+        """Lock the run's folders that exist until `close`.
 
-        So are the folders of other runs in which these lie, such as ``runs/a`` for ``runs/a/checkpoints``.
+        Folders of other runs around them are locked, too, such as ``runs/a`` for ``runs/a/checkpoints``.
         """
         own = [folder for folder in (self.path, self.checkpoints) if folder is not None]
         around = [parent for folder in own for parent in folder.parents if (parent / RECIPE_FILE).exists()]
@@ -109,7 +109,7 @@ class RunFolder:
         from_step: int,
         trackers: Callable[[Path], Iterable[Tracker]] = lambda _folder: (),
     ) -> None:
-        """Create or continue the folder; rows of steps after ``from_step`` go: they will come again.
+        """Create or continue the folder; drop rows of steps after ``from_step``, which are trained again.
 
         Args: own_files: `Recipe.own_files`.  trackers: opens them, given this folder.
         """
@@ -142,9 +142,9 @@ class RunFolder:
         self._trackers = list(trackers(self.path))
 
     def keep_settings(self, recipe_yaml: str, own_files: Mapping[str, str], from_step: int) -> None:
-        """Write what runs: versions, the resolved recipe (also beside checkpoints elsewhere), own files.
+        """Write versions, the resolved recipe (also beside checkpoints elsewhere) and own files.
 
-        A run that goes on with other own code says so, and keeps the code until that step, too.
+        Changed own code is logged, and its old text kept.
         """
         for folder in filter(None, (self.path, self.checkpoints)):
             folder.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ class RunFolder:
             tracker.log(numbers, row["step"])
 
     def close(self, ended: Ended = "FAILED") -> None:
-        """Flush and close the trackers, and give the folder free."""
+        """Flush and close the trackers, and unlock the folder."""
         for tracker in self._trackers:
             tracker.close(ended)
         self._trackers = []
@@ -214,23 +214,23 @@ def own_copy(folder: Path, name: str) -> Path:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Either engine's checkpoints, from the first step to the last."""
+    """List either engine's checkpoints, from the first step to the last."""
     found = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
     return sorted(found, key=step_of)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint from which a run in this folder goes on; None: it begins."""
+    """Return the newest checkpoint in a folder; None: it has none."""
     return next(reversed(checkpoints_in(folder)), None)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that ends with this checkpoint."""
+    """Return the step that ends with this checkpoint."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, the platform and the packages that a result depends on."""
+    """Return the versions of Python, the platform and the packages that a result depends on."""
     found = {"python": sys.version.split()[0], "platform": platform.platform()}
     for package in PACKAGES:
         try:
@@ -241,7 +241,7 @@ def versions() -> dict[str, str]:
 
 
 def _finite(value: Any) -> Any:
-    """The same, to any depth, with None for numbers that JSON has no name for."""
+    """Replace numbers that JSON cannot express by None, to any depth."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -44,7 +44,7 @@ class Saver:
     _under_way: tuple[int, dict[str, Any], PendingWrite] | None = field(default=None, init=False)
 
     def save(self, step: int, info: dict[str, Any]) -> None:
-        """Write a checkpoint of this moment, after the one that may be under way."""
+        """Write a checkpoint of the present state, after the one under way."""
         self.finish()
         with self._explained(step):
             folder = self.store.begin(step)

@@ -1,4 +1,4 @@
-"""From a recipe to the parts of a run."""
+"""Builds the parts of a run from its recipe."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -10,32 +10,36 @@ from typing import Any
 
 import torch
 
-from nemo_grpo.engine import malloc, validation
+from nemo_grpo.engine import validation
 from nemo_grpo.engine.checkpoint_store import WEIGHTS, CheckpointStore, read_info
-from nemo_grpo.engine.checks import check_ranks, choose_device
+from nemo_grpo.engine.checks import check_ranks, choose_device, choose_precision
 from nemo_grpo.engine.demonstrations import Demonstrations
-from nemo_grpo.engine.input_hashes import check_inputs, data_files, keep_inputs, model_files, resume_inputs
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import options, parallel
 from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.policy_checkpoint import load_policy
-from nemo_grpo.engine.precision import choose_precision
-from nemo_grpo.engine.resume import ANOTHER_RUN
+from nemo_grpo.engine.resume import (
+    ANOTHER_RUN,
+    check_inputs,
+    data_files,
+    keep_inputs,
+    model_files,
+    resume_inputs,
+)
 from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.saving import Saver
 from nemo_grpo.engine.trackers import open_trackers
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.sampling.generate_distributed import DistributedGenerator
-from nemo_grpo.sampling.generators import build_local
-from nemo_grpo.sampling.prompting import PROMPTS_CHECKED, encode_prompts
+from nemo_grpo.sampling.generators import DistributedGenerator, build_local
 from nemo_grpo.sampling.requests import Generator, SamplingParams
-from nemo_grpo.support import distributed
+from nemo_grpo.support import distributed, machine
 from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.hf_folder import end_tokens, load_config, load_tokenizer, load_weights
 from nemo_grpo.tasks import Problem, Task
-from nemo_grpo.tasks.environment import make_ready
+from nemo_grpo.tasks.base import make_ready
+from nemo_grpo.tasks.prompts import PROMPTS_CHECKED, encode_prompts
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import RewardsFailed, Scorer
 
@@ -75,7 +79,6 @@ class Parts:
 
     @property
     def state(self) -> TrainingState:
-        """The run's counters."""
         return self.learner.state
 
     @property
@@ -119,17 +122,17 @@ class Parts:
         log.info("resuming from %s", checkpoint)
 
     def save(self) -> None:
-        """Write a checkpoint of this moment; with async_save it is complete some steps later."""
-        malloc.give_back()
+        """Write a checkpoint of the present state; with async_save it is complete some steps later."""
+        machine.release_freed_memory()
         info = {"state": asdict(self.state), "metrics": self.validated, "unlogged": self.pending}
         self.saver.save(self.state.step, info)
 
     @contextmanager
     def saved_before_failure(self) -> Iterator[None]:
-        """Before an error within the block ends the run, save the steps that were made.
+        """Save the finished steps if an error within the block ends the run.
 
-        Of several ranks all must fail, since a save waits for every one. A policy whose logits are not finite
-        is not worth saving.
+        Several ranks must all fail, since a save waits for each. A policy whose logits are not finite is not
+        saved.
         """
         position = self.state.next_problem
         try:
@@ -153,7 +156,7 @@ def set_up(recipe: Recipe, source: Path, *, resume: bool = False, began_as: Reci
     """
     check_ranks(recipe)
     torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
-    malloc.keep()
+    machine.keep_freed_memory()
     device = choose_device(recipe)
     parallel.initialize(recipe.policy.megatron_cfg.layout, device, recipe.grpo.seed)
     leads = distributed.is_rank_zero()

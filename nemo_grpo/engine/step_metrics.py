@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl and samples.jsonl, and the note beside the progress bar."""
+"""Rows of metrics.jsonl and samples.jsonl, and the note of the progress bar."""
 
 import time
 from dataclasses import asdict
@@ -24,9 +24,7 @@ class Clock:
 
 
 def mean_scores(groups: list[Group]) -> dict[str, float]:
-    """Means over the step's responses: each reward component, whether one was not finite, whether it was cut
-    off, its turns if any.
-    """
+    """Average over the step's responses: components, failures, truncation, and turns if any."""
     responses = [one for group in groups for one in group.responses]
     means = component_means([one.scores for one in responses])
     means["length/truncated"] = sum(one.response.truncated for one in responses) / len(responses)
@@ -36,7 +34,7 @@ def mean_scores(groups: list[Group]) -> dict[str, float]:
 
 
 def signal_shares(drawn: list[Group], *, drop_truncated: bool = False) -> dict[str, float]:
-    """Shares of the drawn groups: all responses right, all wrong, and rewards that differ.
+    """Compute shares of the drawn groups: all responses right, all wrong, and rewards that differ.
 
     Args: drop_truncated: see `Group.has_signal`.
     """
@@ -46,7 +44,7 @@ def signal_shares(drawn: list[Group], *, drop_truncated: bool = False) -> dict[s
 
 
 def mean_metrics(updates: list[UpdateResult]) -> dict[str, float]:
-    """Means over the step's updates."""
+    """Average over the step's updates."""
     if not updates:
         return {}
     rows = [u.metrics | {"grad_norm": u.grad_norm, "lr": u.lr} for u in updates]
@@ -54,7 +52,7 @@ def mean_metrics(updates: list[UpdateResult]) -> dict[str, float]:
 
 
 def sample_rows(step: int, groups: list[Group], num_samples: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """The first ``num_samples`` responses of a step, for samples.jsonl, each with its prompt as sampled."""
+    """Make rows of samples.jsonl from the first responses of a step, each with its prompt as sampled."""
     flat = [(group, one) for group in groups for one in group.responses]
     return [
         {
@@ -74,7 +72,7 @@ def sample_rows(step: int, groups: list[Group], num_samples: int, tokenizer: Any
 
 
 def note(row: dict[str, Any]) -> str:
-    """The numbers beside the progress bar, the most telling first: a narrow terminal cuts the others."""
+    """Write the progress bar's numbers, most important first: a narrow terminal cuts the others."""
     shown = {
         **HELD_OUT,
         "reward/mean": "reward {:.2f}",

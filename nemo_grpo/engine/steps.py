@@ -9,7 +9,7 @@ from nemo_grpo.core.advantages import implausible_advantage, overlong_penalty
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.random import step_seed
 from nemo_grpo.core.resampling import accumulate_groups
-from nemo_grpo.engine.megatron.results import Scores
+from nemo_grpo.engine.megatron.microbatches import Scores
 from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.engine.setup import Parts
 from nemo_grpo.engine.step_metrics import Clock, mean_metrics, mean_scores, sample_rows, signal_shares
@@ -31,8 +31,8 @@ def reinforce(parts: Parts) -> Row:
     clock.lap("time/rollout")
     step = shape(assemble(groups), parts.recipe)
     prepared, updates = parts.learner.learn(step, clock)
-    if told := implausible_advantage(prepared):
-        log.warning("step %d: %s", state.step, told)
+    if warning := implausible_advantage(prepared):
+        log.warning("step %d: %s", state.step, warning)
 
     row: Row = {"step": state.step, "rollout/num_prompts": len(drawn)}
     row |= {name: float(value) for name, value in prepared.metrics.items()}
@@ -137,7 +137,7 @@ def totals(parts: Parts, step: Step, clock: Clock) -> Row:
 
 
 def diagnose(parts: Parts, prepared: PreparedBatch, step: Step) -> dict[str, float]:
-    """Every `diagnostics_period` steps, write token diagnostics and return their metrics."""
+    """Write token diagnostics every `diagnostics_period` steps, and return their metrics."""
     period, number = parts.recipe.nemo_grpo.engine.diagnostics_period, parts.state.step
     if not parts.folder.leads or period == 0 or (number > 1 and number % period > 0):
         return {}

@@ -22,10 +22,10 @@ from nemo_grpo.support.errors import UserError
 log = logging.getLogger(__name__)
 
 INIT_SECONDS = 30
-"""Seconds that wandb may take to reach its server; then it writes to disk alone."""
+"""Seconds that wandb may take to reach its server; then it writes only to disk."""
 PACKAGES = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 IN_EVERY_STEP = ("time/step", "time/validation")
-"""Metrics of which every row has one."""
+"""Metrics one of which every row has."""
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 """Characters that mlflow refuses in a metric's name, such as the @ of pass@8."""
 
@@ -67,7 +67,7 @@ def check_trackers(recipe: Recipe) -> None:
 
 
 def open_trackers(recipe: Recipe, folder: Path, from_step: int) -> Iterator[Tracker]:
-    """Those that the recipe asks for; a continued run continues there, too.
+    """Open the recipe's trackers; a resumed run continues its entries there.
 
     Args: folder: the run's.  from_step: last step that stays; -1: the run begins.
     """
@@ -144,14 +144,14 @@ class MLflow:
             lambda: self.client.create_run(experiment, run_name=run_name).info.run_id,
         )
         self.client.update_run(self.run, status="RUNNING")  # a run that is continued has ended before
-        told = (m.step for key in IN_EVERY_STEP for m in self.client.get_metric_history(self.run, key))
-        self.last_step = max(told, default=-1)
+        logged = (m.step for key in IN_EVERY_STEP for m in self.client.get_metric_history(self.run, key))
+        self.last_step = max(logged, default=-1)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         if step <= self.last_step:
-            return  # told before a kill: points of mlflow cannot be taken back
+            return  # logged before a kill; mlflow cannot remove points
         now = int(time.time() * 1000)
         metrics = [Metric(_NOT_IN_A_NAME.sub("_", name), value, now, step) for name, value in row.items()]
         self.client.log_batch(self.run, metrics=metrics)
@@ -161,7 +161,6 @@ class MLflow:
 
 
 def _has_login() -> bool:
-    """An API key of wandb in the environment, or one that `wandb login` has left."""
     netrc = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     try:
         return bool(os.environ.get("WANDB_API_KEY")) or "api.wandb.ai" in netrc.read_text()

@@ -1,7 +1,6 @@
-"""Validation while training: when, how, and whether it says that the run has reached its goal."""
+"""Validation during training: schedule, measurement, and the goal that ends a run."""
 
 import logging
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def is_due(grpo: GRPOSection, step: int) -> bool:
-    """True if this step is to be followed by a validation."""
+    """True if a validation follows this step."""
     last = grpo.val_at_end and step == grpo.max_num_steps
     return last or (grpo.val_period > 0 and step % grpo.val_period == 0)
 
@@ -36,7 +35,6 @@ def validate(
     sampling: SamplingParams,
 ) -> dict[str, float]:
     """Measure greedy, avg@k and pass@k of these weights on each validation set, as ``validation/*``."""
-    start = time.monotonic()
     generator.update_weights(named_tensors)
     k, found = recipe.grpo.val_num_generations_per_prompt, dict[str, dict[str, float]]()
     with _shown(recipe.world_size, len(problems), k, sampling) as meter:
@@ -55,15 +53,14 @@ def validate(
             found[name] = result.metrics()
             for problem in result.problems[: recipe.logger.num_val_samples_to_print]:
                 log.info("%s -> %r (gold %s)", problem.id, problem.greedy.completions[0], problem.gold)
-    metrics = {f"validation/{name}": value for name, value in over_sets(found).items()}
-    return metrics | {"time/validation": time.monotonic() - start}
+    return {f"validation/{name}": value for name, value in over_sets(found).items()}
 
 
 @contextmanager
 def _shown(num_ranks: int, num_problems: int, k: int, sampling: SamplingParams) -> Iterator[TokenMeter]:
-    """Lines with rates and time left, if a validation takes longer than a few seconds.
+    """Log rates and time left, if a validation takes longer than a few seconds.
 
-    Of several ranks the first alone logs, and its share is counted, which takes about as long as the others.
+    Only the first rank logs, and counts its own share; the others take about as long.
     """
     num_responses = -(-num_problems // num_ranks) * (1 if sampling.greedy else 1 + k)
     name = "validation responses" + (f" of rank 0 of {num_ranks}" if num_ranks > 1 else "")
@@ -72,7 +69,7 @@ def _shown(num_ranks: int, num_problems: int, k: int, sampling: SamplingParams) 
 
 
 def reached_goal(grpo: GRPOSection, row: Mapping[str, Any]) -> bool:
-    """True, which the log says, if a step's metrics meet grpo.stop_at_validation_threshold."""
+    """True if a step's metrics meet grpo.stop_at_validation_threshold, which is logged."""
     reached = grpo.is_goal(row)
     if reached:
         name = grpo.stop_at_validation_metric

@@ -33,7 +33,7 @@ from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.files import flush_tree, make_readable
 from nemo_grpo.support.hf_folder import export, no_transformers_bars
 from nemo_grpo.tasks import Prompt, Task
-from nemo_grpo.tasks.environment import make_ready
+from nemo_grpo.tasks.base import make_ready
 
 if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
@@ -84,7 +84,6 @@ def starting_policy(recipe: Recipe) -> Path:
 
 
 def _fine_tune(recipe: Recipe, model: Path) -> None:
-    """Train the folder's model; replaces its weights."""
     joined = dist.is_initialized()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -102,7 +101,7 @@ def _fine_tune(recipe: Recipe, model: Path) -> None:
 
 
 def _begin(config: WarmStart, task: Task, target: Path) -> Path | None:
-    """A temporary folder with tokenizer and random weights; None if the target is there."""
+    """Make a temporary folder with tokenizer and random weights; None: the target exists."""
     if target.is_dir():
         return None
     try:
@@ -123,9 +122,9 @@ def _begin(config: WarmStart, task: Task, target: Path) -> Path | None:
 
 
 def cache_key(config: WarmStart, task: Task, prompt: Prompt) -> str:
-    """Name of the cached folder: the task's name and a hash of all that the weights depend on.
+    """Name the cached folder: the task's name and a hash of all that the weights depend on.
 
-    Of the task's code and files it sees the first training problems with their demonstrations.
+    The task's code and files count by its first training problems and demonstrations.
     """
     rng = random.Random(config.seed)
     problems = [task.train_problem(index, SEED_OFFSET + config.seed) for index in range(NUM_KEY_PROBLEMS)]
@@ -147,7 +146,7 @@ def cache_key(config: WarmStart, task: Task, prompt: Prompt) -> str:
 
 
 def build_model(config: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """A Qwen2 with tied embeddings and random weights; the vocabulary is the tokenizer's, rounded up to 8."""
+    """Make a Qwen2 with tied embeddings and random weights; its vocabulary is rounded up to 8."""
     architecture = Qwen2Config(
         vocab_size=-(-len(tokenizer) // 8) * 8,
         hidden_size=config.hidden_size,

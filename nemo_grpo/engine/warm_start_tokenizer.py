@@ -1,4 +1,4 @@
-"""The tokenizer of a warm-started policy, learnt from what its task writes."""
+"""The tokenizer of a warm-started policy, trained on its task's texts."""
 
 import random
 
@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Task
-from nemo_grpo.tasks.environment import tags_of
+from nemo_grpo.tasks.base import tags_of
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -23,12 +23,12 @@ SPLIT_PATTERN = (
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 SEED_OFFSET = 1 << 31
-"""Added to the warm start's seed, so that a run does not begin with the very problems of its warm start."""
+"""Added to the warm start's seed, so that a run does not begin with its warm start's problems."""
 NUM_CORPUS_PROBLEMS = 2000
 
 
 def build_tokenizer(task: Task, vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, learnt from training problems and demonstrations; at most ``vocab_size`` tokens."""
+    """Train byte-level BPE on training problems and demonstrations; at most ``vocab_size`` tokens."""
     tags = tags_of(task)
     if vocab_size < 256 + len(tags) + 3:
         raise UserError(

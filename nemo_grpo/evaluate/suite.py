@@ -18,7 +18,7 @@ from nemo_grpo.sampling.requests import Request, Rollout, Sampler
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.progress import TokenMeter, progress
 from nemo_grpo.tasks import encode_prompt
-from nemo_grpo.tasks.environment import MultiTurnTask, make_ready
+from nemo_grpo.tasks.base import MultiTurnTask, make_ready
 from nemo_grpo.tasks.prompts import check_vocabulary
 
 RESPONSES = "responses.jsonl"

@@ -14,9 +14,8 @@ from functools import cache
 from pathlib import Path
 
 from nemo_grpo.engine.checks import check_machine
-from nemo_grpo.engine.input_hashes import check_inputs, model_files
 from nemo_grpo.engine.recipe_checks import check_recipe, remedies
-from nemo_grpo.engine.resume import PLACES, check_same_run
+from nemo_grpo.engine.resume import PLACES, check_inputs, check_same_run, model_files
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED, stop_on_signals
 from nemo_grpo.engine.warm_start import starting_policy
 from nemo_grpo.experiments.jobs import RUNS, Job, Status, naming, one_per_setting

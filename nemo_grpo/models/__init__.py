@@ -57,31 +57,25 @@ _REFUSED = {
 }
 """Model types that we do not take -> the reason and the remedy."""
 COMPUTED = tuple(family for family in FAMILIES if family.is_computed)
-"""Those that the embedded engine and the decoder compute."""
+"""Families that the embedded engine and the decoder compute."""
 
 
 def read_spec(
     config: Mapping[str, Any], name: str = "the model", among: Sequence[FamilySpec] = FAMILIES
 ) -> ModelSpec:
-    """The model of a config.json's content.
-
-    Raises: UserError: its family is not among these, or the config lacks a size.
-    """
+    """Read the model that a config.json describes."""
     return _declared(config, name, among).read(config, name)
 
 
 def family_for(config: dict[str, Any]) -> Family:
-    """The two-way table of a model, from the content of its config.json.
-
-    Raises: UserError: see `read_spec`.
-    """
+    """Build a model's two-way table from the content of its config.json."""
     declaration, config = _declared(config, "the model", CONVERTED), checked(config, "the model")
     with complete("the model"):
         return Family(config, declaration.read(config, "the model"), declaration)
 
 
 def _declared(config: Mapping[str, Any], name: str, among: Sequence[FamilySpec]) -> FamilySpec:
-    """By the architecture, or by the model type where the config names none."""
+    """Find the family by its architecture, or by its model type where the config has none."""
     config = checked(config, name)
     key = "architecture" if config.get("architectures") else "model_type"
     wanted = config["architectures"][0] if key == "architecture" else config.get(key)

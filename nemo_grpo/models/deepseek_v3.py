@@ -1,8 +1,7 @@
 """DeepSeek-V3, R1 and Moonlight: latent attention, a few dense layers, then routed and shared experts.
 
-Names, and what every model of the family has in common, are Megatron-Bridge's. Its layers differ, so a
-checkpoint has them one by one and stacks only the experts. The heads for multi-token prediction, which
-published checkpoints keep after the last layer, are left out.
+Names and common settings are Megatron-Bridge's. Layers differ, so a checkpoint stacks only the experts. The
+heads for multi-token prediction, which published checkpoints keep after the last layer, are left out.
 """
 
 from collections.abc import Iterator, Mapping

@@ -12,9 +12,18 @@ from typing import Any, NoReturn
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.models.family_spec import FamilySpec
 from nemo_grpo.models.ops import ONE_BELOW_THE_OTHER, Dims, Op, Rows
-from nemo_grpo.models.shared_mappings import EMBEDDING, HF_LAYER, HF_OUTPUT, OUTPUT, Entry
+from nemo_grpo.models.shared_mappings import (
+    EMBEDDING,
+    HF_LAYER,
+    HF_OUTPUT,
+    OUTPUT,
+    Entry,
+    grouped,
+    is_piece,
+    whole_name,
+    whole_shape,
+)
 from nemo_grpo.models.spec import ModelSpec
-from nemo_grpo.models.stacked_tensors import grouped, is_piece, whole_name, whole_shape
 from nemo_grpo.support.errors import UserError, listed
 
 log = logging.getLogger(__name__)
@@ -57,7 +66,7 @@ class Unit:
     keeps_dtype: bool
 
     def pieces(self, dims: Dims, num_values: int) -> Iterator[Rows]:
-        """Its rows in their order in the Megatron tensor, at most ``num_values`` numbers at a time."""
+        """Yield its rows in their order in the Megatron tensor, at most ``num_values`` numbers at a time."""
         most = max(1, num_values // math.prod(self.shape[1:]))
         return self.op.blocks([shape[0] for shape in self.hf_shapes], dims, most)
 
@@ -65,7 +74,7 @@ class Unit:
 class Family:
     """The two-way mapping of one model.
 
-    Attributes: config: config.json's content.  spec: what it says.  dims: sizes by letter.
+    Attributes: config: config.json's content.  spec: its sizes and settings.  dims: sizes by letter.
                 entries: the table.  settings: of Megatron-Bridge's provider, the family's own.
     """
 
@@ -89,16 +98,14 @@ class Family:
 
     @property
     def hf_embedding(self) -> str:
-        """The Hugging Face name of the embedding."""
         return self._embedding.hf[0][0]
 
     @property
     def tied_names(self) -> tuple[str, str]:
-        """The Megatron names of the embedding and of the output layer."""
         return self.prefix + EMBEDDING, self.prefix + OUTPUT
 
     def to_megatron(self, hf: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(local-spec name, full tensor) with global layer numbers; shares memory where it can.
+        """Yield (local-spec name, full tensor) with global layer numbers; shares memory where it can.
 
         Args: hf: every tensor of the model by its Hugging Face name.
         """
@@ -110,7 +117,7 @@ class Family:
             yield entry.megatron.format(**numbers), entry.op.join([hf[name] for name in names], self.dims)
 
     def to_hf(self, megatron: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor); views of the input where possible.
+        """Yield (Hugging Face name, tensor); views of the input where possible.
 
         Args: megatron: full tensors with global layer numbers, under local-spec or Transformer Engine
               names; padded vocabulary rows are cut off.
@@ -136,7 +143,7 @@ class Family:
                 yield hf_name.format(**numbers), part
 
     def units(self) -> Iterator[Unit]:
-        """Every piece of the model, in the order of the layers; parts that are contiguous come separately."""
+        """Yield every unit of the model, layer by layer; contiguous parts are units of their own."""
         for entry, numbers in self._instances():
             names = tuple(name.format(**numbers) for name, _ in entry.hf)
             shapes = tuple(self.shape(letters) for _, letters in entry.hf)
@@ -194,7 +201,7 @@ class Family:
 
     @cached_property
     def pieces(self) -> dict[str, tuple[int, ...]]:
-        """Those of `hf_shapes` that are pieces of tensors (`models.stacked_tensors`)."""
+        """Names and shapes of the pieces among `hf_shapes`."""
         return {name: shape for name, shape in self.hf_shapes.items() if is_piece(name)}
 
     def check_hf(self, found: Mapping[str, tuple[int, ...]]) -> None:
@@ -212,7 +219,7 @@ class Family:
                 refuse_shape(name, found[name], shape)
 
     def converted(self, names: Iterable[str]) -> set[str]:
-        """Either side's names without the heads for multi-token prediction, which no table has; says so."""
+        """Leave out names of heads for multi-token prediction, which no table has, and log them."""
         count = self.config.get("num_nextn_predict_layers")
         behind = range(self.num_layers, self.num_layers + (0 if count is None else max(count, 1)))
         heads = ("mtp.", *(HF_LAYER.format(layer=layer) for layer in behind))
@@ -223,7 +230,7 @@ class Family:
         return set(names) - set(left_out)
 
     def _instances(self) -> Iterator[tuple[Entry, dict[str, int]]]:
-        """The table with layer and expert numbers filled in, layer by layer."""
+        """Yield the entries with the layer and expert numbers that they stand for, layer by layer."""
         for entry in self.entries:
             if "{layer}" not in entry.megatron:
                 yield entry, {}
@@ -239,7 +246,7 @@ class Family:
 
 
 def dims_of(spec: ModelSpec) -> dict[str, int]:
-    """Sizes by the letters of the tables, plus ``groups`` (key-value heads) and the family's own."""
+    """Return sizes by the letters of the tables, plus ``groups`` (key-value heads) and the family's own."""
     return {
         "h": spec.hidden_size, "q": spec.query_size, "kv": spec.key_value_size, "d": spec.head_dim,
         "f": spec.ffn_size, "v": spec.vocab_size, "e": spec.num_experts, "groups": spec.num_key_value_heads,
@@ -248,7 +255,7 @@ def dims_of(spec: ModelSpec) -> dict[str, int]:
 
 
 def check_tied(embedding: Tensor, output: Tensor) -> None:
-    """Refuse a stored copy of tied embeddings that is none."""
+    """Refuse an output layer that differs from the embedding to which it is tied."""
     if embedding.data_ptr() != output.data_ptr() and not torch.equal(embedding, output):
         refuse_untied()
 
@@ -278,7 +285,7 @@ def refuse_unmatched(side: str, missing: set[str], extra: set[str]) -> None:
 
 
 def local_name(name: str) -> str | None:
-    """The local-spec name of a parameter, from that name or Transformer Engine's; None for what is no weight.
+    """Return a parameter's local-spec name for it or for Transformer Engine's name; None: not a weight.
 
     Transformer Engine's layers hold the norms within the linear layers that follow them.
     """
@@ -293,5 +300,5 @@ def local_name(name: str) -> str | None:
 
 
 def _stacked(name: str, layer: str) -> str:
-    """The key of the tensor in torch_dist, where experts are a leading axis. Args: layer: ".", or ".N."."""
+    """Name a tensor's torch_dist key, where experts are a leading axis. Args: layer: ".", or ".N."."""
     return name.replace(".{layer}.", layer).replace(".local_experts.{expert}.", ".experts.")

@@ -1,4 +1,4 @@
-"""FamilySpec of a family, and the reader of its config.json."""
+"""Declaration of a model family, and the reader of its config.json."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ def rotary(text: Mapping[str, Any]) -> dict[str, Any]:
     found = text.get("rope_scaling") or text.get("rope_parameters") or {}
     found = dict(found.get("full_attention", found))  # some configs have two, by kind of layer
     kind = found.get("rope_type", found.get("type", "default"))
-    found["rope_type"] = "default" if kind == "mrope" else kind  # the sections alone say so nowadays
+    found["rope_type"] = "default" if kind == "mrope" else kind  # newer configs have mrope_section alone
     found["rope_theta"] = float(found.get("rope_theta") or text.get("rope_theta", 10000.0))
     if "partial_rotary_factor" in text:
         found.setdefault("partial_rotary_factor", text["partial_rotary_factor"])
@@ -38,16 +38,16 @@ class FamilySpec:
 
     Attributes:
         architecture, model_type: how its config.json names it.
-        has_qkv_bias, has_qk_norm: as in `ModelSpec`; or the key of config.json that says so.
+        has_qkv_bias, has_qk_norm: as in `ModelSpec`; or the key of config.json that sets it.
         fixed: fields of `ModelSpec` that every model of the family has.
         is_computed: the embedded engine and the decoder compute it. False for a family with experts, or with
             settings in its config.json that change the computation and are not in `ModelSpec`.
         defaults: values that transformers takes where config.json does not say.
         expert_width: the key of config.json that has an expert's feed-forward width.
-        stacks_layers: a checkpoint has the layers of a tensor as one, as megatron-core stores them where all
-            layers are alike.
-        aliases: beginnings of Hugging Face names, as transformers also writes them -> as the table has them.
-        table: every tensor of a model, for the converters; None: the planner alone knows the family.
+        stacks_layers: a checkpoint stacks the layers of a tensor, as megatron-core does where all layers are
+            alike.
+        aliases: other prefixes of Hugging Face names that transformers writes -> the table's.
+        table: every tensor of a model; None: the family is planned and not converted.
         sizes: config.json -> sizes by the letters of the family's own tensors; KeyError: one is missing.
         vision_parameters: of these sizes, the parameters of the vision tower.
         settings: config.json, its model -> Megatron-Bridge's provider where it is not a dense decoder's.
@@ -74,7 +74,7 @@ class FamilySpec:
     linear_sizes: Callable[[Mapping[str, Any]], tuple[int, int]] | None = None
 
     def read(self, config: Mapping[str, Any], name: str) -> ModelSpec:
-        """The model of a config.json."""
+        """Read the model that a config.json describes. Args: name: the model's, for messages."""
         config = checked(config, name)
         text = {**self.defaults, **(config.get("text_config") or config)}
         self._check(text, name)
@@ -137,7 +137,7 @@ class FamilySpec:
 
 @contextmanager
 def complete(name: str) -> Iterator[None]:
-    """A key that config.json lacks, as a message."""
+    """Turn a `KeyError` within the block into an error that names the key missing in config.json."""
     try:
         yield
     except KeyError as error:
@@ -147,7 +147,7 @@ def complete(name: str) -> Iterator[None]:
 
 
 def _num_shared(text: Mapping[str, Any], name: str) -> int:
-    """Shared experts, each as wide as a routed one."""
+    """Count shared experts of a routed one's width."""
     width, each = text.get("shared_expert_intermediate_size", 0), text.get("moe_intermediate_size", 1)
     if width % each:
         raise UserError(
@@ -180,6 +180,6 @@ def _check_counts(name: str, heads: int, hidden: int, groups: int, num_tensors: 
 
 def _sliding_window(text: Mapping[str, Any]) -> int | None:
     window = text.get("sliding_window")
-    kinds = text.get("layer_types") or ["sliding_attention"]  # a window without them is everywhere
+    kinds = text.get("layer_types") or ["sliding_attention"]  # without them every layer has the window
     used = text.get("use_sliding_window", True) and set(kinds) != {"full_attention"}
     return int(window) if window and used and window < text["max_position_embeddings"] else None

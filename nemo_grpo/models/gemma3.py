@@ -1,4 +1,4 @@
-"""Gemma 3, text: most layers see a window, and norms follow both halves of a layer, too.
+"""Gemma 3, text: most layers see a window; attention and MLP are followed by norms, too.
 
 Its norms scale by 1 + w, which Hugging Face and Megatron-Bridge both store as w.
 """
@@ -13,7 +13,7 @@ from nemo_grpo.support.errors import UserError
 
 _PROVIDER = "megatron.bridge.models.gemma.gemma3_provider.Gemma3ModelProvider"
 _PATTERN = 6
-"""Layers of a period; the last sees everything, the others a window."""
+"""Layers per period: the last sees everything, the others a window."""
 
 
 def _table(spec: ModelSpec) -> tuple[Entry, ...]:
@@ -29,7 +29,7 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
 
 
 def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the layers that see everything; here a ``rope_scaling`` is added to their parameters."""
+    """Read the rotary parameters of the layers that see everything; ``rope_scaling`` adds to them here."""
     old = {"full_attention": {"rope_type": "default"}}
     found = text.get("rope_parameters", old).get("full_attention", {})
     return rotary({**text, "rope_scaling": {**found, **text.get("rope_scaling", {})}, "rope_parameters": {}})

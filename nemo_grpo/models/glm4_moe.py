@@ -1,8 +1,7 @@
 """GLM-4.5, 4.6 and 4.7: a few dense layers, then routed experts and a shared one; half of each head rotates.
 
-Names, and what every model of the family has in common, are Megatron-Bridge's. GLM-4.5-Air has no norms on
-queries and keys. The heads for multi-token prediction, which published checkpoints keep behind the last
-layer, are left out.
+Names and common settings are Megatron-Bridge's. GLM-4.5-Air has no norms on queries and keys. The heads for
+multi-token prediction, which published checkpoints keep after the last layer, are left out.
 """
 
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ _FIXED = {"n_shared_experts": 1, "norm_topk_prob": True, "tie_word_embeddings": 
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """fd dense, fs shared width."""
+    """Return sizes by letter: fd dense width, fs shared width."""
     return {"fd": config["intermediate_size"], "fs": config["moe_intermediate_size"]}
 
 

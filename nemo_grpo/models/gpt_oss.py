@@ -1,7 +1,7 @@
 """gpt-oss: experts with [in, out] matrices, gate and up interleaved; biases; an attention sink for each head.
 
-Published checkpoints have the experts in MXFP4, which is read as bf16; exports are bf16. Names, and what
-every model of the family has in common, are Megatron-Bridge's.
+Published checkpoints have the experts in MXFP4, which is read as bf16; exports are bf16. Names and common
+settings are Megatron-Bridge's.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""The ways in which Hugging Face tensors become one Megatron tensor.
+"""Operations that make one Megatron tensor of Hugging Face tensors, and the way back.
 
-`Op` moves blocks of rows (axis 0), so one definition serves weights, biases and the B matrices of LoRA;
-tensors in memory, and files of which only a few rows are read at a time. The others need their tensors whole.
+`Op` moves blocks of rows (axis 0), so one definition serves weights, biases and LoRA's B matrices, in memory
+and in files that are read a few rows at a time. The others need whole tensors.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,19 +25,19 @@ class Rows:
 
 @dataclass(frozen=True)
 class Op:
-    """The parts [rows_k, ...] take turns in the whole [sum of rows_k, ...], an equal share of each per turn.
+    """Interleaves parts [rows_k, ...] in the whole [sum of rows_k, ...], an equal share of each per turn.
 
-    Attributes: turns: letter of how often; None for once, the parts one below the other.
+    Attributes: turns: letter of the number of turns; None: one, the parts one below the other.
     """
 
     turns: str | None = None
     moves_rows: ClassVar[bool] = True
-    """False: the tensors are read whole, and `blocks` is of no use."""
+    """False: tensors are read whole, not in `blocks`."""
     keeps_order: ClassVar[bool] = True
-    """False: the rows of a part are not in their order in the whole, so it is taken apart whole."""
+    """False: a part's rows change their order, so the whole must be read to split it."""
 
     def megatron_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The whole's shape, from the parts'."""
+        """Compute the whole's shape from the parts'."""
         return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
     @property
@@ -46,7 +46,7 @@ class Op:
         return self.turns is None and self.keeps_order
 
     def blocks(self, rows: Sequence[int], dims: Dims, most: int | None = None) -> Iterator[Rows]:
-        """The parts' rows in their order in the whole.
+        """Yield the parts' rows in their order in the whole.
 
         Args: rows: of each part.  most: rows of one block; None does not divide them.
         """
@@ -89,7 +89,7 @@ With G groups, R = heads / G and head size D the Megatron rows are [G, R D + D +
 
 @dataclass(frozen=True)
 class GatedQKV(Op):
-    """`GROUPED_QKV` where each query head has a gate below it; the whole has a group's queries, then gates.
+    """`GROUPED_QKV` with a gate below each query head; the whole has a group's queries, then its gates.
 
     With R heads of size D in each of G groups the Megatron rows are [G, R D + R D + D + D], flattened.
     """
@@ -97,7 +97,6 @@ class GatedQKV(Op):
     keeps_order: ClassVar[bool] = False
 
     def blocks(self, rows: Sequence[int], dims: Dims, most: int | None = None) -> Iterator[Rows]:
-        """As in `Op`; a head's queries and its gate are blocks of their own."""
         groups, width = dims["groups"], dims["d"]
         heads = rows[0] // (2 * width * groups)
         for group in range(groups):
@@ -123,11 +122,9 @@ class OneSubtracted(Op):
     keeps_order: ClassVar[bool] = False
 
     def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        """w -> w - 1."""
         return parts[0] - 1
 
     def split(self, whole: Tensor, rows: Sequence[int], dims: Dims) -> list[Tensor]:
-        """w - 1 -> w."""
         return [whole + 1]
 
 
@@ -143,16 +140,13 @@ class Transposed(Op):
     keeps_order: ClassVar[bool] = False
 
     def megatron_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The one part's axes in reverse."""
         return shapes[0][::-1]
 
     def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        """One tensor, [in, out] or a bias [out] -> [out, in] or [out]."""
         whole = parts[0].t()
         return torch.cat([whole[::2], whole[1::2]]) if self.takes_turns else whole
 
     def split(self, whole: Tensor, rows: Sequence[int], dims: Dims) -> list[Tensor]:
-        """The inverse of `join`."""
         parts = torch.stack(whole.chunk(2), 1).flatten(0, 1) if self.takes_turns else whole
         return [parts.t().contiguous()]
 

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL, and Qwen2-VL for the planner alone: Megatron-Bridge, which NeMo-RL trains with, has none.
+"""Qwen2.5-VL, and Qwen2-VL only for the planner: Megatron-Bridge, which NeMo-RL trains with, lacks it.
 
 The decoder is Qwen2's. Megatron-Bridge puts the vision tower and its merger into the model as transformers
 builds them: neither stacked nor split over ranks, every tensor under its Hugging Face name.

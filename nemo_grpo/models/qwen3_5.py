@@ -1,9 +1,9 @@
 """Qwen3.5: in three of four layers gated delta nets (2412.06464) replace attention.
 
-The others' attention has a gate on its output, made by the queries' projection; with experts there is a
-shared one, gated, too. Names, and what every model of the family has in common, are Megatron-Bridge's. Layers
-differ, so a checkpoint has them one by one. The heads for multi-token prediction are left out. Models with a
-vision tower, as they are published, are planned and not converted.
+The other layers' attention has a gate on its output, made by the queries' projection. Models with experts
+have a gated shared one, too. Names and common settings are Megatron-Bridge's. Layers differ, so a checkpoint
+does not stack them. The heads for multi-token prediction are left out. Models with a vision tower, as they
+are published, are planned and not converted.
 """
 
 import math
@@ -27,7 +27,7 @@ from nemo_grpo.models.spec import ModelSpec
 from nemo_grpo.support.errors import UserError
 
 _INTERVAL = 4
-"""Layers from one with attention to the next, where config.json does not say."""
+"""Layers from one with attention to the next; config.json may set it."""
 _LAYERS = "megatron.core.models.gpt.experimental_attention_variant_module_specs."
 _FIXED = {"hidden_act": "silu", "attn_output_gate": True}
 _DELTA_NET = {
@@ -63,9 +63,10 @@ def _linear_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _text_sizes(text: Mapping[str, Any]) -> dict[str, int]:
-    """Delta net: lk all keys, lv all values, lh heads, ld one's width, lc kernel.
+    """Sizes by letter.
 
-    q2 queries and gates, fs shared width.
+    Delta net: lk all keys, lv all values, lh heads, ld width of one, lc kernel. q2 queries and gates, fs
+    shared width.
     """
     text = {**_DEFAULTS, **text}
     heads, width = text["linear_num_value_heads"], text["linear_value_head_dim"]
@@ -151,7 +152,7 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Vision tower: w width, i MLP, m merged patches, o result, p numbers of a patch, n positions."""
+    """Sizes of the vision tower: w width, i MLP, m merged patches, o result, p one patch, n positions."""
     vision = config["vision_config"]
     width, patch = vision["hidden_size"], vision["patch_size"]
     return {

@@ -1,14 +1,16 @@
-"""Table rows that several model families share.
+"""Table rows that several model families share, and names of the pieces of tensors.
 
 An `Entry` ties one Megatron tensor to the Hugging Face tensors it is made of. Names hold ``{layer}`` and
 ``{expert}``; shapes are letters of `family.dims_of`: h hidden, q all queries, kv all keys, d head, f MLP,
-v vocabulary, e experts, and a family's own. The Hugging Face name ``x[{expert}]`` is one slice of the tensor
-x along its leading axis; ``x[name]`` is a block of its rows, in the order of the table.
+v vocabulary, e experts, and a family's own. A Hugging Face tensor x may be converted in pieces: ``x[0]``,
+``x[1]``, ... are its slices along the leading axis; ``x[a]``, ``x[b]``, ... blocks of its rows, in the order
+of the table.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from itertools import groupby
+from typing import Any, Self, TypeVar
 
 from nemo_grpo.models.ops import GROUPED_QKV, ONE_BELOW_THE_OTHER, Op
 from nemo_grpo.models.spec import ModelSpec
@@ -138,3 +140,36 @@ def decoder_table(spec: ModelSpec) -> tuple[Entry, ...]:
         *attention(spec.has_qkv_bias, spec.has_qk_norm),
         *(gated_experts() if spec.num_experts else gated_mlp()),
     )
+
+
+Named = TypeVar("Named", bound=tuple[Any, ...])
+
+
+def whole_name(name: str) -> str:
+    """Return the name of the tensor to which a piece belongs; a whole tensor's own."""
+    return name.partition("[")[0]
+
+
+def is_piece(name: str) -> bool:
+    """True for a slice or a block of a tensor."""
+    return "[" in name
+
+
+def is_numbered(name: str) -> bool:
+    """True for a slice along the leading axis, False for a block of rows."""
+    return name.partition("[")[2][:-1].isdigit()
+
+
+def grouped(named: Iterable[Named]) -> Iterator[tuple[str, list[Named]]]:
+    """Yield tensors with their pieces, from tuples that begin with a tensor's or a piece's name."""
+    for whole, group in groupby(named, key=lambda one: whole_name(one[0])):
+        yield whole, list(group)
+
+
+def whole_shape(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of the tensor that consists of these pieces."""
+    if not is_piece(names[0]):
+        return shapes[0]
+    if is_numbered(names[0]):
+        return len(names), *shapes[0]
+    return sum(shape[0] for shape in shapes), *shapes[0][1:]

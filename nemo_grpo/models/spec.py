@@ -9,16 +9,16 @@ from typing import Any
 class ModelSpec:
     """A decoder of the Llama family, dense or with experts, with a vision tower or without.
 
-    Attributes: name: for messages, behind "of".
+    Attributes: name: for messages.
                 head_dim: width of a head, which need not be hidden_size / num_attention_heads.
                 ffn_size: width of the gated feed-forward layer; of one expert where num_experts > 0.
                 has_qkv_bias: biases on the projections to q, k and v.  has_qk_norm: norms on q and k.
-                has_post_norms: norms behind attention and feed-forward layer, too.
+                has_post_norms: norms after attention and feed-forward layer, too.
                 has_all_biases: biases on the output projection, the router and the experts, too.
-                has_sinks: a number for each head that takes part in its softmax.
+                has_sinks: an attention sink for each head.
                 has_output_gate: the queries' projection also makes a gate on attention's output.
-                linear_layers: those whose mixer is linear attention in place of attention.
-                linear_sizes: (weights that TP divides, weights on every rank) of its mixer.
+                linear_layers: layers with linear attention in place of attention.
+                linear_sizes: (weights that TP divides, weights on every rank) of one.
                 num_shared_experts: experts of ffn_size that every token passes.
                 has_shared_gate: they are gated, and the router has no bias.
                 num_dense_layers, dense_ffn_size: layers before the first with experts, and their width.
@@ -29,7 +29,7 @@ class ModelSpec:
                 rope: rotary parameters, ``rope_type`` and ``rope_theta`` always.
                 sliding_window: positions that a layer's attention is confined to; None: all of them.
                 sizes: a family's own, by the letters of its table.
-                is_bridged: Megatron-Bridge, with which NeMo-RL loads models, knows the family.
+                is_bridged: Megatron-Bridge, which loads models for NeMo-RL, knows the family.
     """
 
     name: str
@@ -70,17 +70,14 @@ class ModelSpec:
 
     @property
     def num_sparse_layers(self) -> int:
-        """Layers with experts."""
         return self.num_layers - self.num_dense_layers if self.num_experts else 0
 
     @property
     def attention_share(self) -> float:
-        """Share of the layers that have attention."""
         return 1 - len(self.linear_layers) / self.num_layers
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads."""
         return self.num_attention_heads * self.head_dim
 
     @property

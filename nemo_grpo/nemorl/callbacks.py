@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from nemo_grpo.engine.input_hashes import data_files, keep_inputs
+from nemo_grpo.engine.resume import data_files, keep_inputs
 from nemo_grpo.engine.run_folder import RunFolder, newest_checkpoint, step_of
 from nemo_grpo.nemorl.compat import rebound
 from nemo_grpo.recipe import Recipe

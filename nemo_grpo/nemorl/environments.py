@@ -22,7 +22,7 @@ from nemo_grpo.nemorl.host_api import ACTOR_PYTHONS
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.extensions import receive_files
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
-from nemo_grpo.tasks.environment import Episode, MultiTurnTask, make_ready, tags_of
+from nemo_grpo.tasks.base import Episode, MultiTurnTask, make_ready, tags_of
 from nemo_grpo.tasks.prompts import check_image_prompt, image_message
 from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.tasks.special_tokens import refuse_special_tags, reserved_texts

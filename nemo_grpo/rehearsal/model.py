@@ -19,9 +19,9 @@ from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.host import has_images
 from nemo_grpo.rehearsal import vision
 from nemo_grpo.rehearsal.tiny_data import ToyTask
-from nemo_grpo.sampling.prompting import PROMPTS_CHECKED
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt, chat_messages, encode_prompt
+from nemo_grpo.tasks.prompts import PROMPTS_CHECKED
 
 HEAD_DIM = 32
 """The smallest head size of vLLM's attention on a CPU."""

@@ -1,4 +1,4 @@
-"""Responses: in one go, or in turns between which the task's environment speaks."""
+"""Sampling of whole responses: in one go, or in turns with the task's environment."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +11,11 @@ from torch import Tensor
 from nemo_grpo.sampling.requests import Request, Rollout, Sampler, Turn
 from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.tasks import Task
-from nemo_grpo.tasks.environment import Episode, MultiTurnTask, Observed, tags_of
+from nemo_grpo.tasks.base import Episode, MultiTurnTask, Observed, tags_of
 from nemo_grpo.tasks.special_tokens import reserved_texts, special_tags
 
 TAIL_TOKENS = 32
-"""Number of last tokens of a turn in which a stop text is looked for."""
+"""Last tokens of a turn in which a stop text is looked for."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Response:
     episode: Episode | None = None
 
     def plus(self, tokens: Tensor, logprobs: Tensor, text: str, *, by_policy: bool) -> Self:
-        """With what the policy or the environment says next."""
+        """Append what the policy or the environment says next."""
         return replace(
             self,
             tokens=torch.cat([self.tokens, tokens]),
@@ -55,7 +55,7 @@ TextReader = Callable[[Sequence[list[int]]], list[str]]
 def sample_responses(
     generator: Sampler, tokenizer: Any, task: Task, request: Request, first_words: str = ""
 ) -> list[Response]:
-    """The whole responses that are asked for, those to one prompt together; each text begins as given.
+    """Sample whole responses, those to one prompt together; each text begins with ``first_words``.
 
     For a `MultiTurnTask`, ``max_new_tokens`` limits the whole response, observations included. An
     observation that leaves no room for another token is not given, and its response counts as truncated.
@@ -72,7 +72,7 @@ def sample_responses(
 
 
 def text_reader(tokenizer: Any, task: Task) -> TextReader:
-    """Reads responses [B] of token ids as the task scores them: without special tokens, except its tags.
+    """Make a reader of responses [B] as the task scores them: without special tokens, except its tags.
 
     A tokenizer may have ``<think>`` as a special token, and the reward looks for it.
     """
@@ -90,7 +90,7 @@ def text_reader(tokenizer: Any, task: Task) -> TextReader:
 
 
 def _responses(rollout: Rollout, read: TextReader) -> list[tuple[Tensor, Tensor, bool, str]]:
-    """(tokens, logprobs, truncated, text) of each row."""
+    """Return (tokens, logprobs, truncated, text) of each row."""
     lengths = rollout.lengths.tolist()
     tokens = [row[:n] for row, n in zip(rollout.tokens, lengths, strict=True)]
     logprobs = [row[:n] for row, n in zip(rollout.logprobs, lengths, strict=True)]
@@ -101,7 +101,7 @@ def _responses(rollout: Rollout, read: TextReader) -> list[tuple[Tensor, Tensor,
 def _converse(
     generator: Sampler, tokenizer: Any, task: MultiTurnTask, request: Request, first_words: str
 ) -> list[Response]:
-    """Turn by turn; every call samples the next turn of all responses that are not over."""
+    """Sample turn by turn; every call samples the next turn of all responses that are not over."""
     if (meter := request.meter) is not None:  # a turn that ends is no response that ends
         request = replace(request, meter=lambda num_tokens, _num_ended: meter(num_tokens, 0))
     end, limit = StopTexts(task.stop_texts, tokenizer), request.sampling.max_new_tokens
@@ -135,7 +135,7 @@ def _listen(
     tokenizer: Any,
     observe: Callable[..., Sequence[Observed]],
 ) -> list[int]:
-    """Add the rows' turns and what the environment says to them; returns the rows that go on."""
+    """Append the rows' turns and the environment's observations; returns the rows that go on."""
     finished, turns = [], []
     for row, (tokens, logprobs, truncated, text) in zip(rows, sampled, strict=True):
         first_words = "" if len(responses[row].tokens) else responses[row].text
@@ -178,7 +178,6 @@ class StopTexts:
         self._candidates: dict[int, bool] = {}
 
     def reached(self, tokens: Sequence[int]) -> bool:
-        """See `TurnEnd.reached`."""
         if not self._is_candidate(tokens[-1]):
             return False
         tail = self._tokenizer.decode(tokens[-self.num_tokens :], skip_special_tokens=False)

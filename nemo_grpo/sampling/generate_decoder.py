@@ -32,14 +32,13 @@ class DecoderGenerator(LocalGenerator):
 
     def _load(self, folder: Path) -> None:
         known = self.decoder.weights.named
-        try:  # like transformers, without a look at what is no weight of the model
+        try:  # like transformers: other tensors are ignored
             self.update_weights((name, tensor) for name, tensor in stream_weights(folder) if name in known)
         except ValueError as error:
             raise UserError(f"cannot load a causal language model from {folder}: {error}") from None
 
     @torch.no_grad()
     def logits(self, sequences: Sequence[list[int]]) -> Tensor:
-        """See `LocalGenerator.logits`."""
         return self.decoder.logits(sequences)
 
     def _writable(self) -> AbstractContextManager[Mapping[str, Tensor]]:

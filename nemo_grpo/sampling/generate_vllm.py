@@ -33,7 +33,6 @@ def vllm_device(wanted: str) -> Literal["cpu", "cuda"]:
     """Return the device that the installed vLLM is built for.
 
     Args:   wanted: auto, cpu or cuda.
-    Raises: UserError: vLLM is not installed, or is built for the other device.
     """
     if find_spec("vllm") is None:
         raise UserError("the vLLM generator needs vLLM; pip install 'nemo-grpo[vllm]', or use hf")
@@ -50,7 +49,7 @@ def vllm_device(wanted: str) -> Literal["cpu", "cuda"]:
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raises: UserError: vLLM does not draw at this temperature."""
+    """Refuse a temperature at which vLLM does not draw."""
     if not (sampling.greedy or LOWEST_TEMPERATURE <= sampling.temperature <= HIGHEST_TEMPERATURE):
         raise UserError(
             f"temperature={sampling.temperature:g}: vLLM samples between {LOWEST_TEMPERATURE:g} and "
@@ -59,7 +58,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 class VLLMGenerator:
-    """A `Sampler`, of weights that stay.
+    """A `Sampler` whose weights do not change.
 
     Args:
         model: a folder with config, weights and tokenizer.
@@ -67,10 +66,9 @@ class VLLMGenerator:
         max_model_len: longest prompt with its response; bounds the memory of a sequence's cache.
         tensor_parallel_size: GPUs that share the model.
         gpu_memory_utilization: share of each GPU's memory that vLLM takes; unused with cache_bytes.
-        cache_bytes: memory of keys and values, on each GPU or on the CPU. None: on a GPU what is left of
+        cache_bytes: memory of keys and values, on each GPU or on the CPU. None: on a GPU the rest of
             vLLM's share, on a CPU `CPU_CACHE_BYTES`.
-        max_images: of a prompt; 0: text alone.
-    Raises: UserError: vLLM is not installed, or cannot load the model.
+        max_images: of a prompt; 0: text only.
     """
 
     def __init__(
@@ -110,10 +108,7 @@ class VLLMGenerator:
             raise UserError(f"vLLM cannot load {model}: {_in_one_line(error)}") from error
 
     def generate(self, request: Request) -> Rollout:
-        """See `Sampler.generate`; bit-identical only on one machine and version, with equal batches.
-
-        Raises: UserError: a prompt and its response are longer than ``max_model_len``; see `check_sampling`.
-        """
+        """See `Sampler.generate`; bit-identical only on one machine and version, with equal batches."""
         check_sampling(request.sampling)
         request.check_context(self.max_model_len, "max_model_len")
         engine, rows = self._engine.llm_engine, [_Row() for _ in request.lengths]
@@ -133,10 +128,7 @@ class VLLMGenerator:
 
 @contextmanager
 def readable_modules() -> Iterator[None]:
-    """Within the block, vLLM 0.32 starts on a CPU although numba is loaded (bm25s loads it).
-
-    It reads every name of every loaded module, and one of numba's has no names to read.
-    """
+    """Hide a module of numba's, loaded by bm25s, within the block: vLLM 0.32 fails on its names on a CPU."""
     module = "llvmlite.binding.ffi"
     hidden = sys.modules.pop(module, None)
     try:
@@ -147,7 +139,6 @@ def readable_modules() -> Iterator[None]:
 
 
 def _on_cpu() -> dict[str, Any]:
-    """Return the settings that vLLM needs on a CPU."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # what fails is raised here, not in a child
     return {
         "enforce_eager": True,
@@ -162,7 +153,7 @@ def _in_one_line(error: Exception) -> str:
 
 @dataclass
 class _Row:
-    """A response as it comes."""
+    """An unfinished response."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -180,7 +171,6 @@ class _Row:
 
 
 def _by_row(request: Request) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Prompt and parameters of each response."""
     images = request.images or [()] * len(request.prompts)
     for index, of_prompt in enumerate(zip(request.occurrences, request.prompts, images, strict=True)):
         prompt, seed = _prompt(*of_prompt[1:]), _seed(request.seed, *of_prompt)
@@ -204,7 +194,7 @@ def _params(request: Request, seed: int, max_tokens: int) -> Any:
         max_tokens=max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # the stop tokens say it all
-        logprobs=0,  # of the sampled token alone
+        logprobs=0,  # only of the sampled token
         stop=None if turn is None else list(turn.end.texts),
         include_stop_str_in_output=turn is not None,
         detokenize=turn is not None,  # stop texts are looked for in the text
@@ -214,13 +204,13 @@ def _params(request: Request, seed: int, max_tokens: int) -> Any:
 
 
 def _prompt(tokens: list[int], images: Images) -> dict[str, Any]:
-    """vLLM expands each placeholder to as many tokens as its image takes."""
+    """Build vLLM's prompt; vLLM expands each placeholder to its image's tokens."""
     data = {"multi_modal_data": {"image": [read_image(path) for path in images]}} if images else {}
     return {"prompt_token_ids": tokens, **data}
 
 
 def _seed(seed: int, occurrence: int, prompt: list[int], images: Images) -> int:
-    """Stays with a prompt whatever else is in the call; a response's number is added to it."""
+    """Derive a prompt's seed, whatever else is in the request; a response's number is added to it."""
     seen = [image_digest(path) for path in images]
     digest = hashlib.sha256(repr((seed, occurrence, prompt, *seen)).encode()).digest()
     return int.from_bytes(digest[:6], "big")

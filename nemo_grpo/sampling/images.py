@@ -1,4 +1,4 @@
-"""Images of prompts: what they are, and how many tokens they take."""
+"""Images of prompts: reading, hashing, and counting their tokens."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ Size = tuple[int, int]
 
 @cache
 def image_digest(path: str) -> str:
-    """A hash of the file's content."""
+    """Hash the file's content."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def read_image(path: str) -> Any:
-    """The picture in RGB (PIL).  Raises: UserError: it cannot be read."""
+    """Read the picture in RGB (PIL)."""
     from PIL import Image
 
     try:
@@ -32,10 +32,9 @@ def read_image(path: str) -> Any:
 
 
 class ImageTokens:
-    """Number of tokens that a model's processor makes of images; depends on their sizes alone.
+    """Counts the tokens that a model's processor makes of images, from their sizes alone.
 
-    Args:   model: its folder, with the processor's files.
-    Raises: UserError: the processor cannot be loaded.
+    Args: model: its folder, with the processor's files.
     """
 
     def __init__(self, model: Path) -> None:
@@ -52,12 +51,12 @@ class ImageTokens:
         self._of_sizes = lru_cache(maxsize=None)(self._count)
 
     def __call__(self, images: Sequence[str]) -> int:
-        """Tokens beyond the one placeholder that a prompt has for each image."""
+        """Count tokens beyond the one placeholder that a prompt has for each image."""
         from PIL import Image
 
         sizes = []
         for path in images:
-            with Image.open(path) as image:  # reads the header alone
+            with Image.open(path) as image:  # reads only the header
                 sizes.append(image.size)
         return self._of_sizes(tuple(sizes))
 

@@ -23,7 +23,7 @@ from nemo_grpo.sampling.requests import Request, Rollout
 
 
 class Decoding(Protocol):
-    """R responses that are going.
+    """R unfinished responses.
 
     Attributes: logits: [R, V] of each one's next token.
     """
@@ -61,7 +61,6 @@ class LocalGenerator(ABC):
             model: a folder with config and weights, or a configuration; then `update_weights` comes first.
             dtype: of weights and cache; logprobs are computed in float32 whatever it is.
             max_batch_size: responses that are sampled together; bounds the memory of the cache.
-        Raises: UserError: the folder is not there or holds no whole model.
         """
         assert max_batch_size >= 1, max_batch_size
         self.device = torch.device(device)
@@ -83,11 +82,11 @@ class LocalGenerator(ABC):
 
     @abstractmethod
     def logits(self, sequences: Sequence[list[int]]) -> Tensor:
-        """[B, S, V] of whole sequences, one pass; columns behind a sequence's end mean nothing."""
+        """Compute [B, S, V] of whole sequences in one pass; columns after a sequence's end mean nothing."""
 
     @property
     def context(self) -> tuple[float, str, str]:
-        """The most tokens of a prompt with its response, what says so, and the remedy."""
+        """Return (most tokens of a prompt with its response, name of that limit, remedy)."""
         limit = getattr(self._config, "max_position_embeddings", None)
         return (
             math.inf if limit is None else limit,
@@ -110,8 +109,7 @@ class LocalGenerator(ABC):
     def generate(self, request: Request) -> Rollout:
         """See `Generator.generate`.
 
-        Raises: UserError: a prompt and its response do not fit into the model's context.
-                FloatingPointError: the model's logits are not finite.
+        Raises: FloatingPointError: the model's logits are not finite.
         """
         assert not request.images, "images are sampled by vLLM alone"
         assert self._complete, "weights are not complete: update_weights has not been called, or it failed"
@@ -126,7 +124,6 @@ class LocalGenerator(ABC):
 
     @torch.inference_mode()  # less work per operation than no_grad, and there are many small ones
     def _fill(self, responses: _Responses, rows: Tensor, request: Request, uniforms: Tensor | None) -> None:
-        """Sample the responses of these rows."""
         wanted, prompt_of_row = torch.unique(rows // request.num_generations, return_inverse=True)
         room = responses.longest(rows)
         state = self._read([request.prompts[number] for number in wanted.tolist()], prompt_of_row, room)
@@ -147,7 +144,7 @@ class LocalGenerator(ABC):
 
 
 class _Responses:
-    """Everything that is drawn, in the order of the steps, until it is laid out at the end."""
+    """Buffers sampled tokens by step until the batch is complete."""
 
     def __init__(self, request: Request, device: torch.device) -> None:
         self._limits = torch.tensor(request.limits).repeat_interleave(request.num_generations)
@@ -163,11 +160,11 @@ class _Responses:
         self._stopped: list[Tensor] = []
 
     def longest(self, rows: Tensor) -> int:
-        """The most tokens that one of these may have."""
+        """Return the most tokens that one of these rows may have."""
         return int(self._limits[rows].max())
 
     def append(self, rows: Tensor, step: int, tokens: Tensor, logprobs: Tensor) -> Tensor:
-        """Add a token to each of these R rows; [R] bool: the response goes on behind it."""
+        """Add a token to each of these R rows; returns [R] bool, True for those that go on."""
         stopped = (tokens[:, None] == self._stop_tokens).any(-1)
         if self._written:
             for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
@@ -187,7 +184,7 @@ class _Responses:
         return torch.tensor([self._end.reached(tail) for tail in tails], device=rows.device)
 
     def rollout(self) -> Rollout:
-        """All responses, on the CPU."""
+        """Lay out all responses, on the CPU."""
         rows = torch.cat(self._rows).cpu()
         steps = torch.tensor(self._steps).repeat_interleave(torch.tensor([len(part) for part in self._rows]))
         shape = (len(self._limits), int(steps.max()) + 1)
@@ -209,7 +206,6 @@ class _Responses:
 def _write(
     weights: Mapping[str, Tensor], named_tensors: Iterable[tuple[str, Tensor]], model_type: str
 ) -> None:
-    """See `LocalGenerator.update_weights`."""
     written: dict[int, str] = {}
     for name, tensor in named_tensors:
         target = weights.get(name)

@@ -13,7 +13,7 @@ from nemo_grpo.sampling.images import Images
 from nemo_grpo.support.errors import UserError
 
 LOWEST_TEMPERATURE = 1e-6
-"""Logits that are divided by less may overflow."""
+"""Lowest temperature; logits divided by less may overflow."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Rollout:
     B = prompts x num_generations, T = longest response.
 
     Attributes:
-        tokens: [B, T] int64; a stop token belongs to its response; 0 behind the end.
+        tokens: [B, T] int64; a stop token belongs to its response; 0 after the end.
         logprobs: [B, T] float32, nats, of the sampled token under softmax(logits / temperature), the whole
-            vocabulary; temperature 1 if greedy; exactly 0 behind the end. The trainer's
+            vocabulary; temperature 1 if greedy; exactly 0 after the end. The trainer's
             ``generation_logprobs``: training divides the logits by the same temperature, so that the ratio is
             1 where weights agree.
         lengths: [B] int64, response tokens, at least 1.
@@ -139,7 +139,7 @@ class Request:
 
     @property
     def limits(self) -> list[int]:
-        """The most new tokens of each prompt's responses."""
+        """Most new tokens of each prompt's responses."""
         if self.turn is not None:
             return self.turn.max_new_tokens
         return [self.sampling.max_new_tokens] * len(self.prompts)
@@ -151,7 +151,7 @@ class Request:
 
     @property
     def occurrences(self) -> list[int]:
-        """Number of equal prompts, with the same images, before each."""
+        """For each prompt, number of equal ones, with the same images, before it."""
         seen: Counter[tuple[object, ...]] = Counter()
         before = []
         images = self.images or [()] * len(self.prompts)
@@ -161,20 +161,20 @@ class Request:
         return before
 
     def select(self, indices: Sequence[int]) -> Self:
-        """The same for some of the prompts."""
+        """Return the request for some of the prompts."""
         turn = self.turn and replace(self.turn, max_new_tokens=[self.limits[index] for index in indices])
         images = [self.images[index] for index in indices] if self.images else ()
         prompts = [self.prompts[index] for index in indices]
         return replace(self, prompts=prompts, turn=turn, images=images)
 
     def check_context(self, context: float, name: str, remedy: str = "lower one of them") -> None:
-        """Raises: UserError: a prompt and its response are longer than ``context``, which ``name`` is."""
+        """Refuse a prompt that with its response exceeds ``context``; ``name``: of that limit."""
         sizes = ((len(prompt), limit) for prompt, limit in zip(self.prompts, self.limits, strict=True))
         check_fits(*max(sizes, key=sum), context, name, remedy)
 
 
 def check_fits(prompt: int, response: int, context: float, name: str, remedy: str) -> None:
-    """Raises: UserError: so many tokens of a prompt and its response are more than ``context``."""
+    """Refuse a prompt and a response of these tokens if they exceed ``context``."""
     if prompt + response > context:
         raise UserError(
             f"prompt and response must fit into {name}={context}; the longest prompt has {prompt} tokens "
@@ -188,7 +188,7 @@ class Sampler(Protocol):
     def generate(self, request: Request) -> Rollout:
         """Sample responses, or with ``request.turn`` one turn of each.
 
-        A response depends on the weights, its prompt, the request's sampling and seed alone (up to float
+        A response depends only on the weights, its prompt, the request's sampling and seed (up to float
         noise), not on the other prompts, their order, the batch size or any global random state. The same
         prompt twice in a request gives independent responses.
         """

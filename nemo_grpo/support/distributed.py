@@ -29,9 +29,9 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     """True on every rank if it is on any; every rank calls it at the same point."""
     if is_alone():
         return flag
-    told = torch.tensor(int(flag), device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return bool(told)
+    reduced = torch.tensor(int(flag), device=device)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+    return bool(reduced)
 
 
 def from_first_rank(work: Callable[[], Result]) -> Result:

@@ -1,4 +1,4 @@
-"""The one exception type for mistakes that a user can correct, and what their messages are made of."""
+"""The exception for mistakes that a user can correct, and parts of its messages."""
 
 import difflib
 import json
@@ -33,7 +33,7 @@ UNREADABLE = (OSError, ValueError, ArithmeticError, RecursionError, MemoryError)
 
 @contextmanager
 def reading(what: object, expected: str, remedy: str, *further: type[Exception]) -> Iterator[None]:
-    """Input that is not what it should be, as a `UserError`.
+    """Turn errors of a parser within the block into a `UserError`.
 
     Args:   what: the file, or other input.  expected: what it should be, such as ``valid YAML``.
             further: the parser's own exceptions, besides `UNREADABLE`.
@@ -63,16 +63,16 @@ def _reason(error: Exception) -> str:
 
 
 def as_yaml(value: object) -> str:
-    """A scalar as a recipe spells it: ``null``, ``true``, ``0.5``, ``text``."""
+    """Spell a scalar as in a recipe: ``null``, ``true``, ``0.5``, ``text``."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 MOST_NAMES = 24
-"""Valid names that a message lists."""
+"""Most valid names that a message lists."""
 
 
 def shown(value: object) -> str:
-    """A value as JSON, short enough for an error message."""
+    """Write a value as JSON, short enough for an error message."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

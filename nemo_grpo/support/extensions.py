@@ -30,7 +30,7 @@ IMPORT_CPU_SECONDS, IMPORT_SECONDS = 30.0, 300.0
 _FILES: dict[str, str] = {}
 """File, as the recipe names it -> its text: all that this process loaded or received."""
 _BROKEN: dict[str, str] = {}
-"""Module of a file -> what its import ended with: it is not waited for again."""
+"""Module of a file -> the error of its import, which is not tried again."""
 
 
 def is_reference(name: object) -> bool:
@@ -39,10 +39,9 @@ def is_reference(name: object) -> bool:
 
 
 def load(reference: str, key: str) -> Any:
-    """The object that a recipe's ``key`` names.
+    """Load the object that a recipe's ``key`` names.
 
     Args:    reference: ``my_file.py:Name`` or ``package.module:Name``.  key: for messages.
-    Raises:  UserError: no such file, module or name, or it fails when it is imported.
     """
     where, _, name = reference.rpartition(":")
     module = _file_module(where, key, reference) if where.endswith(".py") else _module(where, key, reference)
@@ -53,10 +52,7 @@ def load(reference: str, key: str) -> Any:
 
 
 def load_class(reference: str, base: type[Any], key: str) -> Any:
-    """As `load`, for a class that derives from ``base``.
-
-    Raises: UserError: it is another kind of object, or `load` fails.
-    """
+    """Load a class that derives from ``base``; see `load`."""
     found = load(reference, key)
     if not (inspect.isclass(found) and issubclass(found, base)):
         raise UserError(
@@ -66,7 +62,7 @@ def load_class(reference: str, base: type[Any], key: str) -> Any:
 
 
 def texts_of(references: Iterable[object]) -> dict[str, str]:
-    """File -> text of the references that name files, for `receive_files` in another process."""
+    """Return file -> text of references that name files, for `receive_files` in another process."""
     files = [str(name).rpartition(":")[0] for name in references if is_reference(name)]
     return {file: _FILES[file] for file in files if file in _FILES}
 
@@ -94,7 +90,7 @@ def _module(name: str, key: str, reference: str) -> ModuleType:
 
 
 def _file_module(file: str, key: str, reference: str) -> ModuleType:
-    """The file as a module under a name of its own, which a change of its text changes."""
+    """Load a file as a module whose name has a hash of its text."""
     try:
         text = Path(file).read_text(encoding="utf-8") if Path(file).is_file() else _FILES.get(file)
     except (OSError, UnicodeDecodeError) as error:
@@ -129,12 +125,12 @@ def _run(text: str, file: str, name: str, what: str) -> None:
 
 
 class ImportTooLong(BaseException):
-    """Not an `Exception`: the code that is interrupted must not go on."""
+    """No `Exception`, so that the interrupted code does not catch it and go on."""
 
 
 @contextmanager
 def _limited(what: str) -> Iterator[None]:
-    """Within the block, code that computes or waits for ever is interrupted; threads have no such limit."""
+    """Interrupt code in the block that runs too long; on the main thread alone."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -146,7 +142,7 @@ def _limited(what: str) -> Iterator[None]:
             f"its import takes more than {IMPORT_CPU_SECONDS:g} s of CPU time, or {IMPORT_SECONDS:g} s; move "
             "the work into the functions"
         )
-        if interrupted:  # and went on: it catches everything
+        if interrupted:  # the code caught it and went on
             sys.stderr.write(f"error: {what}: {text}\n")
             os._exit(EXIT_USAGE)
         interrupted.append(number)
@@ -168,10 +164,10 @@ def _limited(what: str) -> Iterator[None]:
 
 
 def place_of(error: BaseException, file: str | None) -> str:
-    """``Error: message (file:line)``, the last line of ``file`` that the error passed through."""
+    """Describe an error: ``Error: message (file:line)``, the last line of ``file`` that it passed through."""
     if isinstance(error, ValidationError):
-        told = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
-        said = "; ".join(map(": ".join, told))
+        parts = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
+        said = "; ".join(map(": ".join, parts))
     else:
         said = str(error.msg if isinstance(error, SyntaxError) else error)
     if isinstance(error, PydanticUserError):  # its first sentence; the rest is about pydantic

@@ -1,4 +1,4 @@
-"""CUDA on a CPU: streams, events, and devices that are the CPU whatever they are called."""
+"""Stand-ins for CUDA on a CPU: streams, events, and devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a kill or a full disk leaves whole, locks, hashes of files, folders that exist."""
+"""Atomic writes, flushes, locks and hashes of files."""
 
 import errno
 import fcntl
@@ -18,7 +18,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A kill or a full disk leaves the file as it was, or complete."""
+    """Write a file; a kill or a full disk leaves it as it was, or complete."""
     temporary = path.with_name(f"tmp_{path.name}.new")  # no pattern for finished files matches it
     temporary.write_text(text, encoding="utf-8")
     flush(temporary)
@@ -27,7 +27,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def existing_parent(folder: Path) -> Path:
-    """The folder itself, or the nearest one above that exists."""
+    """Return the folder, or the nearest one above it that exists."""
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
@@ -47,10 +47,10 @@ def flush_tree(folder: Path) -> None:
 
 
 def hold_lock(file: IO[Any] | int, refusal: str, *, per_process: bool = False) -> None:
-    """Keep others from locking an open file until it is closed; where the disk has no locks, say so.
+    """Lock an open file until it is closed; warn where the disk has no locks.
 
-    Args:   per_process: children that inherit the file do not hold it, and this process may lock it again.
-    Raises: UserError: somebody has it; ``refusal`` says so.
+    Args:   refusal: message if another process holds the lock.
+            per_process: children that inherit the file do not hold it, and this process may lock it again.
     """
     try:
         (fcntl.lockf if per_process else fcntl.flock)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,19 +63,19 @@ def hold_lock(file: IO[Any] | int, refusal: str, *, per_process: bool = False) -
 
 
 def make_readable(folder: Path) -> None:
-    """Mode 0644 for files and 0755 for folders, also where a library made them for their owner alone."""
+    """Set mode 0644 on files and 0755 on folders, which some libraries make for their owner alone."""
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal digest of a file's content."""
+    """Return the hexadecimal digest of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def files_in(folder: Path) -> list[Path]:
-    """All files below a folder that its ``SHA256SUMS`` has to list, sorted."""
+    """List the files below a folder that its ``SHA256SUMS`` covers, sorted."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / SHA256SUMS)
 
 
@@ -86,10 +86,7 @@ def write_sha256(folder: Path) -> None:
 
 
 def check_sha256(folder: Path) -> int:
-    """Compare a folder with its ``SHA256SUMS``. Returns: number of files checked; 0 if there is no list.
-
-    Raises: UserError: a file is missing or differs.
-    """
+    """Compare a folder with its ``SHA256SUMS``. Returns: number of files checked; 0 if there is no list."""
     path = folder / SHA256SUMS
     if not path.exists():
         return 0

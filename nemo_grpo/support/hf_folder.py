@@ -30,10 +30,7 @@ MAX_SHARD_SIZE = "5GB"
 
 
 def load_config(folder: Path) -> Any:
-    """Load the folder's transformers config object.
-
-    Raises: UserError: it cannot be read.
-    """
+    """Load the folder's transformers config object."""
     try:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
@@ -41,10 +38,7 @@ def load_config(folder: Path) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the folder's tokenizer.
-
-    Raises: UserError: it cannot be read.
-    """
+    """Load the folder's tokenizer."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the tokenizers library raises plain Exception at a damaged file
@@ -58,8 +52,6 @@ def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
     The others are ``eos_token_id`` of generation_config.json, else of config.json, at which transformers'
     ``generate`` stops: a chat model's turns often end in another token than its tokenizer's documents.
-
-    Raises: UserError: ``eos_token_id`` is neither an id nor a list of ids.
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
@@ -78,20 +70,14 @@ def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def stream_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of the folder's safetensors files, one at a time in memory.
-
-    Raises: UserError: a file cannot be read.
-    """
+    """Yield (name, tensor) of the folder's safetensors files, one at a time in memory."""
     for opened in _safetensors(folder):
         for name in opened.keys():  # noqa: SIM118  (no mapping)
             yield name, opened.get_tensor(name)
 
 
 def weight_names(folder: Path) -> set[str]:
-    """List the names of the tensors in the folder's safetensors files.
-
-    Raises: UserError: a file cannot be read.
-    """
+    """List the names of the tensors in the folder's safetensors files."""
     return {name for opened in _safetensors(folder) for name in opened.keys()}  # noqa: SIM118
 
 
@@ -107,10 +93,7 @@ def _safetensors(folder: Path) -> Iterator[Any]:
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
-    """Load all tensors of the folder's safetensors files.
-
-    Raises: UserError: a file cannot be read, or a tensor is not finite, which no training step could repair.
-    """
+    """Load all tensors of the folder's safetensors files, and check that they are finite."""
     tensors = dict(stream_weights(folder))
     if name := _not_finite(tensors):
         raise UserError(f"{folder}: {name} holds NaN or inf; give a sound checkpoint")
@@ -144,7 +127,6 @@ def export(
 
     Args: source: the model folder that training started from; its side files are copied.
           training: facts for the model card; None: no card, for a model that a run will start with.
-    Raises: UserError: a weight is not finite, or not in this dtype.
     """
     tensors = {name: t.to(device="cpu", dtype=dtype, copy=True).contiguous() for name, t in named_tensors}
     _check_trained(tensors, target)
@@ -185,7 +167,6 @@ def export_adapter(
     Args: tensors: by PEFT's names, ``base_model.model.<module>.lora_A.weight`` and ``lora_B``.
           source: the base model's folder.  training: facts for the model card.
           dim, alpha: the update is alpha / dim B A.
-    Raises: UserError: a matrix is not finite.
     """
     copies = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
     _check_trained(copies, target)

@@ -34,16 +34,13 @@ SIDE_FILES = (
 )
 """Files that exports copy from a model's folder."""
 TEMPLATES = "additional_chat_templates"
-"""The folder in which transformers keeps the chat templates beside the default one, as ``NAME.jinja``."""
+"""Folder of further chat templates, ``NAME.jinja``, as transformers writes it."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 _DOCUMENTS = ("README.md", ".gitattributes", "SHA256SUMS")
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """File of each tensor by the index; empty where none is needed.
-
-    Raises: UserError: the index is damaged.
-    """
+    """Read the index: tensor -> file; empty where none is needed."""
     index = folder / INDEX
     if (folder / WHOLE).exists() or not index.exists():
         return {}
@@ -56,11 +53,9 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """A model's safetensors files as transformers chooses them: the one, else the index's, else all.
+    """List a model's safetensors files as transformers chooses them: the one, else the index's, else all.
 
     Some models come with their weights once more, in another form and under other names.
-
-    Raises: UserError: the index is damaged, or a file of it is missing.
     """
     if (folder / WHOLE).exists():
         return [folder / WHOLE]
@@ -85,10 +80,7 @@ def how_to_get(folder: Path) -> str:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a folder without safetensors.
-
-    Raises: UserError: there are none, or pickles in their place.
-    """
+    """Refuse a folder without safetensors."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; {how_to_get(folder)}")
     for file in sorted(folder.glob("*.safetensors")):
@@ -109,8 +101,7 @@ def check_weights(folder: Path) -> None:
 def check_no_other_weights(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a folder from which transformers loads more, or other weights, than `weight_files`.
 
-    Args:   config: config.json's content.
-    Raises: UserError: an adapter lies beside the model, or config.json names a file of its own.
+    Args: config: config.json's content.
     """
     if (folder / ADAPTER_CONFIG).exists():
         raise UserError(
@@ -125,10 +116,7 @@ def check_no_other_weights(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def hf_config(folder: Path) -> dict[str, Any]:
-    """The content of a model folder's config.json.
-
-    Raises: UserError: it is missing or no JSON object.
-    """
+    """Read a model folder's config.json."""
     path = folder / "config.json"
     with reading(folder, "a model's folder", "check its name and mode"):
         if not path.exists() and (reason := nemo.reason_against(folder)):
@@ -139,10 +127,7 @@ def hf_config(folder: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of a config.json, whatever its name.
-
-    Raises: UserError: it cannot be read or is no JSON object.
-    """
+    """Read a config.json of any name."""
     with reading(path, "JSON", "give a model's config.json, or download it again"):
         config = json.loads(path.read_text())
         if not isinstance(config, dict):
@@ -153,7 +138,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _depth(value: Any) -> int:
-    """Objects and lists within each other."""
+    """Count the levels of nested objects and lists."""
     depth, level = 0, [value]
     while level:
         depth += 1
@@ -165,9 +150,7 @@ def _depth(value: Any) -> int:
 def side_files(folder: Path) -> Iterator[Path]:
     """List a model folder's files besides weights: configs, tokenizer, chat templates, generation config.
 
-    Only files of names that models have; the others are named in the log. They may be secrets.
-
-    Raises: UserError: one of them is a link that leaves the folder, or cannot be read.
+    Files of other names than models have may be secrets: they are left out, and named in the log.
     """
     left_out = []
     for path in sorted((*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"))):
@@ -189,10 +172,7 @@ def side_files(folder: Path) -> Iterator[Path]:
 
 
 def copy_side_files(source: Path, target: Path) -> set[str]:
-    """Copy a model folder without its weights. Returns: names of the copied files, relative to the folder.
-
-    Raises: UserError: as in `side_files`.
-    """
+    """Copy a model folder's `side_files`; returns their names, relative to the folder."""
     names = set()
     for path in side_files(source):
         name = path.relative_to(source)
@@ -211,7 +191,7 @@ def _stays_within(path: Path, folder: Path) -> bool:
 
 
 def peft_config(base: str, rank: int, alpha: float, modules: set[str]) -> dict[str, object]:
-    """The content of adapter_config.json.
+    """Build the content of adapter_config.json.
 
     Args: base: name of the adapted model, as its card has it.  modules: last parts of the modules' names.
     """

@@ -19,7 +19,7 @@ _ARCHIVE = (
 
 
 def without_wrappers(key: str) -> str:
-    """A key of torch_dist without the names of the modules that wrap megatron-core's model."""
+    """Strip the names of modules that wrap megatron-core's model from a torch_dist key."""
     return _WRAPPERS.sub("", key, count=1) if key.startswith("module.") else key
 
 
@@ -39,16 +39,13 @@ def is_archive(path: Path) -> bool:
 
 
 def refuse_archive(path: Path) -> None:
-    """Refuse a checkpoint of NeMo 1.
-
-    Raises: UserError: it is one; with the remedy.
-    """
+    """Refuse a checkpoint of NeMo 1."""
     if is_archive(path):
         raise UserError(f"{path} is {_ARCHIVE}; give that")
 
 
 def reason_against(path: Path) -> str | None:
-    """Say what NeMo checkpoint a path is instead of a Hugging Face model, with the remedy; None: none."""
+    """Explain, with the remedy, that a path is a NeMo checkpoint and no Hugging Face model; None: neither."""
     if is_archive(path):
         return f"{_ARCHIVE}; convert that with `nemo-grpo convert megatron-to-hf`"
     if is_folder(path):

@@ -1,4 +1,4 @@
-"""The look of every picture, and figures without pyplot's global state."""
+"""Style of all plots, and figures without pyplot's global state."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ INK, GRID, COMPANION = "#333333", "#e4e4e4", "#777777"
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure in inches that draws to memory, without pyplot's global state."""
+    """Make a figure of this size in inches."""
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
@@ -26,12 +26,12 @@ def write_png(figure: Figure, path: Path, dpi: int) -> None:
 
 
 def set_title(axes: Axes, text: str, pad: float = 6) -> None:
-    """Bold, above the left end of the axes."""
+    """Write a bold title above the left end of the axes."""
     axes.set_title(text, loc="left", fontsize=10.5, color=INK, fontweight="bold", pad=pad)
 
 
 def tidy(axes: Axes) -> None:
-    """Pale grid behind the data, two thin sides; labels of ticks set before lose a size of their own."""
+    """Draw a pale grid and two thin sides; tick labels lose a size that was set before."""
     axes.grid(color=GRID, lw=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, length=3, labelsize=8.5)

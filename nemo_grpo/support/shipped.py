@@ -10,10 +10,7 @@ SCHEME = "nemo_grpo://"
 
 
 def folder(name: str) -> Path:
-    """The shipped folder ``recipes``, ``slurm`` or ``requirements``.
-
-    Raises: UserError: this installation lacks it.
-    """
+    """Find the shipped folder ``recipes``, ``slurm`` or ``requirements``."""
     package = Path(__file__).parents[1]
     found = next((path for path in (package / name, package.parent / name) if path.is_dir()), None)
     if found is None:
@@ -22,14 +19,14 @@ def folder(name: str) -> Path:
 
 
 def recipe_names() -> list[str]:
-    """Shipped recipes without base files and sweeps, as ``quickstart`` and ``gpg/gpg-qwen2.5-32b-4n8g``."""
+    """List shipped recipes without base files and sweeps, such as ``gpg/gpg-qwen2.5-32b-4n8g``."""
     root = folder("recipes")
     files = (path.relative_to(root) for path in root.rglob("*.yaml"))
     return sorted(str(path.with_suffix("")) for path in files if path.parts[0] not in ("base", "sweeps"))
 
 
 def portable(recipe: Path) -> str:
-    """The text of a shipped recipe whose ``defaults`` are found from anywhere."""
+    """Return a shipped recipe's text with ``defaults`` that are found from anywhere."""
     root = folder("recipes").resolve()
 
     def elsewhere(match: re.Match[str]) -> str:
@@ -42,10 +39,7 @@ def portable(recipe: Path) -> str:
 
 
 def recipe_file(given: str | Path) -> Path:
-    """A recipe on this machine: the file itself, or the shipped one of that name (`named`).
-
-    Raises: UserError: it is neither.
-    """
+    """Find a recipe: the file itself, or the shipped one of that name (`named`)."""
     file = Path(given) if Path(given).exists() else named(str(given))
     if file is None:
         known = {name.rpartition("/")[2] for name in recipe_names()}
@@ -58,7 +52,7 @@ def recipe_file(given: str | Path) -> Path:
 
 
 def named(name: str) -> Path | None:
-    """The shipped recipe of a name, with or without `SCHEME`, folder and ``.yaml``; None: there is none."""
+    """Find the shipped recipe of a name, with or without `SCHEME`, folder and ending; None: no such one."""
     name, root = _bare(name), folder("recipes")
     if (file := root / f"{name}.yaml").is_file() and ".." not in file.parts:
         return file
@@ -67,10 +61,7 @@ def named(name: str) -> Path | None:
 
 
 def beside(file: Path, name: str) -> Path:
-    """The recipe that another file names: relative to it, or with `SCHEME` a shipped one. It may not exist.
-
-    Raises: UserError: the name leads out of the shipped recipes.
-    """
+    """Resolve the recipe that another file names: relative to it, or with `SCHEME` a shipped one."""
     if not name.startswith(SCHEME):
         return file.parent / name
     root = folder("recipes").resolve()
@@ -81,5 +72,5 @@ def beside(file: Path, name: str) -> Path:
 
 
 def _bare(name: str) -> str:
-    """A name without scheme, of which a `Path` keeps one slash, and ending."""
+    """Strip scheme (of which a `Path` keeps one slash) and ending from a name."""
     return re.sub(f"^{SCHEME[:-1]}/*", "", name).removesuffix(".yaml")

@@ -51,11 +51,10 @@ TASKS: dict[str, type[TaskConfig]] = {
 
 
 def parse_task(section: Mapping[str, Any]) -> TaskConfig:
-    """The task configuration that a recipe's ``nemo_grpo.task`` section describes.
+    """Parse a recipe's ``nemo_grpo.task`` section.
 
     Args:    section: ``name`` and that task's parameters; an own task's name is ``my_file.py:MyTaskConfig``.
     Returns: the frozen configuration; ``build()`` makes the task.
-    Raises:  UserError: no name, an unknown name or parameter, or a value that breaks a rule.
     """
     name = section.get("name")
     if not isinstance(name, str):

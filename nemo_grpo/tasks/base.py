@@ -1,4 +1,4 @@
-"""The interface of tasks: problems by number, a worked demonstration, and a score for a response."""
+"""The interface of tasks: problems, demonstrations and scores; for multi-turn tasks also an environment."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict
 
 from nemo_grpo.support.errors import UserError
+from nemo_grpo.tasks.response import TAGS
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +23,7 @@ HELD_OUT_SHARE = 5
 
 
 def check_num_validation(wanted: int, available: int, source: str) -> None:
-    """Check the number of validation problems.
-
-    Raises: UserError: more are wanted than available.
-    """
+    """Check the number of validation problems."""
     if wanted > available:
         remedy = f"use {available} or fewer"
         if not available:
@@ -36,7 +34,7 @@ def check_num_validation(wanted: int, available: int, source: str) -> None:
 VALIDATION_SET = "validation_set"
 """Metadata key of a validation problem: its set's name, if the task has several."""
 NOT_FINITE = "not_finite"
-"""Key beside the components of a response that had one without a finite value."""
+"""Key that marks the scores of a response with a component that was not finite."""
 ACCURACY = "1: the answer is correct; 0: it is wrong or missing"
 FORMAT = "1: the response has the form that the prompt asks for; 0: it does not"
 
@@ -97,7 +95,7 @@ class TaskConfig(BaseModel, ABC):
 
     @abstractmethod
     def build(self) -> Task:
-        """The task with these parameters."""
+        """Build the task with these parameters."""
 
 
 Answered = Iterable[tuple[Problem, Sequence[str]]]
@@ -114,37 +112,97 @@ class Task(Protocol):
         ...
 
     def train_problem(self, index: int, seed: int) -> Problem:
-        """Problem number ``index`` of the endless training stream ``seed``; always the same one.
+        """Return problem number ``index`` of the endless training stream ``seed``; always the same one.
 
         Raises: UserError: the task has no training problems.
         """
         ...
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
-        """The first ``num_problems`` of a fixed list that no training stream ever contains.
+        """Return the first ``num_problems`` of a fixed list that no training stream ever contains.
 
         Raises: UserError: the task holds fewer.
         """
         ...
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
-        """A correct response with its reasoning, for the supervised warm start; ``rng`` varies the reasoning.
+        """Write a correct response with its reasoning, for supervised training; ``rng`` varies the reasoning.
 
         Raises: UserError: the task has none.
         """
         ...
 
     def extract(self, response: str) -> str | None:
-        """The answer that the response gives, normalised: equal answers are equal texts. None: no answer."""
+        """Return the response's answer, normalised: equal answers are equal texts. None: no answer."""
         ...
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        """The components that ``config.reward_components`` declares; the recipe weights them."""
+        """Score the components that ``config.reward_components`` declares; the recipe weights them."""
         ...
 
 
+@dataclass(frozen=True)
+class Episode:
+    """State of one response between two turns of the policy: turns, calls, and calls that were malformed."""
+
+    num_turns: int = 0
+    num_searches: int = 0
+    num_errors: int = 0
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A turn's outcome: the episode after it, and the text to append; None: the response is over."""
+
+    episode: Episode
+    observation: str | None
+
+
+@runtime_checkable
+class MultiTurnTask(Task, Protocol):
+    """A task whose responses are turns of the policy with observations in between, all in one text.
+
+    Stateless like every task: the sampler keeps the `Episode` of each response.
+    """
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """A turn ends where one of them is complete, or at the end-of-sequence token."""
+        ...
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The task's tags besides `TAGS`."""
+        ...
+
+    def observe(
+        self, episodes: Sequence[Episode], turns: Sequence[str], reserved: Sequence[str] = ()
+    ) -> list[Observed]:
+        """Answer one finished turn of each of several responses.
+
+        Args:   turns: the policy's text of this turn only.
+                reserved: special tokens, which text from outside must not contain.
+        Raises: RetrieverError: the tool itself fails.
+        """
+        ...
+
+    def segments(self, response: str) -> list[tuple[str, bool]]:
+        """Cut the response into (text, written by the policy); joined they are the response again."""
+        ...
+
+
+def tags_of(task: Task) -> tuple[str, ...]:
+    """Return the texts that a task's reward looks for; a tokenizer made for the task has a token for each."""
+    return (*TAGS, *getattr(task, "tags", ()))
+
+
+def make_ready(task: Task) -> None:
+    """Load a task's tool now; otherwise the first response that calls it does."""
+    getattr(task, "make_ready", lambda: None)()
+
+
 def checked_score(task: Task, problem: Problem, response: str) -> dict[str, float]:
-    """`Task.score`. A component without a finite value becomes 0, is logged, and marked by `NOT_FINITE`."""
+    """Call `Task.score`; a component that is not finite becomes 0, is logged, and marked by `NOT_FINITE`."""
     scores = task.score(problem, response)
     wrong = {name: value for name, value in scores.items() if not math.isfinite(value)}
     if not wrong:
@@ -157,7 +215,7 @@ def checked_score(task: Task, problem: Problem, response: str) -> dict[str, floa
 
 
 def reward_of(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """The scalar reward: the recipe's ``nemo_grpo.rewards`` weights a response's components.
+    """Weight a response's components by the recipe's ``nemo_grpo.rewards``.
 
     NaN: a component with a weight abstains, and the response is left out of its group and of the loss.
     """
@@ -171,7 +229,7 @@ def is_held_out(key: object) -> bool:
 
 
 def distinct(draw: Callable[[int], Problem], num_problems: int) -> list[Problem]:
-    """The first ``num_problems`` different ones, by id, that ``draw`` gives when told how many are found."""
+    """Draw until ``num_problems`` have different ids; ``draw`` gets the number found so far."""
     found: dict[str, Problem] = {}
     while len(found) < num_problems:
         problem = draw(len(found))
@@ -180,5 +238,5 @@ def distinct(draw: Callable[[int], Problem], num_problems: int) -> list[Problem]
 
 
 def stream(*parts: object) -> random.Random:
-    """A random generator that depends on ``parts`` only: the same in every process and on every machine."""
+    """Make a random generator from ``parts`` alone: the same in every process and on every machine."""
     return random.Random("/".join(map(str, parts)))

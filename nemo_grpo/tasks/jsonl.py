@@ -1,4 +1,4 @@
-"""Problems from JSONL and Parquet files, whose rows `columns` reads."""
+"""Tasks whose problems come from JSONL and Parquet files."""
 
 import json
 import random
@@ -20,9 +20,8 @@ from nemo_grpo.tasks.base import (
     check_num_validation,
     stream,
 )
-from nemo_grpo.tasks.columns import Columns, Key, problem_of
 from nemo_grpo.tasks.response import render_response
-from nemo_grpo.tasks.rows import read_rows
+from nemo_grpo.tasks.rows import Columns, Key, problem_of, read_rows
 
 VALIDATION_FILES = "nemo_grpo.task.validation_files"
 STRATA = ("num_people", "task", "level")
@@ -55,11 +54,10 @@ class FileTaskConfig(TaskConfig):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """All files, of training and of validation."""
         return (*self.train_files, *self.validation_sets.values())
 
     def made_up(self, folder: Path, number: int) -> Self:
-        """This task with invented problems in place of its files, for a rehearsal without them.
+        """Replace the task's files by invented problems, for a rehearsal without them.
 
         Args: folder: gets the files.  number: of training problems, and of validation problems.
         """
@@ -73,7 +71,7 @@ class FileTaskConfig(TaskConfig):
         return self.model_copy(update={"train_files": (train,), "validation_files": files, "columns": {}})
 
     def made_up_problem(self, number: int, folder: Path) -> Problem:
-        """An invented problem, different for each number; ``folder`` is its file's."""
+        """Invent a problem, different for each number; ``folder`` is its file's."""
         raise NotImplementedError(f"task {self.name} has no made-up problems")
 
 
@@ -81,16 +79,12 @@ class FileTask:
     """A finite set of problems: training goes through all of them in a new order in every epoch."""
 
     def __init__(self, config: FileTaskConfig) -> None:
-        """Raises: UserError: see `read_problems`."""
         self.config: Any = config
         self.validation = listed_problems(config, "validation_files")
         self.train = not_held_out(listed_problems(config, "train_files"), self.validation)
 
     def check_answers(self, read: Callable[[str], object], rule: str) -> None:
-        """Refuse a reference that ``read`` gives None for.
-
-        Raises: UserError: the problem and its answer, then ``rule``.
-        """
+        """Refuse a reference that ``read`` gives None for."""
         for problem in (*self.train, *self.validation):
             if read(problem.answer) is None:
                 raise UserError(f"problem {problem.id!r}: answer={problem.answer!r} {rule}")
@@ -124,21 +118,18 @@ class FileTask:
         return [*first, *(problem for problem in ordered if problem not in first)][:num_problems]
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
-        """The problem's ``metadata["solution"]`` as reasoning, then its answer."""
+        """Show the problem's ``metadata["solution"]`` as reasoning, then its answer."""
         return render_response(solution_of(problem), problem.answer)
 
 
 def not_held_out(problems: Iterable[Problem], held_out: Iterable[Problem]) -> list[Problem]:
-    """The problems that training keeps: those with other questions than the held-out ones."""
+    """Return the problems that training keeps: those with other questions than the held-out ones."""
     questions = set(map(_normalized, held_out))
     return [problem for problem in problems if _normalized(problem) not in questions]
 
 
 def solution_of(problem: Problem) -> str:
-    """The worked solution of a problem from a file.
-
-    Raises: UserError: it has none.
-    """
+    """Return the worked solution of a problem from a file; refuse a problem without one."""
     solution = problem.metadata.get("solution")
     if not isinstance(solution, str):
         raise UserError(
@@ -169,14 +160,14 @@ def _shuffled(num_problems: int, seed: int, epoch: int) -> list[int]:
 
 
 def write_problems(path: Path, problems: Iterable[Problem]) -> str:
-    """A file as `read_problems` reads it; returns its absolute name."""
+    """Write a file for `read_problems`; returns its absolute name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(map(as_line, problems)), encoding="utf-8")
     return str(path.absolute())
 
 
 def as_line(problem: Problem) -> str:
-    """A problem as a line of such a file."""
+    """Write a problem as a line of such a file."""
     entry = asdict(problem)
     if history := entry.pop("history"):
         entry["question"] = [*history, {"role": "user", "content": problem.question}]
@@ -190,13 +181,11 @@ def read_problems(
     columns: Columns | None = None,
     sets: Sequence[str] = (),
 ) -> list[Problem]:
-    """All problems of some JSONL or Parquet files, in order.
+    """Read all problems of JSONL or Parquet files, in order.
 
     Args:    with_images: every problem needs ``metadata.images``, paths relative to its file; they come back
              joined to the file's folder.  columns: see `FileTaskConfig`.
              sets: name of each file's validation set, for the metadata; none: they are not named.
-    Raises:  UserError: a file is missing, a row is no problem, an id is repeated or an image is missing; the
-             message names file and row.
     """
     problems: dict[str, Problem] = {}
     for path, name in zip_longest(map(Path, paths), sets):
@@ -215,10 +204,7 @@ def read_problems(
 
 
 def listed_problems(config: FileTaskConfig, key: str) -> list[Problem]:
-    """The problems of a task's ``train_files`` or ``validation_files``; of several sets each names its own.
-
-    Raises: UserError: as `read_problems`; the message begins with the key.
-    """
+    """Read a task's ``train_files`` or ``validation_files``; one of several sets names its problems."""
     is_training, sets = key == "train_files", config.validation_sets
     listed = map(Path, config.train_files if is_training else sets.values())
     files = tuple((path, _state(path)) for path in listed)

@@ -30,7 +30,7 @@ from nemo_grpo.tasks.response import last_answer, render_response
 from nemo_grpo.tasks.rewards.format_reward import FORMS, with_opened_think
 
 SPEAKER = "Assistant:"
-"""Logic-RL's release grades what follows its first occurrence, in a response too."""
+"""Logic-RL's release grades the text after its first occurrence, even one in the response."""
 People = Annotated[int, Field(ge=2, le=8)]
 Roles = dict[str, bool]
 """Name in lower case -> is a knight."""
@@ -77,7 +77,7 @@ class LogicConfig(FileTaskConfig):
         return self
 
     def made_up(self, folder: Path, number: int) -> Self:
-        """Generated puzzles, which need no files."""
+        """Use generated puzzles, which need no files."""
         return self.model_copy(update={"train_files": (), "validation_files": ()})
 
     def build(self) -> Task:
@@ -94,7 +94,7 @@ class _Graded:
         return ", ".join(f"{name} {role(is_knight)}" for name, is_knight in sorted(roles.items()))
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        """``answer`` depends on the form and on the words, as in Logic-RL; ``accuracy`` does not."""
+        """Score a response; ``answer`` depends on form and words, as in Logic-RL, ``accuracy`` does not."""
         response = with_opened_think(response, self.config.think_is_open)
         reference = parse_roles(problem.answer)
         graded_part = response.split(SPEAKER, 1)[-1]
@@ -131,7 +131,7 @@ class Logic(_Graded):
         return distinct(lambda n: self._draw(sizes[n % len(sizes)], rng, held_out=True), num_problems)
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
-        """Tries worlds in a random order, ``true`` or ``lie`` for each speaker, up to the one that fits."""
+        """Try worlds in a random order, ``true`` or ``lie`` for each speaker, up to the one that fits."""
         names, statements = problem.metadata["names"], problem.metadata["statements"]
         numbers = list(range(1 << len(statements)))
         rng.shuffle(numbers)
@@ -164,7 +164,7 @@ def _problem(statements: tuple[Statement, ...], names: tuple[str, ...], rng: ran
 
 
 def parse_roles(answer: str) -> Roles | None:
-    """Everybody's role, in any order, case and Markdown: ``Zoey is a knight``, ``ZOEY: **knight**``.
+    """Read everybody's role, in any order, case and Markdown: ``Zoey is a knight``, ``ZOEY: **knight**``.
 
     Returns: None where nobody has a role, somebody has both, or a role is called false.
     """
@@ -185,7 +185,7 @@ def all_right(reference: Roles | None, answer: Roles | None) -> bool:
 
 
 def graded(reference: Roles, answer: str) -> float:
-    """The answer's reward, read as narrowly as Logic-RL's release reads it.
+    """Reward an answer, read as narrowly as by Logic-RL's release.
 
     2: everybody of the reference is right.  -1.5: everybody has a role, and somebody's is wrong.
     -2: somebody is not named as ``Zoey is a knight``, or the words knight and knave do not occur once for

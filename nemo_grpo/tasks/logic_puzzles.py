@@ -41,7 +41,7 @@ _TWO_PEOPLE = {
 
 
 def solutions(statements: tuple[Statement, ...]) -> list[World]:
-    """Every world in which exactly the knights speak the truth."""
+    """List every world in which exactly the knights speak the truth."""
     num_people = len(statements)
     knights = _worlds_where_knight(num_people)
     everything = (1 << (1 << num_people)) - 1
@@ -78,7 +78,7 @@ def attempts(
 
 
 def draw_statements(num_people: int, rng: random.Random) -> tuple[Statement, ...]:
-    """Statements with exactly one solution, one for each person."""
+    """Draw statements with exactly one solution, one for each person."""
     while True:
         statements = tuple(_draw_statement(speaker, num_people, rng) for speaker in range(num_people))
         if len(solutions(statements)) == 1:
@@ -86,7 +86,7 @@ def draw_statements(num_people: int, rng: random.Random) -> tuple[Statement, ...
 
 
 def describe(statements: tuple[Statement, ...], names: tuple[str, ...], rng: random.Random) -> str:
-    """The puzzle's text; ``rng`` chooses how each statement is reported."""
+    """Write the puzzle's text; ``rng`` chooses how each statement is reported."""
     said = [
         rng.choice(SAYINGS).format(name=name, content=_english(statement, names))
         for name, statement in zip(names, statements, strict=True)
@@ -101,13 +101,13 @@ def describe(statements: tuple[Statement, ...], names: tuple[str, ...], rng: ran
 
 @cache
 def _worlds_where_knight(num_people: int) -> tuple[int, ...]:
-    """For each person the worlds w, as bits, in which the person is a knight (bit person of w)."""
+    """Return for each person, as bits, the worlds w in which bit ``person`` of w is set: a knight."""
     worlds = range(1 << num_people)
     return tuple(sum(1 << w for w in worlds if w >> person & 1) for person in range(num_people))
 
 
 def _worlds_where_true(statement: Statement, knights: tuple[int, ...], everything: int) -> int:
-    """The bits of the worlds in which it holds, as those of ``everything`` are numbered."""
+    """Return, as bits, the worlds in which the statement holds; ``everything``: all worlds."""
     kind, *atoms = statement
     first, *rest = (knights[person] if said else everything ^ knights[person] for person, said in atoms)
     match kind:
@@ -126,7 +126,7 @@ def _worlds_where_true(statement: Statement, knights: tuple[int, ...], everythin
 
 
 def _draw_statement(speaker: int, num_people: int, rng: random.Random) -> Statement:
-    """All kinds equally often; never ``I am a knave``, which nobody can say."""
+    """Draw all kinds equally often; never ``I am a knave``, which nobody can say."""
     kind = rng.choice(("is", "is_not", *_TWO_PEOPLE))
     if kind in _TWO_PEOPLE:
         first, second = rng.sample(range(num_people), 2)
@@ -143,5 +143,5 @@ def _english(statement: Statement, names: tuple[str, ...]) -> str:
 
 
 def role(is_knight: bool) -> str:
-    """``knight`` or ``knave``."""
+    """Name a role."""
     return "knight" if is_knight else "knave"

@@ -49,7 +49,7 @@ class MathConfig(FileTaskConfig):
 
 
 def sum_problem(number: int) -> Problem:
-    """A made-up sum of small numbers."""
+    """Make up a sum of small numbers."""
     left, right = number % 8 + 1, number // 8 + 1
     total = str(left + right)
     return Problem(
@@ -67,10 +67,7 @@ class MathematicalAnswers:
         return None if answer is None else normalized(answer)
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        """``accuracy``: the final answer equals the reference.  ``format``: the response has the form.
-
-        Raises: RuntimeError: math-verify is not installed.
-        """
+        """Score ``accuracy``: the final answer is the reference; ``format``: the response has the form."""
         answer = final_answer(response)
         correct = answer is not None and SHARED.equal(problem.answer, answer)
         seen = with_opened_think(response, getattr(self.config, "think_is_open", False))
@@ -89,7 +86,7 @@ class MathFiles(MathematicalAnswers, FileTask):
     """Problems from files, graded as mathematics."""
 
     def __init__(self, config: FileTaskConfig) -> None:
-        """A warning names the references that no response can give; problems with them are always wrong."""
+        """Warn of references that no response can give."""
         super().__init__(config)
         lost = [p for p in (*self.train, *self.validation) if not _can_be_given(p.answer)]
         if lost:
@@ -118,12 +115,12 @@ class Math(MathFiles):
     """Mathematical problems with one answer each."""
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        """As for all mathematics, and ``cosine``: open-rs's rewards.py with the values of its gpg.py."""
+        """Add ``cosine``: open-rs's rewards.py with the values of its gpg.py."""
         scores = super().score(problem, response)
         falling = (1 + math.cos(math.pi * len(response) / self.config.cosine_max_length)) / 4
         return {**scores, "cosine": falling + (0.5 if scores["accuracy"] else -0.5)}
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
-        """The problem's solution in the form that ``format`` rewards; unchanged if that is its own."""
+        """Write the problem's solution in the form that ``format`` rewards."""
         shown = demonstrated_form(solution_of(problem), problem.answer, self.config.form)
         return shown.removeprefix("<think>") if self.config.think_is_open else shown

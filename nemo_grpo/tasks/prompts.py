@@ -13,6 +13,8 @@ from nemo_grpo.tasks.base import Problem
 PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
 """The papers' prompts by name: fields of `Prompt`."""
 SLOT = "{question}"
+PROMPTS_CHECKED = 64
+"""Prompts encoded at a time before a run starts; of an endless stream of problems no more."""
 IMAGES = "vision tasks need the cluster engine (NeMo-RL), whose processor encodes images"
 
 
@@ -53,7 +55,7 @@ class Prompt(BaseModel):
 
 
 def chat_messages(prompt: Prompt, problem: Problem) -> list[dict[str, str]]:
-    """The conversation that ends with the question; its own system message replaces the recipe's.
+    """Build the conversation that ends with the question; its own system message replaces the recipe's.
 
     Only the slot is replaced; other braces stay, so that templates may hold LaTeX.
     """
@@ -64,17 +66,14 @@ def chat_messages(prompt: Prompt, problem: Problem) -> list[dict[str, str]]:
 
 
 def first_words(prompt: Prompt, task: Any) -> str:
-    """The response's prefix as the task reads it: one with think_is_open adds an open ``<think>`` itself."""
+    """Return the prefix as the task reads it: one with think_is_open adds an open ``<think>`` itself."""
     before, _, after = prompt.response_prefix.rpartition("<think>")
     is_added = getattr(task, "think_is_open", False) and "</think>" not in after
     return before + after if is_added else prompt.response_prefix
 
 
 def check_image_prompt(prompt: Prompt) -> None:
-    """Refuse prompt settings that prompts with images do not support.
-
-    Raises: UserError: key and remedy.
-    """
+    """Refuse prompt settings that prompts with images do not support."""
     if prompt.response_prefix or not prompt.use_chat_template:
         raise UserError(
             "nemo_grpo.prompt: a task with images uses its processor's chat template and no response_prefix; "
@@ -83,7 +82,7 @@ def check_image_prompt(prompt: Prompt) -> None:
 
 
 def image_message(prompt: Prompt, problem: Problem) -> dict[str, Any]:
-    """The only message of a prompt with images: the images, then the system text and the question."""
+    """Build the only message of a prompt with images: the images, then the system text and the question."""
     text = "\n\n".join(message["content"] for message in chat_messages(prompt, problem))
     images = [{"type": "image", "image": path} for path in problem.metadata["images"]]
     return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
@@ -92,19 +91,17 @@ def image_message(prompt: Prompt, problem: Problem) -> dict[str, Any]:
 def encode_prompt(
     tokenizer: Any, prompt: Prompt, problem: Problem, *, with_images: bool = False
 ) -> list[int]:
-    """Token ids up to where the response begins.
+    """Encode a prompt up to where the response begins.
 
     Args:   tokenizer: a Hugging Face tokenizer; with a chat template, if the prompt uses one.
-            with_images: an image becomes the placeholder that the chat template has for it; whoever samples
-            gives the images beside the tokens.
-    Raises: UserError: it has none, or the problem has images and they are not given.
+            with_images: images become the chat template's placeholders; the sampler gets the images.
     """
     text, with_special_tokens = _text(tokenizer, prompt, problem, with_images=with_images)
     return _open_ended(tokenizer, text, tokenizer(text, add_special_tokens=with_special_tokens)["input_ids"])
 
 
 def encode_many(tokenizer: Any, prompt: Prompt, problems: Sequence[Problem]) -> list[list[int]]:
-    """`encode_prompt` of each problem, with one call of the tokenizer."""
+    """Encode each problem's prompt, with one call of the tokenizer."""
     texts = [_text(tokenizer, prompt, problem) for problem in problems]
     if not texts:
         return []
@@ -159,10 +156,35 @@ def check_vocabulary(prompt: Sequence[int], problem: Problem, vocab_size: int | 
     """Refuse prompt tokens without an embedding in the model.
 
     Args:   vocab_size: the model's; None: unknown.
-    Raises: UserError: the tokenizer is not the model's.
     """
     if vocab_size is not None and max(prompt, default=0) >= vocab_size:
         raise UserError(
             f"problem {problem.id!r}: the tokenizer gives token {max(prompt)}, and the model's vocab_size is "
             f"{vocab_size}; put the model's own tokenizer into its folder"
         )
+
+
+def encode_prompts(
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    prompt: Prompt,
+    *,
+    limit: int,
+    max_new_tokens: int,
+    vocab_size: int,
+) -> list[list[int]]:
+    """Encode each prompt, and check that a response fits.
+
+    Args:   limit: longest sequence, prompt and response.  vocab_size: the policy's.
+    """
+    prompts = encode_many(tokenizer, prompt, problems)
+    for tokens, problem in zip(prompts, problems, strict=True):
+        check_vocabulary(tokens, problem, vocab_size)
+        needed = len(tokens) + max_new_tokens
+        if needed > limit:
+            raise UserError(
+                f"policy.max_total_sequence_length={limit}: problem {problem.id!r} has a prompt of "
+                f"{len(tokens)} tokens, which with max_new_tokens={max_new_tokens} need {needed}; raise it, "
+                "or leave the problem out"
+            )
+    return prompts

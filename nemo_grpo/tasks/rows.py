@@ -1,20 +1,51 @@
-"""Rows of JSONL and Parquet files."""
+"""Rows of JSONL and Parquet files, and the `Problem` that a row's columns hold.
+
+A missing id is the file's name and the row's number; an id or an answer may be a number. A question may be a
+conversation. An answer in GSM8K's form, a worked solution that ends in ``#### 42``, is read as 42, its
+solution as metadata.solution. Other columns go to the metadata.
+"""
 
 import json
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError, first_line
+from nemo_grpo.tasks.base import Message, Problem
 
 PARQUET = ".parquet"
+Key = Literal["id", "question", "answer"]
+Row = Mapping[str, Any]
+Columns = Mapping[Key, str]
+"""Key of a problem -> its column, by default the one of the same name; dots lead into nested fields."""
+
+
+class Rule(NamedTuple):
+    """Types of a value besides text, and the rule in words."""
+
+    types: tuple[type, ...]
+    rule: str
+
+
+REQUIRED: Mapping[Key, Rule] = {
+    "id": Rule((int,), "a non-empty text or a whole number"),
+    "question": Rule((), "a non-empty text, or a list of messages with role and content"),
+    "answer": Rule((int, float), "a non-empty text or a number"),
+}
+OTHER_NAMES: Mapping[Key, tuple[str, ...]] = {
+    "question": ("problem", "prompt", "messages"),
+    "answer": ("solution", "ground_truth", "final_answer", "reward_model.ground_truth"),
+}
+"""Names in the data sets of TRL, verl, NeMo-RL and open-r1, to propose where a column is missing."""
+_CALCULATOR = re.compile(r"<<[^<>\n]*>>")
+_WORKED = re.compile(r"(|.*\s)####(?!#)([^\n]*)\s*", re.DOTALL)
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Read the rows of a file, numbered from 1; blank lines of JSONL are skipped.
-
-    Raises: UserError: the file is missing or damaged, or a line is no object; the message names the place.
-    """
+    """Read the rows of a file, numbered from 1; blank lines of JSONL are skipped."""
     try:
         yield from _parquet(path) if path.suffix == PARQUET else _json_lines(path)
     except OSError as error:
@@ -54,10 +85,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def parse_object(line: str | bytes, where: str) -> dict[str, Any]:
-    """One line as an object.
-
-    Raises: UserError: it is none; the message begins with ``where``.
-    """
+    """Parse one line as a JSON object."""
     array = f"{where}: a JSON array; write one object per line, as `jq -c .[]` does"
     try:
         entry = json.loads(line)
@@ -81,3 +109,96 @@ def _check_characters(entry: dict[str, Any], where: str) -> None:
         raise UserError(
             f"{where}: {half} is half of a character (a lone surrogate); correct the text"
         ) from error
+
+
+def problem_of(row: Row, columns: Columns, where: str) -> Problem:
+    """Read a row.
+
+    Args:    where: file and number of the row, ``path:number``.
+    """
+    names = {key: columns.get(key, key) for key in REQUIRED}
+    given = {key: _value(row, name) for key, name in names.items() if not _is_missing(row, name)}
+    given.setdefault("id", where.rpartition("/")[2])
+    history: list[Message] = []
+    if isinstance(given.get("question"), list):
+        *history, last = _messages(given["question"], where)
+        if last["role"] == "assistant" and history and "answer" not in given:
+            given["answer"] = last["content"]
+            *history, last = history
+        if last["role"] != "user":
+            raise UserError(f"{where}: the last message has role {last['role']}; end with the user's")
+        given["question"] = last["content"]
+    for key in REQUIRED:
+        if key not in given:
+            remedy = _remedy(row, columns) or f"it must be {REQUIRED[key].rule}"
+            raise UserError(f"{where}: {names[key]} is missing among {', '.join(row) or 'no keys'}; {remedy}")
+    texts = {key: _text(key, value, where) for key, value in given.items()}
+    metadata, used = row.get("metadata"), {*names.values(), "metadata"}
+    if not isinstance(metadata, dict | None):
+        raise UserError(f"{where}: metadata={metadata!r} must be an object")
+    metadata = {name: value for name, value in row.items() if name not in used} | (metadata or {})
+    if (worked := worked_answer(texts["answer"])) is not None:
+        solution, texts["answer"] = worked
+        metadata = {"solution": solution} | metadata
+        if not texts["answer"]:
+            raise UserError(f"{where}: answer ends in '####' without an answer; write it there, as '#### 42'")
+    return Problem(**texts, metadata=metadata, history=tuple(history))
+
+
+def _text(key: Key, value: Any, where: str) -> str:
+    types, rule = REQUIRED[key]
+    if type(value) in types and value == value and abs(value) != math.inf:
+        return str(value)
+    if isinstance(value, str) and value.strip():
+        return value
+    raise UserError(f"{where}: {key}={json.dumps(value, default=str)} must be {rule}")
+
+
+def _remedy(row: Row, columns: Columns) -> str | None:
+    """Name the line of the recipe that finds the missing columns by `OTHER_NAMES`."""
+    proposed = dict(columns)
+    for key, names in OTHER_NAMES.items():
+        other = next((name for name in names if not _is_missing(row, name)), None)
+        if other is not None and _is_missing(row, columns.get(key, key)):
+            proposed[key] = other
+    if proposed == columns:
+        return None
+    line = ", ".join(f"{key}: {name}" for key, name in proposed.items())
+    return f"write nemo_grpo.task.columns: {{{line}}}"
+
+
+def _is_missing(row: Row, name: str) -> bool:
+    return name not in row and ("." not in name or value_of(row, name) is None)
+
+
+def _value(row: Row, name: str) -> Any:
+    return row[name] if name in row else value_of(row, name)
+
+
+def _messages(given: Sequence[Any], where: str) -> list[Message]:
+    rule = "a message is {role, content}, its content a text; paths of images go to the column images"
+    messages: list[Message] = []
+    for message in given:
+        fields = message if isinstance(message, dict) else {}
+        role, content = fields.get("role"), fields.get("content")
+        if isinstance(content, list):  # OpenAI's parts
+            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+            texts = [part for part in parts if isinstance(part, str)]
+            content = "".join(texts) if len(texts) == len(parts) else None
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise UserError(f"{where}: {json.dumps(message, default=str)[:200]}: {rule}")
+        messages.append({"role": role, "content": content})
+    if not messages:
+        raise UserError(f"{where}: a conversation without messages; {rule}")
+    return messages
+
+
+def worked_answer(text: str) -> tuple[str, str] | None:
+    """Split GSM8K's form into solution and answer, ``.. <<1+1=2>> .. #### 1,234``, on one line or several.
+
+    The calculator's notes and the commas between digits are left out; None for a text in another form.
+    """
+    if (found := _WORKED.fullmatch(text)) is None:
+        return None
+    solution, answer = found.groups()
+    return _CALCULATOR.sub("", solution).strip(), re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer.strip())

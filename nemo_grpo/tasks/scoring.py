@@ -12,15 +12,15 @@ from nemo_grpo.tasks.response import render_response
 from nemo_grpo.tasks.rewards.own_reward import OwnReward
 
 FEW = 3
-"""Rewards that may always fail in a step."""
+"""Failed rewards that a step tolerates whatever `Scorer.max_failed` is."""
 ABSTAINED = "abstained"
-"""Name of the share of responses with a reward that abstains, as a metric."""
+"""Metric: share of responses with a reward that abstains."""
 NUM_TRIED = 4
 """Problems on which own reward functions are tried before a run."""
 
 
 class RewardsFailed(RuntimeError):
-    """So many rewards had no finite value that the step would train on something else."""
+    """Too many rewards of a step had no finite value."""
 
 
 class Scorer:
@@ -33,7 +33,6 @@ class Scorer:
     def __init__(
         self, task: Task, weights: Mapping[str, float], prompt: Prompt, max_failed: float = 1.0
     ) -> None:
-        """Raises: UserError: an own function cannot be loaded."""
         self.max_failed = max_failed
         self.task, self.weights, self.prompt = task, weights, prompt
         self.first_words = first_words(prompt, getattr(task, "config", None))
@@ -42,9 +41,9 @@ class Scorer:
     def __call__(
         self, problems: Sequence[Problem], responses: Sequence[str], each: Callable[..., Any] = map
     ) -> list[dict[str, float]]:
-        """Each response's components; one without a finite value is 0 and marked by `NOT_FINITE`.
+        """Score responses; a component that is not finite is 0 and marked by `NOT_FINITE`.
 
-        An own function that abstains has NaN.
+        A component of an own function that abstains is NaN.
 
         Args:   each: ``map``, or one that calls in parallel.
         Raises: RewardsFailed: more than `FEW` and the share ``max_failed`` are without one.
@@ -68,15 +67,11 @@ class Scorer:
         return rows
 
     def reward(self, scores: Mapping[str, float]) -> float:
-        """The scalar reward of a response with these components; NaN: see `reward_of`."""
+        """Weight a response's components; NaN: see `reward_of`."""
         return reward_of(scores, self.weights)
 
     def try_out(self, seed: int) -> None:
-        """Call each own function on a few training problems, with an empty, a short and a correct response.
-
-        Raises: UserError: one fails or returns neither a finite number nor None, or the task has no training
-                problems.
-        """
+        """Call each own function on a few training problems, with an empty, short and correct response."""
         for number in range(NUM_TRIED if self.own else 0):
             problem = self.task.train_problem(number, seed)
             for function in self.own:
@@ -94,7 +89,7 @@ class Scorer:
 
 
 def component_means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """``reward/<component>`` over the responses that have it, and the shares that failed and that abstain."""
+    """Average each component over the responses that have it, and count those that failed or abstain."""
     columns = {name: [one.get(name, 0.0) for one in scores] for name in (*scores[0], NOT_FINITE)}
     columns[ABSTAINED] = [float(any(map(math.isnan, one.values()))) for one in scores]
     given = {name: [value for value in column if not math.isnan(value)] for name, column in columns.items()}
@@ -104,7 +99,7 @@ def component_means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def over_sets(sets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Name each validation set's metrics ``<set>/<metric>``, and add their means over the sets, ``<metric>``.
 
-    Of standard errors (``_stderr``) it is the error of the mean. A single set has its metrics alone.
+    Standard errors (``_stderr``) give the error of the mean. A single set's metrics keep their names.
     """
     if len(sets) == 1:
         return dict(*sets.values())
@@ -117,7 +112,7 @@ def over_sets(sets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def right_and_wrong(groups: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, float]:
-    """Shares of the groups in which every response is right, and wrong."""
+    """Compute the shares of groups in which every response is right, and in which every one is wrong."""
     accuracies = [[scores["accuracy"] for scores in group] for group in groups]
     return {
         "rollout/all_right": sum(min(values) >= 1 for values in accuracies) / len(groups),

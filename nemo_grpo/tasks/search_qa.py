@@ -1,4 +1,4 @@
-"""Questions that the policy answers after looking things up: search, read, search again, answer.
+"""Questions that the policy answers by searching: search, read, search again, answer.
 
 The form is Search-R1's (2503.09516), which TR-GRPO's agentic setting uses (2511.00066, appendix B.1.3):
 
@@ -22,8 +22,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field
 
 from nemo_grpo.support.errors import UserError
-from nemo_grpo.tasks.base import ACCURACY, FORMAT, Problem
-from nemo_grpo.tasks.environment import Episode, Observed
+from nemo_grpo.tasks.base import ACCURACY, FORMAT, Episode, Observed, Problem
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig
 from nemo_grpo.tasks.response import last_answer
 from nemo_grpo.tasks.retriever import Passage, Retriever
@@ -76,7 +75,7 @@ class SearchQAConfig(FileTaskConfig):
         return self.max_turns
 
     def made_up(self, folder: Path, number: int) -> Self:
-        """Questions about the invented people, searched in this process."""
+        """Ask about the invented people, and search in this process."""
         no_files = {"train_files": (), "validation_files": (), "corpus": None, "retriever_url": None}
         return self.model_copy(update=no_files)
 
@@ -114,7 +113,6 @@ class SearchQA:
 
     @cached_property
     def retriever(self) -> Retriever:
-        """Created on first use."""
         from nemo_grpo.tasks.retriever.bm25 import BM25Retriever
 
         if self.config.retriever_url is not None:
@@ -127,7 +125,6 @@ class SearchQA:
         return BM25Retriever.in_memory(self._source.passages())
 
     def make_ready(self) -> None:
-        """See `nemo_grpo.tasks.environment.make_ready`; a service is asked at the first search."""
         assert self.retriever is not None
 
     def train_problem(self, index: int, seed: int) -> Problem:
@@ -137,7 +134,7 @@ class SearchQA:
         return self._source.validation_problems(num_problems)
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
-        """The searches that lead to the answer, each with what the retriever gives, then the answer."""
+        """Write the searches that lead to the answer, each with the retriever's result, then the answer."""
         if isinstance(self._source, FileTask):
             return self._source.demonstration(problem, rng)
         queries = self._source.queries(problem)
@@ -152,7 +149,7 @@ class SearchQA:
     def observe(
         self, episodes: Sequence[Episode], turns: Sequence[str], reserved: Sequence[str] = ()
     ) -> list[Observed]:
-        """See `MultiTurnTask.observe`; all searches of a call go to the retriever together."""
+        """Send all searches of these turns to the retriever together; see `MultiTurnTask.observe`."""
         calls = [find_call(turn, self.config.max_query_chars) for turn in turns]
         over = [episode.num_turns + 1 >= self.config.max_turns for episode in episodes]
         queries = [
@@ -175,7 +172,7 @@ class SearchQA:
         return observed
 
     def segments(self, response: str) -> list[tuple[str, bool]]:
-        """See `MultiTurnTask.segments`; only for responses whose information tags are the environment's."""
+        """Split at the information tags, which must be the environment's; see `MultiTurnTask.segments`."""
         parts = _INFORMATION.split(response)
         return [(text, index % 2 == 0) for index, text in enumerate(parts) if text]
 
@@ -196,13 +193,13 @@ class SearchQA:
         return None if answer is None else normalize_open_answer(answer)
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        """``answer`` is TR-GRPO's Eq. 15: 1 for an exact match, otherwise -1."""
+        """Score a response; ``answer`` is TR-GRPO's Eq. 15: 1 for an exact match, otherwise -1."""
         right = matches_any(last_answer(response), accepted_answers(problem))
         return {"accuracy": float(right), "answer": 1.0 if right else -1.0, "format": search_format(response)}
 
 
 def find_call(turn: str, max_query_chars: int) -> Call | None:
-    """A finished turn's request to the environment; None: the response is over.
+    """Read a finished turn's request to the environment; None: the response is over.
 
     An answer ends the response whatever else the turn holds. Linear in the text.
     """
@@ -223,7 +220,7 @@ def find_call(turn: str, max_query_chars: int) -> Call | None:
 
 
 def search_format(response: str) -> float:
-    """1 if the response is nothing but think, search, information and answer blocks in a sensible order.
+    """Return 1 if the response is only think, search, information and answer blocks in a sensible order.
 
     Every search is followed directly by its information; one answer, after at most one think block, ends the
     response.
@@ -244,7 +241,7 @@ def search_format(response: str) -> float:
 
 
 def accepted_answers(problem: Problem) -> list[str]:
-    """The problem's answer and the further ones of its metadata."""
+    """List the problem's answer and the further ones of its metadata."""
     return [problem.answer, *problem.metadata.get("answers", [])]
 
 
@@ -257,7 +254,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_open_answer(answer: str) -> str:
-    """Lower case, without ASCII punctuation and the articles a, an, the; single spaces.
+    """Normalise: lower case, without ASCII punctuation and the articles a, an, the; single spaces.
 
     The order of steps is that of SQuAD's evaluation (1606.05250): case, punctuation, articles, spaces.
     Deviation: decomposed letters are composed, and a step that would empty ``A`` or ``+`` is skipped.
@@ -269,6 +266,6 @@ def normalize_open_answer(answer: str) -> str:
 
 
 def matches_any(answer: str | None, accepted: Iterable[str]) -> bool:
-    """True if the answer is one of the accepted ones, both normalised; an empty answer matches nothing."""
+    """True if the answer, normalised, is one of the accepted ones; an empty answer matches nothing."""
     normalized = normalize_open_answer(answer or "")
     return bool(normalized) and any(normalized == normalize_open_answer(gold) for gold in accepted)

@@ -1,4 +1,4 @@
-"""Keeps text from outside free of a tokenizer's marks, so that no passage can imitate them."""
+"""A tokenizer's special tokens, and text from outside that must not imitate them."""
 
 import re
 import unicodedata
@@ -10,7 +10,7 @@ from nemo_grpo.support.errors import UserError
 
 
 def reserved_texts(tokenizer: Any) -> tuple[str, ...]:
-    """Texts that a Hugging Face tokenizer always reads as one mark, such as ``</s>`` or ``[INST]``.
+    """List the texts that a Hugging Face tokenizer always reads as one mark, such as ``</s>`` or ``[INST]``.
 
     Its special tokens, and those added tokens that neither begin nor end like a word: added words and runs of
     spaces are ordinary text.
@@ -27,16 +27,13 @@ def reserved_texts(tokenizer: Any) -> tuple[str, ...]:
 
 
 def special_tags(tokenizer: Any, tags: Collection[str]) -> set[str]:
-    """Those of a task's tags that are special tokens of a Hugging Face tokenizer, which decoding may drop."""
+    """Return the tags that are a Hugging Face tokenizer's special tokens, which decoding may drop."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return {token.content for token in added if token.special and token.content in tags}
 
 
 def refuse_special_tags(tokenizer: Any, tags: Collection[str]) -> None:
-    """For an engine whose decoding drops every special token before a response is scored.
-
-    Raises: UserError: one of these tags is special.
-    """
+    """Refuse special tags for an engine that drops every special token before a response is scored."""
     if hidden := sorted(special_tags(tokenizer, tags)):
         raise UserError(
             f"the tokenizer {tokenizer.name_or_path!r} has {', '.join(hidden)} as special tokens, which "
@@ -46,14 +43,14 @@ def refuse_special_tags(tokenizer: Any, tags: Collection[str]) -> None:
 
 
 def broken_up(text: str, reserved: Sequence[str]) -> str:
-    """The text with a space inside every reserved text; otherwise unchanged.
+    """Put a space inside every reserved text.
 
     Some tokenizers normalise before they search for marks. Matching therefore ignores case, Unicode
     compatibility forms (``<`` of full width), accents, and invisible characters such as U+0001 or U+200B,
     which normalisers drop or read as a space. A normaliser's custom replacements are not covered.
 
-    A mark of one character, such as a padding token ``!``, has no form that a space could break, and texts
-    need their characters: it stays, and the tokenizer makes its special token of it.
+    A mark of one character, such as a padding token ``!``, cannot be broken up: it stays, and the tokenizer
+    reads it as its special token.
     """
     marks = tuple(mark for mark in reserved if len(mark) > 1)
     if not marks:

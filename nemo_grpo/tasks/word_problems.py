@@ -1,4 +1,4 @@
-"""Word problems in two steps, for a model that reads English; answers are graded as the task `math` does."""
+"""Word problems in two steps, for a model that reads English; graded like the task `math`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WordProblemsConfig(TaskConfig):
 class WordProblems(MathematicalAnswers):
     """``Ada has 17 eggs. She ..``: one addition and one subtraction, either first.
 
-    A fifth of all triples of numbers is held out, in whatever story.
+    A fifth of all triples of numbers is held out, in every story.
     """
 
     def __init__(self, config: WordProblemsConfig) -> None:
@@ -51,7 +51,7 @@ class WordProblems(MathematicalAnswers):
         return distinct(lambda _: self._draw(rng, held_out=True), num_problems)
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
-        """Both steps as equations, then the answer in the form that ``format`` rewards."""
+        """Write both steps as equations, then the answer in the form that ``format`` rewards."""
         start, first, second = problem.metadata["numbers"]
         between = start + first
         steps = f"{_equation(start, first)}, {_equation(between, second)}."
@@ -67,16 +67,16 @@ class WordProblems(MathematicalAnswers):
 
 
 def _problem(rng: random.Random, numbers: tuple[int, ...], more_first: bool) -> Problem | None:
-    """Tell a story about the numbers; None if it would leave fewer than nothing."""
+    """Tell a story about the numbers; None if a count would be negative."""
     start, first, second = numbers
     changes = (first, -second) if more_first else (-first, second)
     if start + changes[0] < 0 or start + sum(changes) < 0:
         return None
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
-    told = [rng.choice(MORE if change > 0 else LESS).format(abs(change)) for change in changes]
+    phrases = [rng.choice(MORE if change > 0 else LESS).format(abs(change)) for change in changes]
     return Problem(
         id="".join(f"{number:+d}" for number in (start, *changes)),
-        question=f"{name} has {start} {thing}. {name} {told[0]} and then {told[1]}. "
+        question=f"{name} has {start} {thing}. {name} {phrases[0]} and then {phrases[1]}. "
         f"How many {thing} does {name} have now?",
         answer=str(start + sum(changes)),
         metadata={"numbers": [start, *changes]},

@@ -39,7 +39,7 @@ REFUSED_STOCK_KEYS = {
     "use_cispo": "use loss_fn.variant=cispo, or leave it out",
     "positive_example_nll_weight": "no variant has this term; leave it out",
 }
-"""Keys of NeMo-RL's own loss that ask for another objective than a variant's -> the remedy."""
+"""Keys of NeMo-RL's own loss that would change a variant's objective -> the remedy."""
 
 
 def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
@@ -47,8 +47,6 @@ def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
 
     Args:    loss_fn: ``variant`` and that variant's parameters; ``variant: null`` is NeMo-RL's own loss.
     Returns: the variant's configuration; ``.build()`` makes the objective.
-    Raises:  UserError: no or an unknown variant or key (naming the nearest), wrong type, or values that break
-                 a rule.
     """
     if "variant" not in loss_fn:
         raise UserError(f"loss_fn.variant is missing; add one of {', '.join(OBJECTIVES)}")
@@ -60,12 +58,12 @@ def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
     try:
         return config.model_validate(dict(loss_fn))
     except ValidationError as error:
-        told = (_explain(str(name), config, e, loss_fn) for e in error.errors())
-        raise UserError("; ".join(told)) from None
+        messages = (_explain(str(name), config, e, loss_fn) for e in error.errors())
+        raise UserError("; ".join(messages)) from None
 
 
 def variant_class(name: str, key: str) -> type[VariantConfig]:
-    """The configuration class of a variant: one of `OBJECTIVES`, or an own ``my_file.py:MyVariant``."""
+    """Find a variant's configuration class: one of `OBJECTIVES`, or an own ``my_file.py:MyVariant``."""
     if is_reference(name):
         try:
             return load_class(name, VariantConfig, key)
@@ -80,8 +78,8 @@ def variant_class(name: str, key: str) -> type[VariantConfig]:
 
 def _without_annotation(message: str) -> str:
     """Reword pydantic's error about ``nmae = value`` as one line with the nearest name; else ""."""
-    before, told, after = message.partition("PydanticUserError: A non-annotated attribute was detected: `")
-    if not told:
+    before, found, after = message.partition("PydanticUserError: A non-annotated attribute was detected: `")
+    if not found:
         return ""
     name, place = after.partition(" ")[0], after.rpartition("(")[2]
     known = [known for known in vars(VariantConfig) if not known.startswith("_")]
@@ -119,7 +117,6 @@ def build_objective(variant: str, **parameters: Any) -> Objective:
 
     Args:    variant: a name of `OBJECTIVES`.  parameters: the recipe's ``loss_fn`` keys of that variant.
     Returns: `Objective` with ``prepare`` and ``loss``.
-    Raises:  UserError: as `parse_loss_fn`.
 
     Example:
         >>> objective = build_objective("grpo", ratio_clip_max=0.28)

@@ -21,7 +21,7 @@ from nemo_grpo.core.surrogates import (
 from nemo_grpo.variants.probe import Probe
 
 _PROBES: dict[tuple[type, str], Probe] = {}
-"""Variant and its settings -> what was found."""
+"""(configuration class, settings) -> the probe of that objective."""
 
 
 class VariantConfig(BaseModel):
@@ -46,7 +46,7 @@ class VariantConfig(BaseModel):
     sampling_keys: ClassVar[tuple[str, ...]] = ()
     """Parameters that have an effect only with grpo.use_dynamic_sampling."""
     without_dynamic_sampling: ClassVar[str | None] = None
-    """Loss to the paper's method without grpo.use_dynamic_sampling, in words; None: nothing."""
+    """Difference from the paper without grpo.use_dynamic_sampling, for messages; None: no difference."""
 
     variant: str
     aggregation: Aggregation = Field(
@@ -114,7 +114,7 @@ class VariantConfig(BaseModel):
         return self
 
     def importance_correction(self) -> ImportanceCorrection | None:
-        """Reweighting of the policy term, or None."""
+        """Return the reweighting of the policy term, or None."""
         if not self.use_importance_sampling_correction:
             return None
         upper = self.truncated_importance_sampling_ratio
@@ -126,7 +126,7 @@ class VariantConfig(BaseModel):
 
     @property
     def found(self) -> Probe:
-        """Properties that nobody declares: found on small steps, once for the same settings."""
+        """Properties that nobody declares, found on small steps; cached by settings."""
         key = (type(self), repr(self))
         if key not in _PROBES:
             _PROBES[key] = Probe(self.compose())
@@ -153,15 +153,15 @@ class VariantConfig(BaseModel):
         return False
 
     def resampling(self, max_draws: int) -> tuple[float, int]:
-        """(minimum share of groups with signal, maximum draws per step) under dynamic sampling."""
+        """Return (minimum share of groups with signal, maximum draws per step) of dynamic sampling."""
         return 1.0, max_draws
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
-        """The step-level part: see `Objective`."""
+        """Compute the step-level part; see `Objective`."""
         raise AssertionError(f"{type(self).__name__} does not implement shape()")
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
-        """The token-level part: see `Objective`."""
+        """Compute the token-level part; see `Objective`."""
         raise AssertionError(f"{type(self).__name__} does not implement terms()")
 
     def build(self) -> Objective:
@@ -173,7 +173,7 @@ class VariantConfig(BaseModel):
         )
 
     def compose(self) -> Objective:
-        """The objective, as if it needed everything."""
+        """Compose the objective from this configuration alone, without a probe."""
         return Objective(
             name=self.variant,
             shape=self.shape,
@@ -196,7 +196,7 @@ class GroupRewardConfig(VariantConfig):
     )
 
     def group_advantages(self, batch: TokenBatch) -> GroupAdvantages:
-        """Per-sequence advantages of a whole clean step."""
+        """Compute the per-sequence advantages of a whole clean step."""
         normalization: RewardNormalization = "group" if self.normalize_rewards else "none"
         return group_advantages(
             batch,
@@ -206,7 +206,7 @@ class GroupRewardConfig(VariantConfig):
         )
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
-        """Every token of a response carries the response's advantage."""
+        """Give every token its response's advantage."""
         a = self.group_advantages(batch)
         return Shaped(a.per_token(batch.mask), a)
 
@@ -237,18 +237,17 @@ class KLConfig(VariantConfig):
         return self.compares_with_reference or self.reference_policy_kl_penalty > 0
 
     def kl_term(self, batch: TokenBatch) -> Tensor | None:
-        """[B, T] KL estimate, or None without a penalty."""
+        """Estimate the KL, [B, T]; None without a penalty."""
         if not self.needs_reference or batch.reference_policy_logprobs is None:
             return None
         kl = kl_estimate(batch.kl_logprobs, batch.reference_policy_logprobs, self.reference_policy_kl_type)
         return self.kl_gradient(kl, batch)
 
     def kl_gradient(self, kl: Tensor, batch: TokenBatch) -> Tensor:
-        """The same values, with the gradient that `kl_score_function_gradient` asks for."""
+        """Give a KL estimate the gradient that `kl_score_function_gradient` selects."""
         return with_score_function(kl, batch.kl_logprobs) if self.kl_score_function_gradient else kl
 
     def compose(self) -> Objective:
-        """The objective with its penalty."""
         return replace(super().compose(), kl_penalty=self.reference_policy_kl_penalty)
 
 
@@ -294,27 +293,26 @@ class RatioConfig(GroupRewardConfig, KLConfig):
         return self
 
     def importance_correction(self) -> ImportanceCorrection | None:
-        """Weights per token or per response, as the ratios are."""
         correction = super().importance_correction()
         if correction is None:
             return None
         return replace(correction, sequence_level=self.sequence_level_importance_ratios)
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
-        """(Clipped) importance-weighted policy gradient, and the KL to the reference if penalised."""
+        """Compute the (clipped) importance-weighted policy term, and the KL term if penalised."""
         batch = prepared.batch
         ratio = self.ratio(batch)
         policy, metrics = self.policy_term(ratio, prepared.advantages)
         return TokenTerms(policy, self.kl_term(batch), metrics | ratio_metrics(batch, ratio))
 
     def ratio(self, batch: TokenBatch) -> Tensor:
-        """rho, [B, T]: of each token, or one per response."""
+        """Compute rho, [B, T]: per token, or one per response."""
         if self.sequence_level_importance_ratios:
             return sequence_importance_ratio(batch.next_token_logprobs, batch.prev_logprobs, batch.mask)
         return importance_ratio(batch.next_token_logprobs, batch.prev_logprobs)
 
     def policy_term(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """[B, T] objective to maximise, rho A or its clipped form, and its clip metrics."""
+        """Compute the [B, T] term to maximise, rho A or its clipped form, and its clip metrics."""
         if self.ratio_clip_min is None or self.ratio_clip_max is None:
             return ratio * advantages, {}
         bounds = (self.ratio_clip_min, self.ratio_clip_max, self.ratio_clip_c)
@@ -323,7 +321,7 @@ class RatioConfig(GroupRewardConfig, KLConfig):
 
 
 def ratio_metrics(batch: TokenBatch, ratio: Tensor) -> dict[str, Tensor]:
-    """[B, T] diagnostics of how far the policy moved within the step; ``ratio``: of tokens or responses."""
+    """Measure how far the policy moved within the step, [B, T]; ``ratio``: of tokens or responses."""
     moved = batch.next_token_logprobs.detach() - batch.prev_logprobs
     bounded = moved.clamp(max=MAX_LOG_RATIO)
     return {

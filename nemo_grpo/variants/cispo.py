@@ -40,7 +40,7 @@ class CISPO(RatioConfig):
     )
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
-        """The weighted policy gradient, and the KL to the reference if penalised."""
+        """Compute the weighted policy gradient, and the KL term if penalised."""
         batch = prepared.batch
         ratio = self.ratio(batch).detach()
         weights = ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)

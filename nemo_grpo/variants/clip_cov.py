@@ -46,7 +46,7 @@ class ClipCov(RatioConfig):
         return self
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
-        """GRPO's advantages, 0 at the chosen tokens: no policy term and no gradient there."""
+        """Set GRPO's advantages to 0 at the chosen tokens: no policy term and no gradient there."""
         a = self.group_advantages(batch)
         advantages = a.per_token(batch.mask)
         covariance = step_covariance(batch.prev_logprobs, advantages, batch.mask)

@@ -7,7 +7,7 @@
     loss  = - sequence_mean(term)
 
 Deviation:
-- The paper writes c with the current policy; here it is the one that scored the rollout, so that w is decided
+- The paper writes c with the current policy; here it is the one that scored the rollout, so that w is fixed
   once per step. In a step's first update, the paper's only one, the two are the same.
 - The paper's mean of log pi is "computed over responses"; the released code that fits the paper centres each
   response on its own mean: `logprob_centering: response`. `group` centres on the group's tokens and can flip
@@ -92,7 +92,7 @@ class CWGRPO(RatioConfig):
         return Shaped(advantages * weights, a, metrics=metrics)
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
-        """As in GRPO; in the released code with weights of the current policy, with their gradient."""
+        """Compute GRPO's terms; with author_compat weighted by the current policy, with gradient."""
         if not self.author_compat:
             return super().terms(prepared)
         batch = prepared.batch

@@ -88,11 +88,10 @@ class ERPO(RatioConfig):
 
     @property
     def carries_statistics(self) -> bool:
-        """True with moving statistics."""
         return self.entropy_statistics == "moving"
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
-        """Token advantages by Algorithm 1."""
+        """Compute token advantages by Algorithm 1."""
         a = self.group_advantages(batch)
         advantages, mask = a.per_token(batch.mask), batch.mask
         active = mask & a.has_signal[:, None]
@@ -108,14 +107,14 @@ class ERPO(RatioConfig):
         return Shaped(shaped, a, metrics=metrics, carried=carried)
 
     def moving_statistics(self, batch: TokenBatch) -> dict[str, float]:
-        """Mean and variance of the entropy over the steps so far; empty for the group's own."""
+        """Update mean and variance of the entropy over steps; empty for the group's own statistics."""
         if not self.carries_statistics:
             return {}
         assert batch.entropies is not None
         return moving_moments(batch.entropies, batch.mask, batch.carried, self.entropy_momentum)
 
     def entropy_gate(self, batch: TokenBatch, groups: Groups, moving: Mapping[str, float]) -> Tensor:
-        """W_it in (0, 1), [B, T]: near 1 where the policy was uncertain."""
+        """Compute W_it in (0, 1), [B, T]: near 1 where the policy was uncertain."""
         assert batch.entropies is not None
         if moving:
             std = math.sqrt(moving["variance"])
@@ -123,7 +122,7 @@ class ERPO(RatioConfig):
         return torch.sigmoid(self.gamma * group_zscore(batch.entropies, batch.mask, groups, self.delta))
 
     def bucketed_progress(self, batch: TokenBatch, groups: Groups) -> Tensor:
-        """s~_it, [B, T]: gain over the reference, standardised over the group's tokens in the bucket."""
+        """Compute s~_it, [B, T]: gain over the reference, standardised per group and bucket."""
         assert batch.reference_policy_logprobs is not None
         progress = self.beta_progress * (batch.prev_logprobs - batch.reference_policy_logprobs)
         segments = groups.index[:, None] * self.num_buckets + self.buckets(batch.mask)
@@ -131,7 +130,7 @@ class ERPO(RatioConfig):
         return segment_zscore(progress, batch.mask, segments, num_segments, self.delta)
 
     def buckets(self, mask: Tensor) -> Tensor:
-        """[B, T] int64 in [0, K): temporal bucket of each token."""
+        """Find each token's temporal bucket: [B, T] int64 in [0, K)."""
         lengths = mask.sum(1, keepdim=True).clamp(min=1)
         buckets = response_positions(mask).mul_(self.num_buckets).floor_divide_(lengths)
         return buckets.clamp_(max=self.num_buckets - 1)

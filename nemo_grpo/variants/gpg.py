@@ -11,10 +11,9 @@ While fewer than `valid_fraction_threshold` of the groups carry signal, more pro
 
 Deviation: Eq. 5 prints the loss but calls it the objective. A step without signal in any group has loss 0
 and is counted (`gpg/no_signal`); Eq. 7 would divide by zero. Algorithm 1 draws until the
-threshold is passed; here, as in the released code, 20 times more at most, and what is missing then are groups
-without signal. Eq. 5 prints 1 / sum_i |o_i| inside the
-expectation over prompts: `aggregation: group_token_mean`; the authors' language code takes token_mean, the
-default, and their vision code sequence_mean.
+threshold is passed; here, as in the released code, at most 20 more times, and groups without signal then
+fill the step. Eq. 5 prints 1 / sum_i |o_i| inside the expectation over prompts: `aggregation:
+group_token_mean`; the authors' language code takes token_mean, the default, their vision code sequence_mean.
 """
 
 from typing import ClassVar, Literal
@@ -49,11 +48,11 @@ class GPG(KLConfig):
     )
 
     def resampling(self, max_draws: int) -> tuple[float, int]:
-        """beta_th, and the first draw plus the extra ones."""
+        """Return beta_th, and the number of draws with the extra ones."""
         return self.valid_fraction_threshold, 1 + self.max_resample_attempts
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
-        """Centred rewards times alpha."""
+        """Multiply the centred rewards by alpha."""
         a = group_advantages(batch, normalization=self.reward_normalization, eps=self.advantage_eps)
         num_sequences, num_valid = batch.sample_mask.sum(), a.has_signal.sum()
         alpha = num_sequences.double() / num_valid.clamp(min=1)
@@ -64,7 +63,7 @@ class GPG(KLConfig):
         return Shaped(advantages * alpha.to(advantages.dtype), a, metrics=metrics)
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
-        """logp A, and the KL to the reference if penalised."""
+        """Compute logp A, and the KL term if penalised."""
         batch = prepared.batch
         ratio = importance_ratio(batch.next_token_logprobs.detach(), batch.prev_logprobs)
         policy = reinforce(batch.next_token_logprobs, prepared.advantages)

@@ -1,7 +1,7 @@
-"""NeMo-RL's own loss: what a recipe without ``loss_fn.variant`` trains with.
+"""NeMo-RL's own loss, which a recipe without ``loss_fn.variant`` trains with.
 
-NeMo-RL builds and computes it; here its keys are checked, and read by rules and the planner. Names and
-defaults are those of ``ClippedPGLossConfig`` in NeMo-RL 0.7.0 and 7ea279abf.
+NeMo-RL computes it. This class checks its keys, for the rules and the planner. Names and defaults are those
+of ``ClippedPGLossConfig`` in NeMo-RL 0.7.0 and 7ea279abf.
 """
 
 from typing import Any, ClassVar, Self
@@ -43,7 +43,7 @@ class NeMoRLLoss(KLConfig):
 
     @classmethod
     def keys(cls) -> dict[str, Any]:
-        """Every key of the section -> NeMo-RL's default."""
+        """Map every key of the section to NeMo-RL's default."""
         return {name: field.default for name, field in cls.model_fields.items() if not field.exclude}
 
     @model_validator(mode="before")
@@ -63,5 +63,4 @@ class NeMoRLLoss(KLConfig):
         return self  # NeMo-RL ignores the bounds of a correction that is off
 
     def compose(self) -> Objective:
-        """Not here: NeMo-RL builds it."""
         raise AssertionError("NeMo-RL builds its own loss")

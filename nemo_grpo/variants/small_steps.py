@@ -25,7 +25,7 @@ def random_step(
     seed: int = 0,
     spread: float = 1.0,
 ) -> TokenBatch:
-    """Random logprobs of the given shape, the current policy somewhat away from the previous one.
+    """Draw a step of random logprobs, the current policy somewhat away from the previous one.
 
     Args: spread: factor of all logprobs and their differences.
     """
@@ -49,12 +49,12 @@ def random_step(
 
 
 def example_step(seed: int = 5) -> TokenBatch:
-    """Two groups; an empty, a one-token and a truncated response among them."""
+    """Draw a step of two groups, with an empty, a one-token and a truncated response."""
     return random_step([4, 1, 0, 3, 4], [1.0, 0.0, 0.0, 1.0, 0.3], [0, 0, 0, 1, 1], seed)
 
 
 def changed(batch: TokenBatch, **changes: Any) -> TokenBatch:
-    """The batch with these fields; its current logprobs are a leaf of their own."""
+    """Replace fields of a batch; its current logprobs become a new leaf."""
     new = replace(batch, **changes)
     return replace(new, next_token_logprobs=new.next_token_logprobs.detach().clone().requires_grad_())
 
@@ -65,7 +65,7 @@ def counts(batch: TokenBatch) -> dict[str, Any]:
 
 
 def token_tensors(batch: TokenBatch, dtype: Any = None) -> dict[str, Tensor]:
-    """The numbers per token that the batch has, without gradient."""
+    """Return the `TOKEN_TENSORS` that the batch has, without gradient."""
     there = {name: x for name in TOKEN_TENSORS if (x := getattr(batch, name)) is not None}
     return {name: x.detach().to(dtype or x.dtype) for name, x in there.items()}
 
@@ -73,7 +73,7 @@ def token_tensors(batch: TokenBatch, dtype: Any = None) -> dict[str, Tensor]:
 def loss_and_gradient(
     objective: Objective, batch: TokenBatch, parts: Sequence[Tensor] | None = None, *, folded: bool = False
 ) -> tuple[Tensor, Tensor, PreparedBatch]:
-    """Loss summed over ``parts`` (rows; default: all at once), and its gradient in next_token_logprobs.
+    """Sum the loss over ``parts`` (rows; default: all at once); returns it with its gradient.
 
     Args: folded: of the folded step and objective.
     """
@@ -88,7 +88,7 @@ def loss_and_gradient(
 def loss_of(
     objective: Objective, prepared: PreparedBatch, current: Tensor, rows: Sequence[Tensor] | None = None
 ) -> Tensor:
-    """The step's loss with these logprobs of the policy, summed over parts (default: the largest)."""
+    """Sum the step's loss at these logprobs of the policy over parts (default: the largest)."""
     parts = split(objective, prepared, current, rows)
     return torch.stack([objective.loss(part, **counts(prepared.batch))[0] for part in parts]).sum()
 
@@ -105,6 +105,6 @@ def split(
 
 
 def shaped_by(objective: Objective, batch: TokenBatch) -> Shaped:
-    """Advantages and weights as `Objective.prepare` asks for them."""
+    """Compute advantages and weights as `Objective.prepare` does."""
     clean = batch.clean()
     return objective.shape(replace(clean, next_token_logprobs=clean.prev_logprobs), SEED)

@@ -108,13 +108,13 @@ class TRGRPO(RatioConfig):
         return self
 
     def weight_at(self, probability: float) -> float:
-        """The shaping function at one probability (Eq. 12)."""
+        """Evaluate the shaping function at one probability (Eq. 12)."""
         x = probability * self.tau if self.tau_convention == "multiply" else probability / self.tau
         raw = self.alpha * (1 / (1 + math.exp(-x)) - self.mu)
         return min(max(raw, self.lower), self.upper)
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
-        """GRPO's advantages; the random ablation's weights are drawn here, once per step."""
+        """Compute GRPO's advantages, and draw the random ablation's weights, once per step."""
         shaped = super().shape(batch, seed)
         if self.weighting != "random":
             return shaped
@@ -123,7 +123,7 @@ class TRGRPO(RatioConfig):
         return Shaped(shaped.advantages, shaped.base, token_weights=weights, metrics=metrics)
 
     def token_weights(self, prepared: PreparedBatch) -> Tensor:
-        """[B, T] weights, without gradient; 1 where the advantages have them."""
+        """Compute weights [B, T] without gradient; 1 if they are in the advantages already."""
         logprobs = prepared.batch.next_token_logprobs.detach()
         if self.weighting == "random" and prepared.token_weights is not None:
             return prepared.token_weights
@@ -141,7 +141,7 @@ class TRGRPO(RatioConfig):
         return 2 - w if self.weighting == "reverse" else w
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
-        """Weighted clipped policy term and weighted KL."""
+        """Compute the weighted clipped policy term and the weighted KL."""
         batch, advantages = prepared.batch, prepared.advantages
         w = self.token_weights(prepared)
         ratio = self.ratio(batch)

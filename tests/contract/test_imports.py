@@ -17,9 +17,9 @@ ALLOWED_ENGINES = {
     "nemo_grpo/rehearsal": {"nemo_rl", "ray", "megatron", "vllm"},
 }
 LAYERS = (
-    "core support",
-    "models tasks/base tasks/response tasks/rows",
-    "tasks/columns tasks/rewards",
+    "core support tasks/response",
+    "models tasks/base",
+    "tasks/rows tasks/rewards",
     "tasks/jsonl",
     "tasks/retriever",
     "tasks variants",

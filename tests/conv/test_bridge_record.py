@@ -11,7 +11,7 @@ from small_models import auto_class
 from checkpoints_conv.formats.dtypes import DTYPES
 from checkpoints_conv.run_config import model_section
 from nemo_grpo.models import family_for
-from nemo_grpo.models.stacked_tensors import whole_name
+from nemo_grpo.models.shared_mappings import whole_name
 
 RECORDED = json.loads((Path(__file__).parents[1] / "contract/megatron_bridge-0.6.2.json").read_text())
 OURS = {

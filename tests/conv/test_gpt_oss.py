@@ -5,7 +5,7 @@ import torch
 from conv_models import assert_same_tensors, rewrite, save_model, tensors_of
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from checkpoints_conv.formats.quantized import decode_mxfp4 as decode
+from checkpoints_conv.formats.dtypes import decode_mxfp4 as decode
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify

@@ -7,8 +7,7 @@ from unittest import mock
 import torch
 
 with ExitStack() as _importing:
-    # On import megatron-core warns five times that it found no Transformer Engine; the engine says it once
-    # itself.
+    # On import megatron-core warns five times that it found no Transformer Engine; the engine warns once.
     _importing.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")
     if not torch.cuda.is_available():

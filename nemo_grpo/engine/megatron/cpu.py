@@ -1,4 +1,4 @@
-"""megatron-core on CPU and gloo: the few places that insist on CUDA, answered for the CPU.
+"""Patches that let megatron-core run on CPU and gloo.
 
 megatron-core's arithmetic runs anywhere; what stops it on a CPU is some forty calls such as
 ``torch.cuda.current_device()`` and ``device="cuda"``. `install` gives every ``megatron.core`` module a
@@ -136,7 +136,7 @@ def _cuda_for_cpu() -> types.ModuleType:
 
 @contextmanager
 def _tensors_answer_as_cuda() -> Iterator[None]:
-    """Within the block ``Tensor.type()`` names CUDA types and ``Tensor.cuda()`` returns the tensor."""
+    """Make ``Tensor.type()`` name CUDA types and ``Tensor.cuda()`` return the tensor within the block."""
     tensor: Any = torch.Tensor  # not its type, which lets no method be replaced
     type_of = tensor.type
 

@@ -31,7 +31,7 @@ _CUTS = {
 
 
 class HFWeights:
-    """Load into this rank's part of the model, and gather from all ranks' parts.
+    """Loads weights into this rank's part of the model, and gathers them from all ranks.
 
     The model's parameters may have the names of megatron-core's local layers or Transformer Engine's.
     """
@@ -43,7 +43,7 @@ class HFWeights:
         self.vocab_size = int(hf_config["vocab_size"])
 
     def _mark_sharded_parameters(self) -> None:
-        """Say of each parameter whether it is sharded; the gradient norm counts the others on one rank only.
+        """Mark sharded parameters; the gradient norm counts the others on one rank only.
 
         megatron-core does it while it initialises weights, which is skipped here.
         """
@@ -62,17 +62,17 @@ class HFWeights:
         for name, parameter in self.local_parameters():
             # Pipeline stages other than the first hold a tied output layer as a copy of the embedding.
             source = full.get(local_name(name) or name, full["embedding.word_embeddings.weight"])
-            if _is_vocabulary(name):  # rows of zeros behind it, up to the size that the ranks can share
+            if _is_vocabulary(name):  # padded with rows of zeros to what the ranks divide
                 rows = parameter.shape[0] * parallel_state.get_tensor_model_parallel_world_size()
                 source = torch.nn.functional.pad(source, (0, 0, 0, rows - source.shape[0]))
             parameter.copy_(own_part(name, source))
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of every weight, whole, on every rank; views where possible."""
+        """Yield (Hugging Face name, tensor) of every weight, whole, on every rank; views where possible."""
         yield from self.family.to_hf(self.gather({name: p.detach() for name, p in self.local_parameters()}))
 
     def local_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """(megatron name with the layer's number in the whole model, parameter) of this rank's part."""
+        """Yield (megatron name with the layer's number in the whole model, parameter) of this rank's part."""
         layers = self.model.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0
         for name, parameter in self.model.named_parameters():
@@ -83,7 +83,7 @@ class HFWeights:
 
     @torch.no_grad()
     def gather(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors from every rank's parts; all ranks of a replica call it together."""
+        """Gather whole tensors from every rank's parts; all ranks of a replica call it together."""
         whole = {name: self._gather_tensor_parallel(name, part) for name, part in local.items()}
         if parallel_state.get_pipeline_model_parallel_world_size() == 1:
             return whole
@@ -111,7 +111,7 @@ class HFWeights:
 
 
 def cut_of(name: str) -> tuple[int | None, int]:
-    """(dimension, blocks) of `_CUTS`; (None, 1) for what every tensor-parallel rank has whole."""
+    """Return (dimension, blocks) of `_CUTS`; (None, 1): every tensor-parallel rank has it whole."""
     return next((cut for end, cut in _CUTS.items() if name.endswith(end)), (None, 1))
 
 
@@ -120,7 +120,7 @@ def _is_vocabulary(name: str) -> bool:
 
 
 def own_part(name: str, full: Tensor) -> Tensor:
-    """This tensor-parallel rank's part of a whole tensor."""
+    """Cut this tensor-parallel rank's part out of a whole tensor."""
     dim, blocks = cut_of(name)
     size = parallel_state.get_tensor_model_parallel_world_size()
     if dim is None or size == 1:

@@ -1,7 +1,7 @@
 """Layers of a decoder: Transformer Engine's, or our own where it is not installed.
 
-Both are handed to megatron-core through its module specs. The difference that shows is in the parameters'
-names: Transformer Engine holds each norm within the linear layer that follows it.
+megatron-core gets both through its module specs. They differ in parameter names: Transformer Engine holds
+each norm within the linear layer that follows it.
 """
 
 import functools
@@ -39,7 +39,7 @@ def transformer_impl(dtype: torch.dtype) -> str:
 
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The decoder block of this pipeline stage, of the layers that ``config.transformer_impl`` names."""
+    """Return this pipeline stage's decoder block, of the layers that ``config.transformer_impl`` names."""
     if config.transformer_impl == "transformer_engine":
         return gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     if torch.cuda.is_available() and not transformer_engine_is_installed() and is_rank_zero():
@@ -67,7 +67,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """u w with u = x / rms(x), on a CPU: torch has no kernel for it, and autograd takes many turns over x.
+    """u w with u = x / rms(x), on a CPU: torch has no kernel for it, and autograd passes over x many times.
 
     The gradient of w is sum g u and that of x (g w - u mean(g w u)) / rms(x), with g that of the result.
     """
@@ -171,7 +171,7 @@ class CausalAttention(MegatronModule):
 
 
 def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The decoder block without Transformer Engine: megatron-core's local layers, our norm and attention."""
+    """Return a decoder block without Transformer Engine: local layers, our norm and attention."""
     layer = gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
     )
@@ -192,11 +192,11 @@ _plain_rotary = rope_utils._apply_rotary_pos_emb_bshd
 def rotate(heads: Tensor, angles: Tensor, *flags: Any, mscale: float = 1.0, **options: Any) -> Tensor:
     """Turn every head by its token's angles: x cos + (-x2, x1) sin, with x = (x1, x2) in halves.
 
-    megatron-core's plain embedding takes cosines and sines of the same angles anew in every layer, for
-    queries and for keys, and autograd keeps what it needs of each operation.
+    megatron-core's plain embedding computes cosines and sines of the same angles in every layer, for queries
+    and for keys, and autograd stores what each operation needs.
 
     Args:    heads: [S, B, H, D].  angles: [S, 1, 1, D] radians, equal in both halves.
-             flags, mscale, options: megatron-core's own; what they ask for is left to its function.
+             flags, mscale, options: megatron-core's own; its function handles those that are set.
     Returns: [S, B, H, D] in the dtype of ``heads``.
     """
     if any((*flags, *options.values())) or mscale != 1 or angles.shape[-1] != heads.shape[-1]:

@@ -1,4 +1,4 @@
-"""Do a Hugging Face model and a Megatron checkpoint compute the same? Logits of both, on a fixed prompt."""
+"""Comparison of the logits of a Hugging Face model and a Megatron checkpoint, on a fixed prompt."""
 
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,12 @@ LOGITS_TOLERANCE = 1e-4
 
 
 def compare_logits(hf_model: Path, megatron_checkpoint: Path) -> float:
-    """Largest difference in float32 logits between transformers and megatron-core, on a fixed prompt.
+    """Measure the largest difference in float32 logits between transformers and megatron-core.
 
-    Both models are built whole, in memory; megatron-core takes the tensors under its own names, so this also
-    tests what the names mean.
+    Both models are built whole, in memory. megatron-core takes the tensors under its own names, so this also
+    tests the meaning of the names.
 
     Returns: max |difference|; at most `LOGITS_TOLERANCE` for the same model.
-    Raises:  UserError: see `check_computed`.
     """
     from transformers import AutoModelForCausalLM
 

@@ -59,7 +59,6 @@ class LoRASettings:
 
     @property
     def scale(self) -> float:
-        """alpha / dim."""
         return self.alpha / self.dim
 
 
@@ -137,12 +136,12 @@ class Adapters:
                 parameter.copy_(own_part(name, whole))
 
     def local_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's adapter parameters by name, layers numbered in the whole model."""
+        """Return this rank's adapter parameters by name, layers numbered in the whole model."""
         return {name: p for name, p in self.weights.local_parameters() if name.endswith((_A, _B))}
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Within the block the model is the base model."""
+        """Switch the adapters off within the block."""
         self.active = False
         try:
             yield
@@ -150,12 +149,12 @@ class Adapters:
             self.active = True
 
     def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of every weight W + alpha / dim B A, whole, on every rank."""
+        """Yield (Hugging Face name, tensor) of every weight W + alpha / dim B A, whole, on every rank."""
         local = {name: p.detach() for name, p in self.weights.local_parameters()}
         yield from self.weights.family.to_hf(_Merged(self.weights.gather(local), self.settings.scale))
 
     def peft_tensors(self) -> dict[str, Tensor]:
-        """The adapters as PEFT names and shapes them, per Hugging Face matrix, on every rank.
+        """Return the adapters under PEFT's names and shapes, per Hugging Face matrix, on every rank.
 
         Matrices that megatron-core fuses share one A; B's rows are theirs.
         """
@@ -175,7 +174,7 @@ class Adapters:
         return found
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """This rank's parts as `megatron.core.dist_checkpointing` saves and loads them, at any layout."""
+        """Return this rank's parts for `megatron.core.dist_checkpointing`, at any layout."""
         num_layers = self.weights.family.num_layers
         return {name: _sharded(name, p, num_layers) for name, p in self.local_parameters().items()}
 
@@ -187,7 +186,7 @@ class Adapters:
 
 
 def _is_fused_with_its_norm(layer: torch.nn.Module) -> bool:
-    """As in Transformer Engine's layers: W multiplies not the layer's input, but its norm."""
+    """True for Transformer Engine's layers where W multiplies the norm of the input."""
     return getattr(layer, "layer_norm_weight", None) is not None
 
 

@@ -1,7 +1,8 @@
-"""Microbatches: sequences computed together, limited in rows or, if packed, in tokens."""
+"""Microbatches: sequences computed together, limited in rows or, if packed, in tokens; and their results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -9,6 +10,36 @@ from torch import Tensor
 
 from nemo_grpo.core.batch import Sequences
 from nemo_grpo.engine.megatron.packing import PackedSequences
+
+
+class Scores(NamedTuple):
+    """The policy's scores of a step's tokens.
+
+    Attributes: logprobs: [B, S - 1] float32, nats, at the sampling temperature; 0 in the padding and, where
+                    sequences are packed, in prompts.
+                entropies: likewise, always at temperature 1; None: not computed.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One optimizer step.
+
+    Attributes: metrics: token means over the batch.  grad_norm: before clipping.  lr: used in this step.
+                skipped: the loss or the gradient was not finite and nothing was changed.
+                scores: of the weights before the step, with ``scoring``.
+                computed: [B] bool; False for rows without a gradient, which were left out: ``scores`` are 0.
+    """
+
+    metrics: dict[str, float]
+    grad_norm: float
+    lr: float
+    skipped: bool = False
+    scores: Scores | None = None
+    computed: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass

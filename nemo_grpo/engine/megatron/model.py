@@ -161,7 +161,7 @@ def build_model(spec: ModelSpec, config: TransformerConfig) -> PackableGPTModel:
         rotary_base=spec.rope["rope_theta"],
     )
     if spec.rope["rope_type"] == "llama3":
-        # the constructor takes the factor alone, its other numbers are Llama 3.1's
+        # the constructor takes only the factor; its other numbers are Llama 3.1's
         embedding, scaling = model.rotary_pos_emb, {name: spec.rope[name] for name in _LLAMA3}
         embedding.inv_freq = embedding._apply_scaling(embedding.inv_freq, **scaling)
     return model

@@ -1,6 +1,6 @@
-"""From a recipe's policy.megatron_cfg to megatron-core's config: recompute, FP8, and when FP8 is refused.
+"""megatron-core's configuration from a recipe's policy.megatron_cfg: recompute and FP8, with FP8's refusals.
 
-Pure functions: what the machine has is an argument.
+Functions are pure: the machine is an argument.
 """
 
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def this_machine() -> Machine:
 
 
 def config_fields(megatron: Megatron) -> dict[str, Any]:
-    """Fields of `TransformerConfig` that the recipe sets; none where it says nothing."""
+    """Return the fields of `TransformerConfig` that the recipe sets."""
     return _recompute_fields(megatron) | _fp8_fields(megatron)
 
 
@@ -81,7 +81,7 @@ def _fp8_fields(megatron: Megatron) -> dict[str, Any]:
 
 
 def fp8_refusals(megatron: Megatron, machine: Machine) -> Iterator[str]:
-    """One message ``key=value: rule; remedy`` for each reason why this machine cannot train in FP8."""
+    """Yield a message ``key=value: rule; remedy`` for each reason why this machine cannot train in FP8."""
     fp8 = megatron.fp8_in_use
     if fp8 is None:
         return
@@ -115,7 +115,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def fp8_hint(megatron: Megatron) -> str | None:
-    """Warn about an FP8 setting that works, but not well."""
+    """Return a warning about an FP8 setting that works badly; None: there is none."""
     fp8 = megatron.fp8_in_use
     if fp8 is None or (fp8.fp8_recipe, fp8.fp8) != ("delayed", "e4m3"):
         return None
@@ -126,7 +126,7 @@ def fp8_hint(megatron: Megatron) -> str | None:
 
 
 def fp8_width_refusals(spec: ModelSpec, layout: Layout, recipe: str) -> Iterator[str]:
-    """One message for each width of the model that FP8 matrix products cannot have at this layout."""
+    """Yield a message for each width of the model that FP8 matrix products do not take at this layout."""
     tensor_parallel, least = layout.tensor, fp8_alignment("tensorwise")
     for name, width, multiple in (
         ("hidden_size", spec.hidden_size, fp8_alignment(recipe) if layout.sequence_parallel else least),

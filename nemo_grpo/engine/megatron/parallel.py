@@ -1,4 +1,4 @@
-"""Process groups: which rank holds which part of the model."""
+"""Process groups of a parallel model, and collectives over them."""
 
 import os
 from datetime import timedelta
@@ -30,7 +30,7 @@ def initialize(layout: Layout, device: torch.device, seed: int) -> None:
     install_adam()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # megatron-core allocates on the current device
-        # cuDNN's attention plans anew for every length, which takes longer than the attention itself.
+        # cuDNN's attention makes a plan for every length, which takes longer than the attention.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if parallel_state.model_parallel_is_initialized():
         current = (
@@ -63,7 +63,7 @@ def shut_down() -> None:
 
 
 def zigzag(length: int, device: torch.device | None = None) -> Tensor:
-    """[length / CP] int64: the positions of a sequence that this context-parallel rank computes.
+    """Return the positions of a sequence that this context-parallel rank computes, [length / CP] int64.
 
     The sequence is cut into 2 CP slices; rank r has slices r and 2 CP - 1 - r, so that causal attention
     costs every rank the same. megatron-core's rotary embedding uses the same order.
@@ -81,7 +81,7 @@ def zigzag_multiple() -> int:
 
 
 def zigzag_positions(length: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
-    """`zigzag` of any rank of a context-parallel group of this size."""
+    """Return `zigzag` of any rank of a context-parallel group of this size."""
     if size == 1:
         return torch.arange(length, device=device)
     slices = torch.arange(length, device=device).view(2 * size, -1)
@@ -111,7 +111,7 @@ class _GatherSequence(torch.autograd.Function):
 
 
 def gather_sequence(x: Tensor, dim: int, *, replicated: bool = False) -> Tensor:
-    """The whole sequence from every context-parallel rank's `zigzag` share along ``dim``.
+    """Gather the whole sequence from every context-parallel rank's `zigzag` share along ``dim``.
 
     Args: replicated: every rank computes the same thing with the result (a loss, say), so each one's own
           gradient is complete; otherwise the ranks' gradients are summed.
@@ -136,14 +136,14 @@ class _SumOverContext(torch.autograd.Function):
 
 
 def sum_over_context_parallel(x: Tensor) -> Tensor:
-    """The sum over context-parallel ranks, which all compute the same with it: each gradient is complete."""
+    """Sum over context-parallel ranks, which all compute the same with it: each gradient is complete."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return x
     return _SumOverContext.apply(x)
 
 
 def sum_of_last_stages(x: Tensor) -> None:
-    """In place: the last pipeline stages' tensors, summed over data-parallel (not context-parallel) ranks."""
+    """Sum the last pipeline stages' tensors over data-parallel (not context-parallel) ranks, in place."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(x, source, group=parallel_state.get_pipeline_model_parallel_group())

@@ -20,6 +20,8 @@ from nemo_grpo.engine.megatron.lora import Adapters, LoRASettings
 from nemo_grpo.engine.megatron.microbatches import (
     Microbatch,
     Part,
+    Scores,
+    UpdateResult,
     by_gradient,
     own_share,
     plan_bins,
@@ -31,7 +33,6 @@ from nemo_grpo.engine.megatron.model import build_model, transformer_config
 from nemo_grpo.engine.megatron.optimizer import SHARDING, clip_and_step, with_optimizer
 from nemo_grpo.engine.megatron.options import fp8_alignment
 from nemo_grpo.engine.megatron.packing import pack
-from nemo_grpo.engine.megatron.results import Scores, UpdateResult
 from nemo_grpo.engine.megatron.schedule import Loss, Pass
 from nemo_grpo.models import COMPUTED, read_spec
 from nemo_grpo.recipe.layout import Layout
@@ -92,14 +93,14 @@ class MegatronPolicy:
         self.wrapped, self.optimizer, self.scheduler = with_optimizer(self.model, self.config, *self.sections)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of the current weights, adapters merged."""
+        """Yield (Hugging Face name, tensor) of the current weights, adapters merged."""
         if self.adapters is not None:
             return self.adapters.merged_tensors()
         return self.weights.named_tensors()
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
-        """Within the block the model computes with the reference policy's weights."""
+        """Give the model the reference policy's weights within the block."""
         if self.adapters is not None:
             with self.adapters.switched_off():
                 yield
@@ -127,7 +128,7 @@ class MegatronPolicy:
         mb_tokens: int | None = None,
         with_entropies: bool = True,
     ) -> Scores:
-        """Log-probability and entropy of every next token under the current weights, without gradient.
+        """Compute logprob and entropy of every next token under the current weights, without gradient.
 
         Args: micro_batch_size: sequences computed at once.  mb_tokens: instead of that, pack sequences
                   into microbatches of at most this many tokens.
@@ -154,7 +155,7 @@ class MegatronPolicy:
         mb_tokens: int | None = None,
         scoring: bool = False,
     ) -> UpdateResult:
-        """One optimizer step on the given rows; loss and gradient do not depend on the microbatches.
+        """Make one optimizer step on the given rows; loss and gradient do not depend on the microbatches.
 
         Rows without a gradient are left out of the model's passes. They count in every denominator, and in
         the metrics as if their logprobs were still ``prev_logprobs``.
@@ -215,7 +216,7 @@ class MegatronPolicy:
     def _plan(
         self, sequences: Sequences, size: int, mb_tokens: int | None, rows: Tensor | None = None
     ) -> list[Microbatch]:
-        """This rank's microbatches, of all rows if none are given."""
+        """Plan this rank's microbatches, of all rows if none are given."""
         rows = torch.arange(len(sequences.lengths)) if rows is None else rows
         if not len(rows):
             return []
@@ -229,7 +230,7 @@ class MegatronPolicy:
     def _microbatches(
         self, sequences: Sequences, plan: list[Tensor], mb_tokens: int | None, *, whole: bool = False
     ) -> list[Microbatch]:
-        """Args: whole: the loss needs all rows of a microbatch at once."""
+        """Build the planned microbatches.  Args: whole: the loss needs all rows of one at once."""
         found = []
         for rows in plan:
             lengths, length = sequences.lengths[rows], int(sequences.lengths[rows].max())
@@ -298,9 +299,9 @@ class MegatronPolicy:
         return dict(zip(names[0], total.tolist(), strict=True))
 
     def sharded_state_dict(self, *, loading: bool) -> dict[str, Any]:
-        """Model, optimizer and schedule, as `megatron.core.dist_checkpointing` saves and loads them.
+        """Return model, optimizer and schedule, as `megatron.core.dist_checkpointing` saves and loads them.
 
-        With LoRA the model is its adapters: the frozen base comes from where it came from at first.
+        With LoRA the model is its adapters: a resumed run loads the frozen base as at first.
         """
         if self.adapters is not None:
             model = self.adapters.sharded_state_dict()
@@ -322,7 +323,7 @@ class MegatronPolicy:
 
 
 def _host_copy(parameter: Tensor) -> Tensor:
-    """On the host; of a GPU's in pinned memory, so that the way back is fast and nobody waits for it."""
+    """Copy to the host; from a GPU to pinned memory, so that copying back is fast and asynchronous."""
     if parameter.is_cuda:
         return parameter.detach().cpu().pin_memory()
     return parameter.detach().clone()

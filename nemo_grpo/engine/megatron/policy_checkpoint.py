@@ -106,7 +106,7 @@ def begin_save(
     Every rank of the policy calls it. With LoRA the model is its adapters, under Megatron-Bridge's names,
     with their scale in `RUN_CONFIG`.
 
-    Args: asynchronous: the tensors are written while the caller goes on.
+    Args: asynchronous: write the tensors in the background.
     """
     write_in_this_process()
     folder.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def _load_policy(policy: MegatronPolicy, folder: Path) -> None:
 
 @contextmanager
 def _data_alone() -> Iterator[None]:
-    """Within the block ``torch.load`` runs no pickled code; torch's own reader of checkpoints asks it to."""
+    """Make ``torch.load`` run no pickled code within the block; torch's checkpoint reader would let it."""
     load = torch.load
 
     def restricted(*args: Any, **kwargs: Any) -> Any:
@@ -213,9 +213,9 @@ def _data_alone() -> Iterator[None]:
 
 
 def _absent_extra_states(model: dict[str, Any], folder: Path) -> list[str]:
-    """Names of what Transformer Engine's layers keep besides weights and the local layers did not save.
+    """List Transformer Engine's extra states that a checkpoint of the local layers lacks.
 
-    That is FP8's scaling history, which a layer builds up anew. Any other absence is an error when loading.
+    They hold FP8's scaling history, which layers rebuild. Anything else that is missing is an error on load.
     """
     asked = {
         name: part.unique_key

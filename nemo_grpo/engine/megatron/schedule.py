@@ -27,7 +27,7 @@ class _Tokens:
     """The tokens of a microbatch that have logits on this rank, row after row.
 
     Attributes: targets: [N] int64, what they predict.
-                firsts: places of rows in the microbatch -> the first token of each; N for the place behind.
+                firsts: places of rows in the microbatch -> first token of each; the end -> N.
                 spread: ([n] numbers of a part's tokens; place of its first ``row``, ``num_rows``, ``first``
                     token) -> [B, T].
     """
@@ -43,7 +43,7 @@ class Pass:
 
     Attributes: temperature: divides the logits for the logprobs.  with_entropies: also give the loss every
                 token's entropy at temperature 1, without gradient.  forward_only: no gradients.
-                multiple: what the length of a padded row must be a multiple of.  vocab_size: without padding.
+                multiple: divisor of padded rows' lengths.  vocab_size: without padding.
                 most: tokens whose logits are in memory at a time.
     """
 
@@ -58,7 +58,7 @@ class Pass:
         """Run the schedule; gradients are left in the model.
 
         Args: model: as `optimizer.with_optimizer` wraps it.
-              input_ids: [B, S], of all rows that the plan speaks of; packed microbatches have their own.
+              input_ids: [B, S], of all rows in the plan; packed microbatches have their own.
         """
 
         def forward_step(batches: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
@@ -87,7 +87,7 @@ class Pass:
         )
 
     def _padded_length(self, length: int) -> int:
-        """Columns that speak of some token's successor, up to the next multiple."""
+        """Round the number of predicted columns up to the next multiple."""
         return length - 1 + -(length - 1) % self.multiple
 
     def _padded(self, model: torch.nn.Module, input_ids: Tensor, micro: Microbatch) -> tuple[Tensor, _Tokens]:
@@ -122,7 +122,6 @@ class Pass:
         return output, _Tokens(packed.targets, firsts, spread)
 
     def _numbers(self, targets: Tensor, logits: Tensor, where: slice) -> Numbers:
-        """Logprobs and entropies from this tensor-parallel rank's logits."""
         targets = targets[where]
         shard: dict[str, Any] = {
             "group": parallel_state.get_tensor_model_parallel_group(),
@@ -139,7 +138,6 @@ class Pass:
 
 
 def _parts(micro: Microbatch, tokens: _Tokens, loss: Loss) -> Iterator[output_layer.Part]:
-    """The microbatch's parts as `loss_in_parts` takes them."""
     rows = [0, *accumulate(len(part.rows) for part in micro.parts)]
     firsts = tokens.firsts(rows)
     for part, row, first, end in zip(micro.parts, rows[:-1], firsts[:-1], firsts[1:], strict=True):

@@ -1,7 +1,7 @@
-"""Keys and values of the responses that are going, and attention over them.
+"""Keys and values of unfinished responses, and attention over them.
 
-Every response has one row per layer. Prompts end at one column, so that every step writes one column of all
-rows; shorter prompts leave columns on their left unused. Where a response ends, the last row that goes on
+Every response has one row per layer. Prompts end at the same column, so that every step writes one column of
+all rows; shorter prompts leave columns on their left unused. When a response ends, the last unfinished row
 takes its place: a row is copied, not the cache.
 """
 
@@ -16,10 +16,10 @@ from torch import Tensor
 from nemo_grpo.sampling.decoder.prompts import PromptRun
 
 MIN_ROOM = 64
-"""Columns for new tokens to begin with; where they are used up, the cache grows by half."""
+"""Columns for new tokens at first; the cache then grows by half."""
 
 MOST_CAST = 256
-"""Columns whose 16-bit keys and values attention casts to float32; with 500 it is slower for that."""
+"""Most columns whose 16-bit keys and values attention casts to float32; at 500 the cast is slower."""
 
 
 class KVCache:
@@ -28,7 +28,7 @@ class KVCache:
     def __init__(
         self, shape: tuple[int, int, int], row_lengths: Tensor, room: int, place: dict[str, Any]
     ) -> None:
-        """Empty rows.
+        """Allocate empty rows.
 
         Args: shape: layers, G, D.  row_lengths: [R], tokens of each row's prompt.  room: most new tokens.
               place: dtype and device.
@@ -52,7 +52,7 @@ class KVCache:
         values = torch.empty(self.num_rows, self._groups, self._width, self._head_size, **self._place)
         if values.dtype != torch.float32:
             return torch.empty_like(values), values
-        # a product of queries and keys, as `_attend` has it, likes each component's columns together
+        # `_attend`'s product is faster with each component's columns side by side
         return torch.empty_like(values.transpose(2, 3), memory_format=torch.contiguous_format).mT, values
 
     def _set_bias(self) -> None:

@@ -42,7 +42,7 @@ class Decoder:
         return logits[prompt_of_row.to(self.device)], cache
 
     def logits(self, sequences: Sequence[list[int]]) -> Tensor:
-        """[B, S, V] of whole sequences, right-padded with 0."""
+        """Compute [B, S, V] of whole sequences, right-padded with 0."""
         rows, longest = torch.arange(len(sequences)), max(map(len, sequences))
         logits = torch.zeros(len(sequences), longest, len(self.weights.embedding), **self._place)
         for stream, hidden in self._read(sequences, rows, self._cache(sequences, rows, 0)):
@@ -57,7 +57,7 @@ class Decoder:
     def _read(
         self, prompts: Sequence[list[int]], prompt_of_row: Tensor, cache: KVCache
     ) -> Iterator[tuple[PromptStream, Tensor]]:
-        """Streams of prompts with their hidden states [N, h]; the cache has their keys and values then."""
+        """Yield streams of prompts with their hidden states [N, h], and fill the cache."""
         for stream in prompt_streams(prompts, prompt_of_row, self.device):
             rotations = self._rotary.upto(cache.columns)[stream.positions]
             attend = partial(cache.attend_prompts, stream.runs)
@@ -71,7 +71,7 @@ class Decoder:
         return self._logits(self._hidden_states(tokens, rotations, cache.attend_step))
 
     def _hidden_states(self, tokens: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
-        """[N, h] behind the last layer, of N tokens whose context ``attend`` knows."""
+        """Compute [N, h] after the last layer, of N tokens whose context ``attend`` knows."""
         hidden = F.embedding(tokens, self.weights.embedding)
         for number, layer in enumerate(self.weights.layers):
             queries, keys, values = self._project(layer, hidden, rotations)
@@ -81,7 +81,7 @@ class Decoder:
         return hidden
 
     def _project(self, layer: Layer, hidden: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[N, H, D] queries, [N, G, D] keys and values; queries and keys turned by their positions."""
+        """Compute [N, H, D] queries, [N, G, D] keys and values; queries and keys are rotated."""
         fused = layer.qkv(self._normed(hidden, layer.input_norm))
         heads = fused.view(len(fused), -1, self._head_size)
         turned, values = heads.split([self._heads + self._groups, self._groups], 1)

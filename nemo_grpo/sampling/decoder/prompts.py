@@ -15,8 +15,8 @@ MOST_TOKENS = 8192
 class PromptRun:
     """Prompts of one length, next to each other in a stream.
 
-    Attributes: tokens: where in the stream.  number, length: of the prompts.
-                rows: [r], what begins with one of them; prompt_of_row: [r], with which, from 0.
+    Attributes: tokens: their part of the stream.  number, length: of the prompts.
+                rows: [r], responses to them.  prompt_of_row: [r], the prompt's number in the run.
     """
 
     tokens: slice
@@ -28,10 +28,10 @@ class PromptRun:
 
 @dataclass(frozen=True)
 class PromptStream:
-    """Prompts one behind the other, shorter ones first.
+    """Prompts one after the other, shorter ones first.
 
-    Attributes: prompts: [P], their numbers.  ends: [P], where the last token of each is.
-                tokens, positions, prompt_of_token: [N], the last by the prompts' numbers.
+    Attributes: prompts: [P], their numbers.  ends: [P], index of each one's last token.
+                tokens, positions, prompt_of_token: [N].
                 runs: the stream's parts.
     """
 
@@ -46,7 +46,7 @@ class PromptStream:
 def prompt_streams(
     prompts: Sequence[list[int]], prompt_of_row: Tensor, device: torch.device
 ) -> Iterator[PromptStream]:
-    """All prompts, each in one stream.  prompt_of_row: [R], numbers of prompts."""
+    """Yield streams that together hold each prompt once.  Args: prompt_of_row: [R], each row's prompt."""
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     place = torch.empty(len(order), dtype=torch.long)
     place[order] = torch.arange(len(order))
@@ -65,7 +65,7 @@ def prompt_streams(
 
 
 def _passes(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, after) of consecutive prompts that are read together."""
+    """Yield (first, after) of consecutive prompts that are read together."""
     first, total = 0, 0
     for place, length in enumerate(lengths):
         if total and total + length > MOST_TOKENS:
@@ -76,7 +76,6 @@ def _passes(lengths: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _runs(lengths: list[int], place_of_row: Tensor, device: torch.device) -> Iterator[PromptRun]:
-    """Runs of equal length in a stream of prompts of these lengths, ascending."""
     place, start = 0, 0
     for length, equal in groupby(lengths):
         number = len(list(equal))

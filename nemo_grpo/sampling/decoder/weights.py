@@ -1,4 +1,8 @@
-"""The decoder's weights: fused as the forward pass wants them, reachable under their Hugging Face names."""
+"""The decoder's weights: fused for the forward pass, reachable under their Hugging Face names.
+
+Sampling multiplies few rows, so a product's time is the reading of its weights, which torch lays out anew for
+every product. oneDNN's products take weights that are packed once per update.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,16 +10,65 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_grpo.models import COMPUTED, family_for, read_spec
 from nemo_grpo.sampling.decoder import rotary
-from nemo_grpo.sampling.decoder.matrices import Matrix
+from nemo_grpo.support import machine
 from nemo_grpo.support.errors import UserError
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+
+SMALLEST = 2**18
+"""Values of a weight from which packing pays; oneDNN takes longer to start a product."""
+
+
+def packs(weight: Tensor) -> bool:
+    """True if this weight should be packed; the processor's identity decides, so a resumed run agrees."""
+    if weight.device.type != "cpu" or weight.numel() < SMALLEST or not torch.backends.mkldnn.is_available():
+        return False
+    computes = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and machine.has_bf16())
+    return computes and machine.packs_weights()
+
+
+class Matrix:
+    """x -> x W^T + b, with W [out, in] and b [out] or None in memory that others write.
+
+    While packed, W's own memory is released, unless ``shared``: something else reads W too.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False) -> None:
+        self.weight, self.bias = weight, bias
+        self._shared, self._num_bytes = shared, weight.untyped_storage().nbytes()
+        self._packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Pack the present W, where that is faster."""
+        if not packs(self.weight):
+            return
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
+        if not self._shared:
+            self.weight.untyped_storage().resize_(0)
+
+    def unpack(self) -> None:
+        """Make W's memory writable; its content is undefined."""
+        self._packed = None
+        self.weight.untyped_storage().resize_(self._num_bytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, in] -> [N, out]."""
+        if self._packed is None:
+            return F.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+    def plus(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Add the product with x [N, in] to residual [N, out]; for a matrix without bias."""
+        if self._packed is None:
+            return torch.addmm(residual, x, self.weight.T)
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, None, "add")
 
 
 @dataclass(frozen=True)
@@ -41,9 +94,9 @@ class Weights:
     """Uninitialised storage for a model of this configuration.
 
     Attributes:
-        named: Hugging Face name to tensor, a view of what the forward pass reads, or packs: `writable`. Tied
-            weights are one tensor under both names.
-        layers, embedding [V, h], head, norm [h]: what the forward pass reads.
+        named: Hugging Face name -> tensor, a view of the fused one; write it within `writable`. Tied weights
+            are one tensor under both names.
+        layers, embedding [V, h], head, norm [h]: for the forward pass.
         spec: of the model.
     """
 
@@ -75,7 +128,7 @@ class Weights:
 
     @contextmanager
     def writable(self) -> Iterator[dict[str, Tensor]]:
-        """``named``, every one of which is to be written within the block."""
+        """Yield ``named``; every tensor of it must be written within the block."""
         for matrix in self._matrices():
             matrix.unpack()
         yield self.named
@@ -92,7 +145,7 @@ class Weights:
         return self.named[name]
 
     def _fused(self, names: Any) -> Tensor:
-        """These tensors one below the other; each is a view of the whole."""
+        """Allocate these tensors one below the other; each is a view of the whole."""
         names = list(names)
         shapes = [self._shapes[name] for name in names]
         rows = [shape[0] for shape in shapes]
@@ -102,7 +155,7 @@ class Weights:
 
 
 def unsupported(config: Any) -> str | None:
-    """Why the decoder cannot compute what a transformers model of this configuration does; None: it can."""
+    """Explain why the decoder cannot compute a transformers model of this configuration; None: it can."""
     content = config.to_dict()
     try:
         spec = read_spec(content, among=COMPUTED)

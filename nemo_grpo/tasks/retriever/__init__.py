@@ -26,9 +26,8 @@ class Retriever(Protocol):
     """Finds passages. Safe to call from several threads."""
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
-        """At most ``top_k`` passages for each query, best first; the same query gives the same passages.
+        """Find at most ``top_k`` passages for each query, best first; the same query gives the same passages.
 
-        Args:   queries: any texts.  top_k: at least 1.
-        Raises: RetrieverError: see there.
+        Raises: RetrieverError: the service fails.
         """
         ...

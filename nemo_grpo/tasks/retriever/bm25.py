@@ -10,8 +10,7 @@ from typing import Any, Final, Self
 
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.retriever import Passage
-from nemo_grpo.tasks.retriever.corpus import Corpus, indexed_text
-from nemo_grpo.tasks.retriever.index_folder import index_folder
+from nemo_grpo.tasks.retriever.corpus import Corpus, index_folder, indexed_text
 
 STOPWORDS = "en"
 _FORM: Final = "NFC"
@@ -37,7 +36,6 @@ class BM25Retriever:
         """Index a JSONL file: read the index from ``cache``, or build it there if the file has changed.
 
         Args:   cache: folder; None: the corpus's path with ``.bm25`` appended.
-        Raises: UserError: bm25s is not installed, the file holds no corpus, or the folder cannot be written.
         """
         bm25s, corpus = _bm25s(), Corpus(path)
         key = {"kind": "bm25", "bm25s": bm25s.__version__, "stopwords": STOPWORDS, "form": _FORM}

@@ -1,4 +1,4 @@
-"""A retriever behind HTTP, by Search-R1's protocol: some tries, then an error with the remedy."""
+"""Client of a retriever service by Search-R1's protocol, with retries."""
 
 import http.client
 import json
@@ -82,7 +82,6 @@ def _passages(queries: list[str], answer: Any) -> list[list[Passage]]:
 
 
 def _passage(item: Mapping[str, Any], index: int) -> Passage:
-    """One entry of the answer: a document with its score, or from a service without scores by itself."""
     found = passage_of(item.get("document", item), index, "the retriever's answer")
     return replace(found, score=float(item.get("score", 0.0)))
 

@@ -1,8 +1,13 @@
-"""A corpus: a JSONL file of passages that is read by line number and never held in memory as a whole."""
+"""A corpus, a JSONL file of passages that is read by line number, and the folder of its index."""
 
+import json
+import logging
 import os
+import shutil
+import tempfile
+import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +15,18 @@ from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.rows import parse_object
 
+log = logging.getLogger(__name__)
+
+KEY = "key.json"
+
 
 class Corpus(Sequence[Passage]):
-    """The passages of a file, one JSON object per line.
+    """The passages of a file, one JSON object per line; they are read when asked for, not kept in memory.
 
     Either ``{"id", "title", "text"}``, title and id optional, or ``{"id", "contents"}`` with the title as the
     first line of the contents. Blank lines are skipped.
 
     Args:   path: the file; it must not change while it is open.
-    Raises: UserError: the file cannot be read or holds nothing; a line that is not a passage is refused when
-            it is read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -69,7 +76,7 @@ def indexed_text(passage: Passage) -> str:
 
 
 def passage_of(entry: Mapping[str, Any], index: int, where: str) -> Passage:
-    """The passage of a corpus's line or a service's document.
+    """Read a passage from a corpus's line or a service's document.
 
     Args:   index: stands in for a missing id.  where: for messages.
     """
@@ -80,3 +87,53 @@ def passage_of(entry: Mapping[str, Any], index: int, where: str) -> Passage:
     if not isinstance(text, str) or not isinstance(title, str):
         raise UserError(f'{where}: neither a "text" nor "contents"; a passage needs one of them, as a text')
     return Passage(str(entry.get("id", index)), title, text)
+
+
+def index_folder(folder: Path, key: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
+    """Return the folder with the index for ``key``; ``build`` fills it if it holds another one or none.
+
+    The new index appears under its name in one step, after it is complete: a killed build leaves none, and
+    two concurrent builds both end with a complete one.
+
+    Args:   key: all that the index depends on, as JSON values.
+    """
+    if _key_of(folder) == dict(key):
+        return folder
+    if folder.exists() and not (folder / KEY).is_file():
+        raise UserError(f"index folder {folder} holds something else; choose another, or remove it")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise UserError(
+            f"index folder {folder} cannot be made: {error.strerror}; choose another one (--cache)"
+        ) from error
+    try:
+        start = time.monotonic()
+        log.info("building the index %s", folder)
+        build(unfinished)
+        (unfinished / KEY).write_text(json.dumps(dict(key), sort_keys=True) + "\n", encoding="utf-8")
+        _publish(unfinished, folder, key)
+        log.info("built in %.1f s", time.monotonic() - start)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _key_of(folder: Path) -> Any:
+    try:
+        return json.loads((folder / KEY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _publish(unfinished: Path, folder: Path, key: Mapping[str, Any]) -> None:
+    if folder.exists():
+        stale = Path(tempfile.mkdtemp(prefix=f".{folder.name}-stale-", dir=folder.parent))
+        folder.replace(stale / folder.name)
+        shutil.rmtree(stale, ignore_errors=True)
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        if _key_of(folder) != dict(key):  # not the same index by another process
+            raise

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.support.errors import UserError, first_line
 from nemo_grpo.tasks.retriever import Passage
-from nemo_grpo.tasks.retriever.corpus import Corpus, indexed_text
-from nemo_grpo.tasks.retriever.index_folder import index_folder
+from nemo_grpo.tasks.retriever.corpus import Corpus, index_folder, indexed_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,14 +19,13 @@ if TYPE_CHECKING:
 INDEX = "index.faiss"
 PASSAGES_PER_CALL = 256
 MAX_TRAINING_PASSAGES = 200_000
-"""Passages, spread over the corpus, from which an index learns its cells."""
+"""Most passages, spread over the corpus, from which an index learns its cells."""
 
 
 class E5Encoder:
     """E5 (2212.03533): mean of the last layer's states, prefixes ``query: `` and ``passage: ``.
 
     Args:   folder: a Hugging Face encoder with its tokenizer.  device: as torch names it.
-    Raises: UserError: the folder holds no model.
     """
 
     MAX_TOKENS = 512
@@ -75,12 +73,10 @@ class DenseRetriever:
     def of_file(
         cls, path: str | Path, encoder: E5Encoder, cache: str | Path | None = None, *, factory: str = "Flat"
     ) -> DenseRetriever:
-        """Over a JSONL file; the index is read from ``cache``, or built there if anything has changed.
+        """Index a JSONL file: read the index from ``cache``, or build it there if anything has changed.
 
         Args:   cache: folder; None: the corpus's path with ``.dense`` appended.
                 factory: FAISS's description of an index, such as Flat or IVF4096,SQ8.
-        Raises: UserError: FAISS is not installed or refuses ``factory``, the file holds no corpus, or the
-                folder cannot be written.
         """
         faiss, corpus = _faiss(), Corpus(path)
         key = {"kind": "dense", "encoder": encoder.name, "factory": factory, **corpus.fingerprint}

@@ -58,7 +58,6 @@ def serve(service: Starlette, host: str, port: int, on_ready: Callable[[str], No
     """Serve until SIGTERM or SIGINT, then finish what is under way.
 
     Args:   port: 0 for a free one.  on_ready: gets the address once the service listens.
-    Raises: UserError: the address cannot be used.
     """
     try:
         listening = socket.create_server((host, port), backlog=256)

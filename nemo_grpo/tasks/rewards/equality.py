@@ -1,4 +1,4 @@
-r"""Equality of two answers, each of which must be mathematics as a whole; a `worker` loads this file alone.
+r"""Equality of two answers, each of which must be mathematics as a whole; a `worker` loads only this file.
 
 Lists, relations, sets and brackets are split here; latex2sympy2_extended's grammar must read an expression to
 its end. A list has no order; a tuple is a point or an interval with its brackets, or a matrix.

@@ -31,7 +31,7 @@ _FORMULAS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def final_answer(response: str) -> str | None:
-    """The final answer without its box; None where there is none or it is too long or too deep."""
+    """Return the final answer without its box; None: there is none, or it is too long or too deep."""
     response = outside_thinking(response)
     block = last_answer(response)
     answer = last_boxed(response if block is None else block)
@@ -46,9 +46,9 @@ def final_answer(response: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Inside of the ``\boxed{..}``, ``\fbox{..}`` or ``\boxed 5`` that closes last; None: no complete box.
+    r"""Return the inside of the ``\boxed{..}``, ``\fbox{..}`` or ``\boxed 5`` that closes last; None: no box.
 
-    It is one list with the other boxes that are joined to it. Empty boxes do not count; a box that contains
+    Boxes joined to it make one list with it. Empty boxes do not count; a box that contains
     only another box counts as the inner one.
     """
     insides: list[str] = []
@@ -67,14 +67,14 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalized(answer: str) -> str:
-    """Equal for answers that differ only as `plain` says, in spacing or in a wrapper around all."""
+    """Normalise: answers that differ in spelling (`plain`), spacing or an outer wrapper become equal."""
     answer = re.sub(r"(?<!\d) | (?!\d)", "", CONJUNCTION.sub(",", plain(answer)))
     answer = re.sub(r"([_^])\{(\w)\}", r"\1\2", answer)
     return whole[1] if (whole := WRAPPER.fullmatch(answer)) else answer
 
 
 def _boxes(text: str) -> list[tuple[int, slice, int]]:
-    """Start, inside and end of the complete boxes that are not empty, without those inside another."""
+    """Find start, inside and end of complete boxes that are not empty, without those inside another."""
     found: list[tuple[int, slice, int]] = []
     open_braces: list[tuple[int, int] | None] = []  # of a box: its start and its inside's; None for no box
     for token in _TOKEN.finditer(text):

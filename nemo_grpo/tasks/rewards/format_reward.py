@@ -10,13 +10,13 @@ Form = Literal["think_answer", "tags", "think", "think_closed", "boxed"]
 
 
 def matched_think_tags(response: str) -> float:
-    """1 if there is one ``<think>`` followed by one ``</think>`` (CW-GRPO Appendix C)."""
+    """Return 1 if there is one ``<think>`` followed by one ``</think>`` (CW-GRPO Appendix C)."""
     once = response.count("<think>") == 1 == response.count("</think>")
     return float(once and response.index("<think>") < response.index("</think>"))
 
 
 def tags_in_order(response: str) -> float:
-    """1 if every tag of think and answer block occurs once, in order, whatever stands around them.
+    """Return 1 if every tag of think and answer block occurs once, in order, whatever is around them.
 
     Logic-RL's release (TR-GRPO Table 5): kk.py, validate_response_structure.
     """
@@ -25,12 +25,12 @@ def tags_in_order(response: str) -> float:
 
 
 def think_closed(response: str) -> float:
-    """1 if ``</think>`` stands once on a line of its own (rewards.py of open-rs, CW-GRPO, GPG)."""
+    """Return 1 if ``</think>`` stands once on a line of its own (rewards.py of open-rs, CW-GRPO, GPG)."""
     return float(response.count("\n</think>\n") == 1)
 
 
 def boxed(response: str) -> float:
-    r"""1 if there is a complete ``\boxed{..}`` that is not empty (the boxed rate of ERPO Table 1)."""
+    r"""Return 1 if there is a complete ``\boxed{..}`` that is not empty (the boxed rate of ERPO Table 1)."""
     answer = last_boxed(response)
     return float(answer is not None and answer.strip() != "")
 
@@ -46,7 +46,7 @@ FORMS: dict[Form, Callable[[str], float]] = {
 
 
 def demonstrated_form(solution: str, answer: str, form: Form) -> str:
-    """A worked solution as a response of this form."""
+    """Write a worked solution as a response of this form."""
     if form in ("think_answer", "tags"):
         return render_response(solution, answer)
     if form == "think":
@@ -57,5 +57,5 @@ def demonstrated_form(solution: str, answer: str, form: Form) -> str:
 
 
 def with_opened_think(response: str, is_open: bool) -> str:
-    """The response as the reader of prompt and response sees it: a prompt may have opened the think block."""
+    """Add the ``<think>`` that the prompt ends with, if it does."""
     return f"<think>{response}" if is_open else response

@@ -1,4 +1,4 @@
-r"""Notations of answers: as people write them, in one spelling of LaTeX, and as `equality` reads them."""
+r"""Spelling of answers: from any notation to one spelling of LaTeX, and to what `equality` reads."""
 
 import re
 import unicodedata
@@ -64,7 +64,7 @@ _BARE_UNIT = re.compile(r"(?<=[\d})])(\s*)(([A-Za-z]+)(?:[\s./]|\^?\{?[23]\}?|[A
 
 
 def plain(answer: str) -> str:
-    """The answer in LaTeX and ASCII, without bold, dollar signs, and the punctuation mark at its end."""
+    """Rewrite an answer in LaTeX and ASCII, without bold, dollar signs and final punctuation."""
     if not answer.isascii():
         answer = _SUPERSCRIPT.sub(lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}", answer)
         answer = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", answer)
@@ -75,7 +75,7 @@ def plain(answer: str) -> str:
 
 
 def readable(answer: str) -> str:
-    """A plain answer as `equality` reads it: units and words as symbols, mixed numbers as sums."""
+    """Rewrite a plain answer for `equality`: units and words as symbols, mixed numbers as sums."""
     answer = whole[1] if (whole := WRAPPER.fullmatch(answer)) else answer
     number = _THOUSANDS.sub(lambda digits: digits[0].replace(",", ""), answer)
     answer = answer if re.search(r"[,(\[]|\\\{", number) else number
@@ -86,12 +86,12 @@ def readable(answer: str) -> str:
 
 
 def words_of(readable_answer: str) -> set[str]:
-    """Its words that are no units."""
+    """Return the words of a readable answer that are no units."""
     return set(re.findall(r"\{word0(\w+)\}", readable_answer))
 
 
 def _bare_unit(match: re.Match[str]) -> str:
-    """Wraps units and words at the end; a letter, or letters without space before them, may be variables."""
+    """Wrap units and words at the end; a letter, or letters without space before them, may be variables."""
     space, words, first = match.groups()
     words = re.sub("[{}]", "", words)
     is_unit = units_of(words) and (len(first) > 1 or (space and "/" in words))
@@ -99,7 +99,7 @@ def _bare_unit(match: re.Match[str]) -> str:
 
 
 def _unwrapped(match: re.Match[str]) -> str:
-    """Upright text as units, as itself if it is a letter, a number or a conjunction, or as one word."""
+    """Rewrite upright text as units; as itself: a letter, number or conjunction; else as one word."""
     text, before = match[1].strip(), match.string[: match.start()].rstrip()
     if CONJUNCTION.fullmatch(text):
         return f" {text} "
@@ -111,7 +111,7 @@ def _unwrapped(match: re.Match[str]) -> str:
 
 
 def units_of(text: str) -> str | None:
-    """``cm^2``, ``miles per hour``, ``square units`` with symbols for the units; None for other words."""
+    """Rewrite ``cm^2``, ``miles per hour``, ``square units`` with symbols; None for other words."""
     text = re.sub(r"\bper\b", "/", text.replace(".", ""))
     for power, prefix in (("2", "square|sq"), ("3", "cubic|cu")):
         text = re.sub(rf"\b(?:{prefix})\s+(\w+)", rf"\1^{power}", text)

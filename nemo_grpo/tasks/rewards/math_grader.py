@@ -43,14 +43,11 @@ class MathGrader(WorkerPool):
         self._known: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
 
     def equal(self, reference: str, answer: str) -> bool:
-        """True if the answer is the reference, as text or as mathematics; False for anything pathological.
-
-        Raises: RuntimeError: no worker can be started (math-verify is not installed).
-        """
+        """True if the answer is the reference, as text or as mathematics; False for anything pathological."""
         return bool(self.same(reference, answer))
 
     def undecided(self, reference: str, answer: str) -> bool:
-        """True if the two were compared without a verdict; either may be the cause, for this problem only."""
+        """True if the two were compared without a verdict in time."""
         with self._lock:
             return self._known.get((normalized(answer_of(reference)), normalized(answer)), False) is None
 
@@ -79,7 +76,7 @@ class MathGrader(WorkerPool):
 
 
 def answer_of(reference: str) -> str:
-    """A reference without its box."""
+    """Take a reference out of its box."""
     return last_boxed(reference) or reference
 
 
@@ -88,7 +85,7 @@ SHARED = MathGrader()
 
 
 def verdict_on_texts(reference: str, answer: str) -> bool | None:
-    """The verdict on two different normalised answers that are texts rather than mathematics; else None.
+    """Compare two different normalised answers that are texts; None: they are mathematics.
 
     Words are equal whatever their case, an option such as ``B. 42`` is its letter, a range or a time may have
     a unit, and a base may be left out. Integers, dates and versions are equal only to themselves.

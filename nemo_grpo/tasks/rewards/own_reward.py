@@ -27,10 +27,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def parameters_of(reference: str) -> tuple[str, ...]:
-    """List the parameters of a function: some of `ONE`, or some of `BATCH`.
-
-    Raises: UserError: it cannot be loaded, is no function, or takes other parameters.
-    """
+    """List the parameters of a function: some of `ONE`, or some of `BATCH`."""
     key = f"nemo_grpo.rewards.{reference}"
     function = extensions.load(reference, key)
     rule = f"a reward function takes some of {', '.join(ONE)} and returns a number, or some of " + (

@@ -1,7 +1,7 @@
-"""The process that answers the requests of a `worker_pool`, which starts it as a script.
+"""Script of a `worker_pool`'s processes, which answer its requests.
 
-It receives its job, a name of `JOBS` with that one's arguments, says that it is ready, and answers requests
-with bytes. It leads a process group, which ends with it. The kernel kills the process if a request takes too
+A process receives its job, a name of `JOBS` with arguments, says that it is ready, and answers requests with
+bytes. It leads a process group, which ends with it. The kernel kills the process if a request takes too
 much CPU time, even if the parent is gone; memory is limited likewise. Only `own_function` imports this
 package, which brings in torch.
 """
@@ -40,12 +40,12 @@ def main(connection: Connection, cpu_seconds: float, memory_bytes: int) -> None:
 
 
 def numbered(number: int, reply: bytes) -> bytes:
-    """A reply that says which request it answers."""
+    """Put the number of its request before a reply."""
     return b"%d:%b" % (number, reply)
 
 
 def mathematics() -> Callable[[str, str], bytes]:
-    """(reference, answer) -> ``1`` if both are mathematics and equal, else ``0``; see `equality`."""
+    """Make (reference, answer) -> ``1`` if both are mathematics and equal, else ``0``; see `equality`."""
     equal = runpy.run_path(str(Path(__file__).with_name("equality.py")))["equal"]
 
     def answer(reference: str, given: str) -> bytes:
@@ -59,7 +59,7 @@ def mathematics() -> Callable[[str, str], bytes]:
 
 
 def own_function(path: list[str], files: dict[str, str], reference: str) -> Callable[..., bytes]:
-    """(arguments by name, number of responses, or None for one) -> JSON, ``values`` or an ``error``."""
+    """Make (arguments by name, number of responses, or None for one) -> JSON, ``values`` or an ``error``."""
     sys.path[:] = path
     from nemo_grpo.support import extensions
 
@@ -77,7 +77,7 @@ def own_function(path: list[str], files: dict[str, str], reference: str) -> Call
 
 
 def numbers(value: Any, count: int | None) -> list[float | None]:
-    """A function's value, or its ``count`` values; None: it abstains."""
+    """Check a function's value, or its ``count`` values; None: it abstains."""
     if isinstance(value, (Mapping, Set, str)):
         raise TypeError(
             f"a {type(value).__name__} instead of {'a number' if count is None else 'a list of numbers'}"

@@ -4,8 +4,7 @@ A worker is a plain subprocess: no fork of a threaded process, no import of the 
 engine, evaluation, notebooks and Ray actors can all have one. A request that takes too much time or memory,
 or that crashes the worker, has no reply; the next one gets a new worker. No verdict depends on the machine's
 load: the limit is on CPU time, and a worker stands still only if it could have run. Workers exit with their
-parent: at the end of their input, or by their own time limit. Pools of multiprocessing import the caller's
-main module or fork its threads, and a daemonic caller may not have one.
+parent: at the end of their input, or by their own time limit.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class WorkerPool:
         self._busy: set[_Worker] = set()
 
     def ask(self, request: tuple[Any, ...], num_responses: int = 1) -> bytes | None:
-        """A worker's reply, or None if it died or was too slow. A reply is bytes: no worker can harm by it.
+        """Ask a worker; None: it died or was too slow. A reply is bytes, so a worker can do no harm by it.
 
         A second worker is asked if the first stood still, which need not be the request's fault.
 
@@ -144,7 +143,7 @@ class _Worker:
             raise RuntimeError(pool.unready)
 
     def answer(self, request: Any, num_responses: int, seconds: float) -> bytes | None:
-        """The reply to this request, or None if there was none in time; the worker is unusable then."""
+        """Reply to a request; None: no reply in time, and the worker is unusable."""
         self.num_requests += 1
         reply = self._ask((self.num_requests, request, num_responses), seconds)
         number = numbered(self.num_requests, b"")
@@ -186,7 +185,7 @@ class _Worker:
         self._connection.close()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the parent's worker without disturbing it."""
+        """Release the parent's worker in a forked child, without disturbing it."""
         self._process.returncode = 0  # else its destructor would warn about a process that is not ours
         self._connection.close()
 

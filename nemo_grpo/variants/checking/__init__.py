@@ -1,7 +1,7 @@
 """Checks that every loss must pass, by name, on small made-up steps.
 
-``nemo-grpo variants check``, the start of a run with an own loss, and the tests of the variants stand on it.
-`sanity` checks that a loss is well formed, `invariance` that it is the same however a step is split.
+``nemo-grpo variants check``, the start of a run with an own loss, and the variants' tests run them. `sanity`
+checks that a loss is well formed, `invariance` that it does not depend on how a step is split.
 """
 
 import sys
@@ -29,7 +29,7 @@ class Failure(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Subject of a check."""
+    """Input of a check."""
 
     config: VariantConfig
     objective: Objective
@@ -45,7 +45,7 @@ FIRST: dict[str, Check] = {
     "shapes": lambda c: sanity.shapes_fit(c.objective, c.batch),
     "gradient": lambda c: sanity.has_a_gradient(c.objective, c.batch),
 }
-"""Checks that come first; where one fails, those after it say nothing."""
+"""Checks that come first; the first one that fails ends the checking."""
 
 FURTHER: dict[str, Check] = {
     "finite": lambda c: sanity.is_finite(c.objective, c.batch),
@@ -65,13 +65,13 @@ CHECKS = (*FIRST, *FURTHER)
 
 
 def check_variant(config: VariantConfig, *, quick: bool = False) -> list[Failure]:
-    """Every check that does not hold, once; an exception in the variant's code is one.
+    """Run the checks; returns those that fail. An exception in the variant's code is a failure.
 
     Args: quick: on one step, in a tenth of a second; else on nine.
     """
     objective, found = config.build(), dict[str, Failure]()
     for batch in _steps(quick):
-        case = Case(config, objective, *sanity.what_it_declares(config, batch))
+        case = Case(config, objective, *sanity.declared_inputs(config, batch))
         for name, check in (FIRST | FURTHER).items():
             if name not in found and (sentence := _sentence(check, case)):
                 found[name] = Failure(name, sentence)
@@ -81,7 +81,7 @@ def check_variant(config: VariantConfig, *, quick: bool = False) -> list[Failure
 
 
 def try_out(config: VariantConfig, key: str) -> None:
-    """The quick part, before a run."""
+    """Run the quick checks before a run, and refuse a loss that fails."""
     if failures := check_variant(config, quick=True):
         told = "; ".join(f"{check}: {sentence}" for check, sentence in failures[:2])
         more = f" ({len(failures)} checks fail)" if len(failures) > 2 else ""
@@ -123,7 +123,7 @@ def _hint(error: Exception, check: Check, case: Case) -> str:
         given: dict[str, Any] = {field: value}
         try:
             check(case._replace(batch=replace(case.batch, **given)))
-        except Exception:  # it is not this that lacks
+        except Exception:  # another input is missing
             continue
         return f"; it reads {field}, which are given with {declaration} = True only"
     return ""

@@ -24,7 +24,7 @@ RTOL, ATOL = 1e-9, 1e-12
 
 
 def adds_up(objective: Objective, batch: TokenBatch, parts: Sequence[Tensor] | None = None) -> str | None:
-    """The parts' losses and gradients (default: row by row) add up to those of the step in one piece."""
+    """Check that losses and gradients of parts (default: single rows) add up to the whole step's."""
     if objective.whole_groups_per_loss_call:
         return None
     rows = list(torch.arange(len(batch.rewards)).split(1)) if parts is None else parts
@@ -38,7 +38,7 @@ def adds_up(objective: Objective, batch: TokenBatch, parts: Sequence[Tensor] | N
 
 
 def ignores_order(objective: Objective, batch: TokenBatch, order: Tensor) -> str | None:
-    """Rows in another order, under other group numbers, give the same."""
+    """Check that the order of rows and the numbers of groups do not matter."""
     value, gradient, prepared = loss_and_gradient(objective, batch)
     shuffled = batch.select(order, next_token_logprobs=batch.next_token_logprobs[order])
     shuffled = changed(shuffled, group_ids=100 - shuffled.group_ids)
@@ -51,7 +51,7 @@ def ignores_order(objective: Objective, batch: TokenBatch, order: Tensor) -> str
 
 
 def ignores_padding(objective: Objective, batch: TokenBatch, left: int, right: int) -> str | None:
-    """Columns that no response uses change nothing."""
+    """Check that columns that no response uses do not matter."""
 
     def padded(x: Tensor, value: float | bool) -> Tensor:
         return torch.nn.functional.pad(x, (left, right), value=value)
@@ -68,7 +68,7 @@ def ignores_padding(objective: Objective, batch: TokenBatch, left: int, right: i
 
 
 def survives_packing(objective: Objective, batch: TokenBatch) -> str | None:
-    """Called once per response, cut to its length, as packing does, the losses add up to the step's."""
+    """Check that the losses of single responses, cut to their length, add up to the step's."""
     if objective.whole_groups_per_loss_call:
         return None
     prepared = objective.prepare(batch, seed=SEED)
@@ -88,7 +88,7 @@ def survives_packing(objective: Objective, batch: TokenBatch) -> str | None:
 
 
 def ignores_what_is_masked(objective: Objective, batch: TokenBatch, garbage: float) -> str | None:
-    """Garbage under the mask reaches neither loss, gradient nor metrics; bit by bit."""
+    """Check that garbage under the mask reaches neither loss, gradient nor metrics, bit by bit."""
     value, gradient, prepared = loss_and_gradient(objective, batch)
     bad = changed(
         batch,
@@ -111,7 +111,7 @@ def ignores_what_is_masked(objective: Objective, batch: TokenBatch, garbage: flo
 
 
 def metrics_add_up(objective: Objective, batch: TokenBatch) -> str | None:
-    """The parts' metrics add up to the step's."""
+    """Check that the parts' metrics add up to the step's."""
     prepared, current = objective.prepare(batch, seed=SEED), batch.next_token_logprobs
 
     def metrics(rows: Sequence[Tensor] | None) -> list[dict[str, Tensor]]:
@@ -132,7 +132,7 @@ def metrics_add_up(objective: Objective, batch: TokenBatch) -> str | None:
 
 
 def agrees_with_differences(objective: Objective, batch: TokenBatch) -> str | None:
-    """The gradient is the derivative by central differences, or that with detached values held."""
+    """Check the gradient against central differences, or against those with detached values held."""
     if any(_distance_to_differences(objective, batch, held=held) <= 1 for held in (False, True)):
         return None
     return (
@@ -142,7 +142,7 @@ def agrees_with_differences(objective: Objective, batch: TokenBatch) -> str | No
 
 
 def _distance_to_differences(objective: Objective, batch: TokenBatch, *, held: bool) -> float:
-    """Largest difference between gradient and central difference, in units of what rounding explains."""
+    """Measure the largest error of the gradient by central differences, in units of the rounding error."""
     prepared, step, hold = objective.prepare(batch, seed=SEED), 1e-6, Held(active=held)
 
     def loss(current: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def _distance_to_differences(objective: Objective, batch: TokenBatch, *, held: b
 
 
 def is_zero_without_tokens(objective: Objective, batch: TokenBatch) -> str | None:
-    """A step in which no token counts has loss 0 and no gradient."""
+    """Check that a step in which no token counts has loss 0 and no gradient."""
     empty = changed(batch, token_mask=torch.zeros_like(batch.token_mask))
     value, gradient, _ = loss_and_gradient(objective, empty)
     if value == 0 and not gradient.any():
@@ -177,7 +177,7 @@ def is_zero_without_tokens(objective: Objective, batch: TokenBatch) -> str | Non
 
 
 def keeps_dtype(objective: Objective, batch: TokenBatch) -> str | None:
-    """A float32 step gives float32 advantages and gradient, near the float64 ones."""
+    """Check that a float32 step gives float32 advantages and gradient, near the float64 ones."""
     ids = torch.arange(len(batch.rewards)) * 7919  # draws go by these, not by the bits of logprobs
     batch = changed(batch, response_ids=ids)
     step = changed(batch, **token_tensors(batch, torch.float32))
@@ -209,8 +209,7 @@ def _compare(one: Any, other: Any, names: tuple[str, str], remedy: str) -> str |
 class Held:
     """Records what ``detach()`` and code under ``no_grad`` give in the first call; later calls get the same.
 
-    Of a loss whose detached values are held, the gradient is the derivative. The calls must take the same way
-    through the code.
+    With these values held, a loss's gradient is its derivative. All calls must run the same operations.
     """
 
     def __init__(self, *, active: bool = True) -> None:
@@ -219,7 +218,7 @@ class Held:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """One call of the loss."""
+        """Record or replay during one call of the loss."""
         if not self.active:
             yield
             return

@@ -26,11 +26,11 @@ from nemo_grpo.variants.small_steps import (
 )
 
 NEAR = 0.8
-"""Likeness from which a name counts as a misspelt one."""
+"""Similarity from which a name counts as misspelt."""
 
 
 def names_are_known(config: VariantConfig) -> str | None:
-    """No attribute of the user's class is a near miss of one that the package reads."""
+    """Check that no attribute of the user's class is a near miss of one that the package reads."""
     known = {name for name in dir(RatioConfig) if not name.startswith("_")} | set(RatioConfig.model_fields)
     for owner in type(config).__mro__:
         if owner.__module__.startswith(("nemo_grpo.", "pydantic.")) or not issubclass(owner, BaseModel):
@@ -45,10 +45,10 @@ def names_are_known(config: VariantConfig) -> str | None:
     return None
 
 
-def what_it_declares(
+def declared_inputs(
     config: VariantConfig, batch: TokenBatch
 ) -> tuple[TokenBatch, dict[str, tuple[str, Tensor]]]:
-    """The step as the engines give it to this variant.
+    """Leave out of a step the tensors that the variant does not declare, as the engines do.
 
     Returns: the step; field -> (declaration that asks for it, values) of what was left out.
     """
@@ -66,7 +66,7 @@ def what_it_declares(
 
 
 def gives_the_same_again(objective: Objective, batch: TokenBatch) -> str | None:
-    """A step gives the same advantages and losses again, after another step, too."""
+    """Check that a step gives the same advantages and losses again, after another step, too."""
 
     def results(step: TokenBatch) -> list[Tensor]:
         prepared = objective.prepare(step, seed=SEED)
@@ -94,7 +94,7 @@ def gives_the_same_again(objective: Objective, batch: TokenBatch) -> str | None:
 
 
 def shapes_fit(objective: Objective, batch: TokenBatch) -> str | None:
-    """Advantages, weights, terms and metrics have a number per token, or where allowed per response."""
+    """Check that advantages, weights, terms and metrics are per token, or where allowed per response."""
     prepared = objective.prepare(batch, seed=SEED)
     tokens, rows = tuple(batch.prev_logprobs.shape), tuple(batch.rewards.shape)
     shaped = shaped_by(objective, batch)
@@ -128,7 +128,7 @@ def _shape(name: str, value: Tensor, want: tuple[int, ...], remedy: str) -> str:
 
 
 def has_a_gradient(objective: Objective, batch: TokenBatch) -> str | None:
-    """The loss depends on the current policy, and moves it in a step's first update."""
+    """Check that the loss depends on the current policy, and moves it in a step's first update."""
     current = batch.prev_logprobs.clone().requires_grad_()
     total = loss_of(objective, objective.prepare(batch, seed=SEED), current)
     gradient = torch.autograd.grad(total, current, allow_unused=True)[0] if total.requires_grad else None
@@ -141,7 +141,7 @@ def has_a_gradient(objective: Objective, batch: TokenBatch) -> str | None:
 
 
 def moves_the_right_way(config: VariantConfig, objective: Objective, batch: TokenBatch) -> str | None:
-    """A step's first update raises the tokens of responses with an advantage > 0, and lowers the others."""
+    """Check that a step's first update raises tokens with an advantage > 0, and lowers the others."""
     plain = replace(objective, kl_penalty=0.0)
     prepared = plain.prepare(batch, seed=SEED)
     goal = shaped_by(plain, batch).base.per_token(batch.mask)
@@ -165,14 +165,14 @@ def moves_the_right_way(config: VariantConfig, objective: Objective, batch: Toke
 
 
 def is_finite(objective: Objective, batch: TokenBatch) -> str | None:
-    """Loss, gradient and metrics are numbers on ordinary steps and on hard ones, in float32."""
+    """Check that loss, gradient and metrics are finite on ordinary and hard steps, in float32."""
     for name, step in hard_steps(batch):
         value, gradient, prepared = loss_and_gradient(objective, step)
         where = "expected finite numbers for a step with " + name
         if not prepared.advantages.isfinite().all():
             return f"{where}; found advantages that are not; add an eps to the divisor in shape()"
-        if told := implausible_advantage(prepared):
-            return f"expected plausible advantages for a step with {name}; found that {told}"
+        if warning := implausible_advantage(prepared):
+            return f"expected plausible advantages for a step with {name}; found that {warning}"
         if not (value.isfinite() and gradient.isfinite().all()):
             return (
                 f"{where}; found the loss {value.item():.3g}; use core.surrogates.importance_ratio and "
@@ -187,7 +187,7 @@ def is_finite(objective: Objective, batch: TokenBatch) -> str | None:
 
 
 def hard_steps(batch: TokenBatch) -> Iterator[tuple[str, TokenBatch]]:
-    """(what is hard about it, the step), in float32 and outliers in float64, too."""
+    """Yield (description, step) of numerically hard steps: all in float32, outliers in float64 too."""
     tensors = token_tensors(batch, torch.float32)
     plain = changed(batch, **tensors, rewards=batch.rewards.float())
     yield "ordinary numbers", plain

@@ -7,10 +7,10 @@ import pytest
 import torch
 from processes import ROOT
 
-from nemo_grpo.engine.precision import choose_precision
+from nemo_grpo.engine.checks import choose_precision
 from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.recipe import Recipe, load_recipe
-from nemo_grpo.support import processor
+from nemo_grpo.support import machine
 from nemo_grpo.support.errors import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -24,7 +24,7 @@ def recipe_with(precision: str) -> Recipe:
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch):
     def be(words: set[str]) -> None:
-        monkeypatch.setattr(processor, "_words", lambda: frozenset(words))
+        monkeypatch.setattr(machine, "_words", lambda: frozenset(words))
 
     return be
 

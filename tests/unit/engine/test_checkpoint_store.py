@@ -12,8 +12,7 @@ import pytest
 
 from nemo_grpo import UserError
 from nemo_grpo.engine.checkpoint_store import CheckpointStore
-from nemo_grpo.engine.input_hashes import data_files, keep_inputs
-from nemo_grpo.engine.resume import check_same_run
+from nemo_grpo.engine.resume import check_same_run, data_files, keep_inputs
 from nemo_grpo.engine.run_folder import RunFolder, own_copy
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support import files, shipped

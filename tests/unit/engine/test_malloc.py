@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo.engine import malloc
+from nemo_grpo.support import machine
 
 BLOCK = 100_000  # bytes; larger ones the C library gives back itself
 
@@ -23,7 +23,7 @@ def test_memory_below_a_block_in_use_is_given_back() -> None:
     blocks = [b"x" * BLOCK for _ in range(2000)]
     del blocks[:-1]
     before = resident()
-    malloc.give_back()
+    machine.release_freed_memory()
     assert before - resident() > 1000 * BLOCK
     assert blocks == [b"x" * BLOCK]
 
@@ -32,8 +32,8 @@ def test_memory_below_a_block_in_use_is_given_back() -> None:
 def test_a_large_block_that_was_freed_costs_no_page_faults_again() -> None:
     script = """
 import resource
-from nemo_grpo.engine import malloc
-malloc.keep()
+from nemo_grpo.support import machine
+machine.keep_freed_memory()
 for _ in range(2):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     bytearray(b"x") * 2**26

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from nemo_grpo.engine.learning import TrainingState
-from nemo_grpo.engine.megatron.microbatches import by_gradient, plan_groups, plan_rows
-from nemo_grpo.engine.megatron.results import UpdateResult
+from nemo_grpo.engine.megatron.microbatches import UpdateResult, by_gradient, plan_groups, plan_rows
 from nemo_grpo.engine.rollout import Group, Scored
 from nemo_grpo.engine.step_metrics import mean_metrics, mean_scores, note, sample_rows, signal_shares
 from nemo_grpo.report.runs import validation_note

@@ -9,7 +9,7 @@ from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.statistics import Groups
 from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.learning import Learner, TrainingState
-from nemo_grpo.engine.megatron.results import Scores
+from nemo_grpo.engine.megatron.microbatches import Scores
 from nemo_grpo.engine.rollout import Group, Scored, assemble
 from nemo_grpo.engine.steps import shape
 from nemo_grpo.sampling.episodes import Response

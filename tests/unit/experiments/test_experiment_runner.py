@@ -19,7 +19,7 @@ from processes import wait_for
 from rich.console import Console
 
 from nemo_grpo.cli.compare import comparison, show_results
-from nemo_grpo.engine.input_hashes import keep_inputs, model_files
+from nemo_grpo.engine.resume import keep_inputs, model_files
 from nemo_grpo.experiments.jobs import Job, Setting, Status, make_jobs
 from nemo_grpo.experiments.results import finished_groups, write_results
 from nemo_grpo.experiments.runner import check_unchanged, run_experiment, run_jobs

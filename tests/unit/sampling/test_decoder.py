@@ -9,13 +9,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from toy_models import logprobs_of, make_generator, make_model, responses
 
-from nemo_grpo.sampling.decoder import cache, matrices, prompts
+from nemo_grpo.sampling.decoder import cache, prompts, weights
 from nemo_grpo.sampling.decoder.weights import unsupported
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.generators import build_local, choose
 from nemo_grpo.sampling.requests import Request, SamplingParams
-from nemo_grpo.support import processor
+from nemo_grpo.support import machine
 from nemo_grpo.support.errors import UserError
 
 VOCAB = 48
@@ -89,7 +89,7 @@ def packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every weight is packed, whatever the processor."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(matrices, "packs", lambda _weight: True)
+    monkeypatch.setattr(weights, "packs", lambda _weight: True)
 
 
 def test_packed_weights_compute_the_same(model: Any, packing: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +129,8 @@ def test_the_processor_decides_on_packing(
     processor_words: set[str], dtype: torch.dtype, size: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    monkeypatch.setattr(processor, "_words", lambda: frozenset(processor_words))
-    assert matrices.packs(torch.empty(size, dtype=dtype)) is expected
+    monkeypatch.setattr(machine, "_words", lambda: frozenset(processor_words))
+    assert weights.packs(torch.empty(size, dtype=dtype)) is expected
 
 
 def test_the_cache_grows_and_keeps_what_it_holds(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:

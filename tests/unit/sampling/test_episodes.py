@@ -14,7 +14,7 @@ from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.requests import Request, Rollout, SamplingParams, Turn
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt, parse_task
-from nemo_grpo.tasks.environment import Episode, Observed
+from nemo_grpo.tasks.base import Episode, Observed
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.tasks.search_qa import SearchQA, SearchQAConfig

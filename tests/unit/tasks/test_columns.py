@@ -8,8 +8,8 @@ import pytest
 
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, parse_task
-from nemo_grpo.tasks.columns import problem_of
 from nemo_grpo.tasks.jsonl import read_problems, write_problems
+from nemo_grpo.tasks.rows import problem_of
 
 VERL = {
     "data_source": "sums",

@@ -10,9 +10,8 @@ import pytest
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.retriever.bm25 import BM25Retriever
-from nemo_grpo.tasks.retriever.corpus import Corpus, indexed_text
+from nemo_grpo.tasks.retriever.corpus import Corpus, index_folder, indexed_text
 from nemo_grpo.tasks.retriever.dense import DenseRetriever, E5Encoder
-from nemo_grpo.tasks.retriever.index_folder import index_folder
 
 TEXTS = ["red fox jumps", "blue fox sleeps", "green owl", "green owl", "red red crow"]
 

@@ -15,7 +15,7 @@ import uvicorn
 from nemo_grpo.cli import retriever as retriever_command
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import parse_task
-from nemo_grpo.tasks.environment import Episode
+from nemo_grpo.tasks.base import Episode
 from nemo_grpo.tasks.retriever import Passage, RetrieverError, client
 from nemo_grpo.tasks.retriever.bm25 import BM25Retriever
 from nemo_grpo.tasks.retriever.client import RetrieverClient

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, parse_task
-from nemo_grpo.tasks.environment import Episode, MultiTurnTask, Observed, make_ready
+from nemo_grpo.tasks.base import Episode, MultiTurnTask, Observed, make_ready
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.search_qa import (
     SearchQA,

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from nemo_grpo.sampling.episodes import text_reader
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import parse_task
-from nemo_grpo.tasks.environment import Episode, tags_of
+from nemo_grpo.tasks.base import Episode, tags_of
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.search_qa import SEARCH_TAGS, SearchQA, SearchQAConfig
 from nemo_grpo.tasks.special_tokens import broken_up, refuse_special_tags, reserved_texts
