@@ -2,7 +2,6 @@
 
 import ast
 import sys
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -41,15 +40,15 @@ UPWARD = {("checkpoints_conv/__main__.py", "cli"): "``python -m checkpoints_conv
 
 
 @cache
-def import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+def import_statements(path):
     """Wherever in a file: under TYPE_CHECKING and in functions, too."""
     nodes = ast.walk(ast.parse(path.read_text()))
     return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
-def imports(path: Path) -> set[str]:
+def imports(path):
     """Dotted names that a file imports."""
-    found: set[str] = set()
+    found = set()
     for node in import_statements(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -58,16 +57,16 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def file_of(module: str) -> str | None:
+def file_of(module):
     """Path of one of our modules, from the repository's root; None: it is not ours."""
     base = ROOT / module.replace(".", "/")
     files = (base.with_suffix(".py"), base / "__init__.py")
     return next((file.relative_to(ROOT).as_posix() for file in files if file.is_file()), None)
 
 
-def imported_files(path: Path) -> set[str]:
+def imported_files(path):
     """Our files that a file imports by name."""
-    modules: set[str] = set()
+    modules = set()
     for node in import_statements(path):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
@@ -77,11 +76,11 @@ def imported_files(path: Path) -> set[str]:
     return {file for module in modules if (file := file_of(module))}
 
 
-def circles(edges: Mapping[str, set[str]]) -> list[set[str]]:
+def circles(edges):
     """Groups of nodes of which each reaches every other."""
 
-    def reached(start: str) -> set[str]:
-        seen: set[str] = set()
+    def reached(start):
+        seen = set()
         todo = [start]
         while todo:
             todo += (new := edges.get(todo.pop(), set()) - seen)
@@ -93,7 +92,7 @@ def circles(edges: Mapping[str, set[str]]) -> list[set[str]]:
     return [set(group) for group in sorted({frozenset(group) for group in groups if group}, key=sorted)]
 
 
-def sources(folder: str) -> list[Path]:
+def sources(folder):
     return sorted((ROOT / folder).rglob("*.py"))
 
 
@@ -128,7 +127,7 @@ def test_no_file_imports_itself_in_a_circle():
     assert circles({path.relative_to(ROOT).as_posix(): imported_files(path) for path in PRODUCT}) == []
 
 
-def package_of(file: str) -> str:
+def package_of(file):
     """A name in `LAYERS`."""
     parts = Path(file).with_suffix("").parts
     inner = parts[1:] if parts[0] == "nemo_grpo" else parts

@@ -18,20 +18,20 @@ from nemo_grpo.cli import plan; plan.plan(['recipes/erpo', 'nemo_grpo.run_name=x
 """
 
 
-def test_recipes_load_and_are_planned_without_heavy_libraries() -> None:
+def test_recipes_load_and_are_planned_without_heavy_libraries():
     assert loaded_by(STATEMENTS, HEAVY) == "[]"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU megatron-core's fused functions are compiled")
-def test_the_engine_loads_without_torchs_compiler() -> None:
+def test_the_engine_loads_without_torchs_compiler():
     assert loaded_by("import nemo_grpo.engine.megatron", ("torch._dynamo", "torch._inductor")) == "[]"
 
 
-def test_nemo_rls_workers_load_without_griffe() -> None:
+def test_nemo_rls_workers_load_without_griffe():
     assert loaded_by("import nemo_grpo.nemorl.compat", ("griffe",)) == "[]"
 
 
-def loaded_by(statement: str, names: tuple[str, ...]) -> str:
+def loaded_by(statement, names):
     code = f"{statement}\nimport sys; print([name for name in {names} if name in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

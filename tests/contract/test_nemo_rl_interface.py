@@ -73,11 +73,11 @@ def test_the_supervised_section_is_the_recorded_call():
     assert call == f"({', '.join(f'{name}=_' for name in sft_section(recipe))})"
 
 
-def adapter() -> list[tuple[Path, ast.Module]]:
+def adapter():
     return [(path, ast.parse(path.read_text())) for path in sorted(ADAPTER.glob("*.py"))]
 
 
-def called_name(call: ast.expr) -> str | None:
+def called_name(call):
     """NAME of a call of ``compat.import_name(NAME)(...)``; None for other calls, or if it is no constant."""
     function = getattr(call, "func", None)
     if not isinstance(function, ast.Call) or not ast.unparse(function.func).endswith("import_name"):
@@ -110,7 +110,7 @@ def test_every_call_of_a_name_is_recorded_as_it_is_made():
     assert set(calls) - seen <= THROUGH_VARIABLES
 
 
-def as_parameters(call: str) -> list[str]:
+def as_parameters(call):
     """Parameters that take a call of the table and nothing else."""
     words = [word.strip() for word in call.strip("()").split(",") if word.strip()]
     positional = [f"p{place}=" for place, word in enumerate(words) if word == "_"]

@@ -1,7 +1,6 @@
 """The policy on a GPU: as on the CPU in FP32 and BF16; FP8 finite and close; a loss that never waits."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed
 from nemo_grpo.engine.megatron.options import FP8_CAPABILITY
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.policy_checkpoint import begin_save, load_policy
-from nemo_grpo.engine.megatron.results import Scores
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +38,7 @@ SIZES = {
 """Widths of 16 and head dimension 64, so that FP8 and fused attention can run."""
 
 
-def make(dtype: torch.dtype, fields: dict[str, Any]) -> MegatronPolicy:
+def make(dtype, fields):
     torch.manual_seed(0)
     config = Qwen2Config(**SIZES, tie_word_embeddings=True)
     weights = AutoModelForCausalLM.from_config(config).float().state_dict()
@@ -50,14 +48,14 @@ def make(dtype: torch.dtype, fields: dict[str, Any]) -> MegatronPolicy:
     return policy
 
 
-def rollout() -> tuple[Sequences, torch.Tensor]:
+def rollout():
     """8 sequences of 20 to 48 tokens, rewards by turns."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(20, 49, (8,), generator=generator)
     return Sequences(torch.randint(500, (8, 48), generator=generator), lengths), torch.arange(8) % 2
 
 
-def token_batch(sequences: Sequences, rewards: torch.Tensor, scores: torch.Tensor, **more: Any) -> TokenBatch:
+def token_batch(sequences, rewards, scores, **more):
     column = torch.arange(scores.shape[1])
     return TokenBatch(
         prev_logprobs=scores,
@@ -72,24 +70,24 @@ def token_batch(sequences: Sequences, rewards: torch.Tensor, scores: torch.Tenso
 class Run:
     """A policy and one rollout; each `step` is an update on it."""
 
-    def __init__(self, policy: MegatronPolicy, mb_tokens: int | None = None) -> None:
+    def __init__(self, policy, mb_tokens=None):
         self.policy = policy
         self.sequences, self.rewards = rollout()
-        self.how: dict[str, Any] = {"micro_batch_size": 4, "temperature": 1.0, "mb_tokens": mb_tokens}
+        self.how = {"micro_batch_size": 4, "temperature": 1.0, "mb_tokens": mb_tokens}
         self.objective = build_objective("gpg")
-        self.losses: list[float] = []
-        self.grad_norms: list[float] = []
+        self.losses = []
+        self.grad_norms = []
 
-    def score(self) -> Scores:
+    def score(self):
         return self.policy.score(self.sequences, **self.how)
 
-    def step(self, scores: Scores) -> None:
+    def step(self, scores):
         prepared = self.objective.prepare(token_batch(self.sequences, self.rewards, scores.logprobs))
         result = self.policy.update(self.objective, prepared, self.sequences, **self.how)
         self.losses.append(result.metrics["loss/total"])
         self.grad_norms.append(result.grad_norm)
 
-    def answer(self, scores: Scores) -> dict[str, Any]:
+    def answer(self, scores):
         """All of it as CPU tensors."""
         return {
             "scores": scores.logprobs,
@@ -99,7 +97,7 @@ class Run:
             "weights": {name: x.float().cpu().clone() for name, x in self.policy.named_tensors()},
         }
 
-    def trained(self, num_steps: int) -> dict[str, Any]:
+    def trained(self, num_steps):
         """Score, then updates."""
         scores = self.score()
         for _ in range(num_steps):
@@ -107,19 +105,17 @@ class Run:
         return self.answer(scores)
 
 
-def trained(
-    dtype: torch.dtype, fields: dict[str, Any], num_steps: int = 5, mb_tokens: int | None = None
-) -> dict[str, Any]:
+def trained(dtype, fields, num_steps=5, mb_tokens=None):
     return Run(make(dtype, fields), mb_tokens).trained(num_steps)
 
 
-def measured(found: dict[str, Any], expected: dict[str, Any]) -> str:
+def measured(found, expected):
     """The largest differences, which pytest -rP shows."""
 
-    def most(values: Any) -> str:
+    def most(values):
         return f"{max(values):.2e}"
 
-    def pairs(key: str) -> Any:
+    def pairs(key):
         return zip(found[key], expected[key], strict=True)
 
     apart = {key: most([(found[key] - expected[key]).abs().max().item()]) for key in ("scores", "entropies")}
@@ -129,7 +125,7 @@ def measured(found: dict[str, Any], expected: dict[str, Any]) -> str:
     return f"measured {apart | {'weights': most(weights)}}"
 
 
-def assert_close(found: dict[str, Any], expected: dict[str, Any], logprob: float, relative: float) -> None:
+def assert_close(found, expected, logprob, relative):
     print(measured(found, expected))  # noqa: T201
     for key in ("scores", "entropies"):
         torch.testing.assert_close(found[key], expected[key], rtol=0, atol=logprob, msg=key)
@@ -180,7 +176,7 @@ def test_packed_sequences_give_the_same_update(fields):
 def test_fp8_is_finite_and_close_to_bf16(recipe, form):
     if torch.cuda.get_device_capability() < FP8_CAPABILITY[recipe]:
         pytest.skip(f"this GPU has no {recipe} FP8")
-    fields: dict[str, Any] = {"fp8": form, "fp8_recipe": recipe}
+    fields = {"fp8": form, "fp8_recipe": recipe}
     if recipe != "delayed":
         fields |= {"first_last_layers_bf16": True}
     bf16, fp8 = trained(torch.bfloat16, {}), trained(torch.bfloat16, fields)
@@ -216,7 +212,7 @@ def test_no_loss_waits_for_the_gpu(variant):
     rows = torch.arange(4, device="cuda")
     toks, seqs = prepared.batch.mask.sum(), prepared.batch.sample_mask.sum()
 
-    def loss_and_backward() -> None:
+    def loss_and_backward():
         logprobs, _ = logprobs_and_entropy(logits, targets, temperature=0.9, vocab_size=490)
         part = prepared.select(rows, next_token_logprobs=logprobs, length=47)
         loss, _ = objective.loss(part, global_valid_toks=toks, global_valid_seqs=seqs)
@@ -238,7 +234,7 @@ def test_the_profiler_sees_no_copy_to_the_host_in_a_microbatch():
     run = Run(make(torch.bfloat16, LOCAL))
     scores = run.score()
 
-    def copies(micro_batch_size: int) -> int:
+    def copies(micro_batch_size):
         run.how["micro_batch_size"] = micro_batch_size
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:

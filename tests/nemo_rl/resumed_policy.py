@@ -23,14 +23,14 @@ SCHEDULE = (
 )
 
 
-def main(folder: Path, output: Path) -> None:
+def main(folder, output):
     """Run both."""
     prepare()
     case = Case("grpo", "DP2", "bfloat16")
     recipe, step_2 = case.recipe(folder), folder / "checkpoints" / "step_2"
     steps, results = batches(folder), {}
 
-    def third(engine: Engine, first: int) -> dict[str, object]:
+    def third(engine, first):
         estimator = VariantEstimator(
             recipe.loss_fn, num_generations=NUM_GENERATIONS, seed=0, context=engine.context
         )

@@ -11,10 +11,7 @@ import math
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -49,7 +46,7 @@ SETTINGS = (
 )
 
 
-def controlled(groups: int, lookahead: int = 0) -> str:
+def controlled(groups, lookahead=0):
     return (
         f"async_rl={{min_groups_for_streaming_train: {groups}, max_inflight_prompts: {PROMPTS}, "
         f"sampler: {{name: in_order, max_lookahead_versions: {lookahead}}}}}"
@@ -59,11 +56,11 @@ def controlled(groups: int, lookahead: int = 0) -> str:
 class ChunkPolicy(PlanePolicy):
     """The toy policy trained as NeMo-RL's Megatron worker trains: sums by chunks, divided at the end."""
 
-    def begin_train_step(self, loss_fn: Any) -> None:
+    def begin_train_step(self, loss_fn):
         self.loss_fn, self.counts, self.total = loss_fn, dict.fromkeys(("seqs", "toks"), 0.0), 0.0
-        self.metrics: dict[str, list[float]] = defaultdict(list)
+        self.metrics = defaultdict(list)
 
-    def train_microbatches_from_meta(self, meta: Any) -> None:
+    def train_microbatches_from_meta(self, meta):
         data = self.read(meta, [name for name in DP_TRAIN_FIELDS if name in self.columns(meta)])
         self.trained.append(dict(data.items()))
         self.counts["seqs"] += float(data["sample_mask"].sum())
@@ -77,7 +74,7 @@ class ChunkPolicy(PlanePolicy):
             for name, number in numbers.items():
                 self.metrics[name].append(number)
 
-    def finish_train_step(self) -> dict[str, Any]:
+    def finish_train_step(self):
         n = self.counts["toks" if self.loss_fn.loss_type.name == "TOKEN_LEVEL" else "seqs"]
         gradient = self.model.grad / n
         with torch.no_grad():
@@ -89,7 +86,7 @@ class ChunkPolicy(PlanePolicy):
         metrics = {name: [x / by[kinds[name].name] for x in xs] for name, xs in self.metrics.items()}
         return {"loss": self.losses[-1], "grad_norm": gradient.norm(), "all_mb_metrics": metrics}
 
-    def abort_train_step(self) -> None:
+    def abort_train_step(self):
         self.model.grad = None
 
 
@@ -98,7 +95,7 @@ class Rollouts(RolloutManager):
 
     rewards: torch.Tensor | None = None
 
-    async def run_rollout(self, input_sample: Any) -> PromptGroupRecord:
+    async def run_rollout(self, input_sample):
         draw, group = divmod(int(input_sample["idx"]), PROMPTS)
         batch = rollouts(draw)
         rows = range(group * GENERATIONS, (group + 1) * GENERATIONS)
@@ -107,7 +104,7 @@ class Rollouts(RolloutManager):
         return PromptGroupRecord(draw, batch["message_log"][rows[0]][:1], None, {}, said, {})
 
 
-def problem(number: int) -> dict[str, Any]:
+def problem(number):
     asked = [{"role": "user", "content": "?", "token_ids": torch.tensor([1, 2, 3])}]
     return {"message_log": asked, "length": 3, "extra_env_info": {}, "loss_multiplier": 1.0, "idx": number}
 
@@ -115,7 +112,7 @@ def problem(number: int) -> dict[str, Any]:
 class Controlled:
     """A driver's run on the single controller."""
 
-    def __init__(self, folder: Path, loss_fn: dict[str, Any], *overrides: str) -> None:
+    def __init__(self, folder, loss_fn, *overrides):
         self.run = toy_run(folder, loss_fn, *SETTINGS, *overrides)
         self.context, self.plane = StepContext(), NoOpDataPlaneClient()
         self.plane.register_partition("rollout_data", [], 100, ["train"])
@@ -129,7 +126,7 @@ class Controlled:
         self.policy, self.logger = self.parts.policy, self.parts.logger
 
     @contextmanager
-    def stand_ins(self) -> Iterator[None]:
+    def stand_ins(self):
         transfer = MagicMock(sync_weights=MagicMock(return_value=None))
         make = patch("nemo_grpo.nemorl.single_controller.policy_factory", self.policy_factory)
         with ExitStack() as stack:
@@ -145,7 +142,7 @@ class Controlled:
             stack.enter_context(patch("nemo_rl.algorithms.single_controller.Logger"))
             yield
 
-    def policy_factory(self, *arguments: Any) -> Any:
+    def policy_factory(self, *arguments):
         from nemo_grpo.nemorl.policy import policy_factory
 
         toy = type("Toy", (ChunkPolicy,), {})
@@ -156,7 +153,7 @@ class Controlled:
             make = policy_factory(*arguments)
         return lambda **named: make(plane=self.plane, **named)
 
-    def train(self) -> Any:
+    def train(self):
         ready = run_grpo.Ready(self.parts, None, None, [{}, {}], None, 0, controller=self.controller)
         with (
             stop_after_step(self.run.recipe.grpo) as stop,
@@ -165,10 +162,10 @@ class Controlled:
             run_grpo.run_trainer(ready)
         return stop
 
-    def exit_code(self, stop: Any) -> int:
+    def exit_code(self, stop):
         return exit_code(self.run, self.parts, last_step(self.run, self.parts), stop)
 
-    def logged(self) -> dict[str, Any]:
+    def logged(self):
         calls = [c for c in self.logger.log_metrics.call_args_list if c.kwargs.get("prefix") == "train"]
         return calls[-1].args[0]
 
@@ -198,7 +195,7 @@ def test_a_step_may_come_in_chunks_and_is_recorded_as_one(tmp_path):
     manager, chunks = run.controller._rollout_manager, run.policy.trained
     rollout = manager.run_rollout
 
-    async def one_after_the_other(sample: Any) -> Any:
+    async def one_after_the_other(sample):
         while len(chunks) < int(sample["idx"]):
             await asyncio.sleep(0.002)
         return await rollout(sample)
@@ -219,7 +216,7 @@ def test_a_signal_saves_and_the_next_start_goes_on(tmp_path):
     run = Controlled(tmp_path, {"variant": "tr_grpo", "weighting": "random"} | NO_PENALTY, *settings)
     finish = run.policy.finish_train_step
 
-    def finish_and_be_asked_to_stop() -> Any:
+    def finish_and_be_asked_to_stop():
         if len(run.policy.losses) == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         return finish()

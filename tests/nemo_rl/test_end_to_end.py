@@ -64,13 +64,13 @@ WHOLE = {
 }
 
 
-def rehearsed(tmp_path: Path, recipe: str, *overrides: str) -> stages.Rehearsal:
+def rehearsed(tmp_path, recipe, *overrides):
     sampler = os.environ.get(STAND_IN) == "1"
     stack = find_stack(None, Path(sys.executable), None, sampler=sampler)
     return stages.prepare(RECIPES / recipe, overrides, stack, tmp_path / "run", 4)
 
 
-def proved(rehearsal: stages.Rehearsal) -> Recorded:
+def proved(rehearsal):
     """Its output, once every stage has passed and its numbers were computed again."""
     failed = [stage for stage in (*checks.stages(rehearsal), *oracle.prove(rehearsal)) if not stage.ok]
     assert not failed, failed

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron_without_gpu import our_worker, stock_worker
-from torch import Tensor
 
 from nemo_grpo.engine.launch import free_port
 
 VOCAB, LENGTHS, WIDTH = 16, [5, 8, 3], 10
 
 
-def rows() -> tuple[Tensor, Tensor]:
+def rows():
     """([3, WIDTH] right-padded token ids, [VOCAB, VOCAB] logits of the token behind each token)."""
     generator = torch.Generator().manual_seed(0)
     table = 2 * torch.randn(VOCAB, VOCAB, generator=generator)
@@ -27,7 +26,7 @@ def rows() -> tuple[Tensor, Tensor]:
     return ids, table
 
 
-def expected(ids: Tensor, table: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def expected(ids, table, temperature):
     """(logprobs at the temperature, entropies at temperature 1), [3, WIDTH]; index 0 is 0."""
     logits = table[ids[:, :-1]]
     scaled = torch.log_softmax(logits / temperature, -1)
@@ -36,11 +35,11 @@ def expected(ids: Tensor, table: Tensor, temperature: float) -> tuple[Tensor, Te
     return tuple(torch.nn.functional.pad(x, (1, 0)) for x in pairs)
 
 
-def sampling(temperature: float) -> types.SimpleNamespace:
+def sampling(temperature):
     return types.SimpleNamespace(temperature=temperature, top_k=None, top_p=1.0)
 
 
-def join(rank: int, tensor: int, context: int, port: int) -> None:
+def join(rank, tensor, context, port):
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
@@ -51,7 +50,7 @@ def join(rank: int, tensor: int, context: int, port: int) -> None:
     )
 
 
-def score_on_a_rank(rank: int, layout: tuple[int, int, bool, float], port: int, folder: str) -> None:
+def score_on_a_rank(rank, layout, port, folder):
     """One rank of `EntropyPostProcessor` on its shard of tokens and vocabulary; rank 0 writes the result."""
     tensor, context, packed, temperature = layout
     worker = our_worker()
@@ -90,7 +89,7 @@ def score_on_a_rank(rank: int, layout: tuple[int, int, bool, float], port: int, 
     dist.destroy_process_group()
 
 
-def assert_scored(found: dict[str, Tensor], temperature: float) -> None:
+def assert_scored(found, temperature):
     """Logprobs and entropies of every row's tokens are the `expected` ones."""
     for name, wanted in zip(("logprobs", "entropies"), expected(*rows(), temperature), strict=True):
         for row, length in enumerate(LENGTHS):

@@ -3,7 +3,6 @@
 import functools
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,12 +32,12 @@ def tokenizer():
 
 
 def environment(
-    section: dict[str, Any],
-    rewards: dict[str, float],
-    reserved: tuple[str, ...] = (),
+    section,
+    rewards,
+    reserved=(),
     own_files=None,
-    prompt: dict[str, Any] | None = None,
-) -> Any:
+    prompt=None,
+):
     """The environment in this process, with the interface of its actor."""
     settings = {"task": section, "rewards": rewards, "reserved": reserved, "own_files": own_files or {}}
     settings |= {"max_failed_rewards": 0.1, "num_generations": 2}
@@ -47,7 +46,7 @@ def environment(
     return types.SimpleNamespace(step=step, made=made)
 
 
-def dataset(section: dict[str, Any], tokenizer: Any, size: int = 4, max_length: int = 500) -> Any:
+def dataset(section, tokenizer, size=4, max_length=500):
     task = parse_task(section).build()
     encode = environments.prompt_encoder(Prompt(), tokenizer, False, max_length)
     return environments.TaskDataset(lambda index: task.train_problem(index, 0), size, encode, task)
@@ -149,10 +148,10 @@ class Mine(KnightsKnavesConfig):
 class Scripted:
     """A generator whose turns are given."""
 
-    def __init__(self, tokenizer: Any, turns: list[str]) -> None:
+    def __init__(self, tokenizer, turns):
         self.tokenizer, self.turns, self.stop_strings = tokenizer, turns, []
 
-    def __call__(self, _policy: Any, data: Any, batch: Any, tokenizer: Any, **_: Any) -> Any:
+    def __call__(self, _policy, data, batch, tokenizer, **_):
         self.stop_strings.append(list(data["stop_strings"]))
         generated = []
         for log in batch["message_log"]:
@@ -284,7 +283,7 @@ def test_image_prompts_have_no_prefix():
         environments.check_image_prompt(Prompt(response_prefix="<think>"))
 
 
-def test_images_go_through_nemo_rls_own_encoder(monkeypatch, tmp_path: Path):
+def test_images_go_through_nemo_rls_own_encoder(monkeypatch, tmp_path):
     from PIL import Image
 
     from nemo_grpo.tasks import Problem
@@ -297,7 +296,7 @@ def test_images_go_through_nemo_rls_own_encoder(monkeypatch, tmp_path: Path):
         tokenizer = image_processor = feature_extractor = video_processor = None
         model_input_names = ("input_ids", "pixel_values")
 
-        def apply_chat_template(self, messages: Any, tokenize: bool, **_: Any) -> Any:
+        def apply_chat_template(self, messages, tokenize, **_):
             content = messages[0]["content"]
             if not tokenize:
                 return " ".join(part["type"] for part in content)

@@ -1,7 +1,5 @@
 """Every variant's loss through NeMo-RL's sharding, packing and loss wrappers is the unsharded loss."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +10,7 @@ from nemo_rl_steps import LENGTH, ROWS, counts, current_logprobs, embedding, los
 from nemo_grpo.nemorl.loss import EXTREMES, build_loss
 from nemo_grpo.variants import VARIANTS
 
-SETTINGS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in VARIANTS} | {
+SETTINGS = {name: {"variant": name} for name in VARIANTS} | {
     "dr_grpo": {"variant": "dr_grpo", "max_response_length": 9},
     "gpg_sequence_mean": {"variant": "gpg", "aggregation": "sequence_mean"},
     "group_token_mean": {"variant": "grpo", "aggregation": "group_token_mean"},
@@ -47,13 +45,13 @@ def group(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def step() -> Any:
+def step():
     weights = 0.5 + torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(3))
     factors = 0.5 + torch.rand(ROWS, generator=torch.Generator().manual_seed(4))
     return loss_data(token_weights=weights, row_factors=factors, idx=torch.arange(ROWS))
 
 
-def unsharded(setting: str) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+def unsharded(setting):
     """Loss, its gradient in the model, metrics; all rows at once, without NeMo-RL's wrappers."""
     model, data = embedding().requires_grad_(), step()
     loss, metrics = build_loss(SETTINGS[setting])(current_logprobs(data, model), data, **counts(data))

@@ -16,7 +16,7 @@ from toy_gym import ANSWER, ASKED, SAID, TOLD, Gym
 from toy_training import GENERATIONS, GRPO, PROMPTS, RECIPE, Generation, Run, character_tokenizer
 
 from nemo_grpo.nemorl import run_grpo
-from nemo_grpo.nemorl.config import ClusterRun, load_run
+from nemo_grpo.nemorl.config import load_run
 from nemo_grpo.nemorl.nemo_rl_batches import configure_gym, fix_video_frames, gym_environments, set_up_data
 from nemo_grpo.support.dotted import value_of
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")
 BASE = Path(next(iter(nemo_rl.__path__))).parent / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
 
 
-def gym_run(folder: Path) -> ClusterRun:
+def gym_run(folder):
     """A stock recipe with NeMo-Gym's environments, one more line, and a file of four problems."""
     problem = {"responses_create_params": {"input": [{"role": "user", "content": "?"}]}}
     rows = "".join(json.dumps(problem | {"agent_ref": {"name": "tools"}}) + "\n" for _ in range(4))

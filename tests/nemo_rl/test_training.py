@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -14,13 +12,13 @@ from toy_training import GENERATIONS, GRPO, PROMPTS, Loader, Run, rollouts, toy_
 from nemo_grpo.nemorl import compat, run_grpo
 from nemo_grpo.nemorl.callbacks import ValidationSets, calling_back
 from nemo_grpo.nemorl.checkpoints import SideFiles, resume_carried
-from nemo_grpo.nemorl.exit_status import Ending, finished_steps, stop_after_step
+from nemo_grpo.nemorl.exit_status import finished_steps, stop_after_step
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")  # the trainers ask Ray for nodes
 
-SETTINGS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in VARIANTS} | {
+SETTINGS = {name: {"variant": name} for name in VARIANTS} | {
     "clip_cov": {"variant": "clip_cov", "covariance_min": 0.01},
     "tr_grpo_random": {"variant": "tr_grpo", "weighting": "random"},
     "group_token_mean": {"variant": "tr_grpo", "aggregation": "group_token_mean"},
@@ -44,7 +42,7 @@ def test_grpo_train_runs_with_every_variant(setting, tmp_path):
     assert ("token_weights" in step) == (setting == "tr_grpo_random")
 
 
-OTHERS: list[dict[str, Any]] = [
+OTHERS = [
     {"variant": "dr_grpo", "ratio_clip_c": 3.0},
     {"variant": "grpo", **dict.fromkeys(("ratio_clip_min", "ratio_clip_max"))},
     {"variant": "grpo", "use_importance_sampling_correction": True,
@@ -78,7 +76,7 @@ NO_REWARD = [1.0, float("nan"), 0.0, 1.0, 1.0, 1.0]
 
 
 def test_a_response_without_a_reward_is_left_out_of_the_step(tmp_path):
-    def rolled_out(draw: int = 0) -> Any:
+    def rolled_out(draw=0):
         batch = rollouts(draw)
         batch["total_reward"] = torch.tensor(NO_REWARD)
         return batch
@@ -132,7 +130,7 @@ def test_a_signal_saves_and_asks_for_another_start(tmp_path):
     run = Run(tmp_path, {"variant": "tr_grpo", "weighting": "random"}, *settings)
     train = run.policy.train
 
-    def train_and_be_asked_to_stop(*args: Any, **kwargs: Any) -> Any:
+    def train_and_be_asked_to_stop(*args, **kwargs):
         if len(run.policy.trained) == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         return train(*args, **kwargs)
@@ -204,7 +202,7 @@ def test_checkpoints_are_ranked_by_the_accuracy_of_one_validation_set(tmp_path):
     )
     run.parts = run.parts._replace(val_dataloader=Loader())
 
-    def validate(*_: Any, step: int, **__: Any) -> tuple[dict[str, float], dict[str, float]]:
+    def validate(*_, step, **__):
         lines = (json.dumps({"rewards": [reward]}) + "\n" for reward in accuracies[step])
         (tmp_path / f"val_data_step{step}.jsonl").write_text("".join(lines))
         return {"accuracy": sum(accuracies[step]) / 2}, {}
@@ -219,7 +217,7 @@ def test_checkpoints_are_ranked_by_the_accuracy_of_one_validation_set(tmp_path):
     assert info["val_reward"] == 0.375
 
 
-def asynchronous(tmp_path: Path, loss_fn: dict[str, Any]) -> tuple[Run, Any]:
+def asynchronous(tmp_path, loss_fn):
     """Two steps of asynchronous training without checkpoints, on a buffer that always gives one group."""
     from tests.unit.algorithms.test_grpo import mock_async_grpo_infrastructure
 
@@ -236,7 +234,7 @@ def asynchronous(tmp_path: Path, loss_fn: dict[str, Any]) -> tuple[Run, Any]:
     return run, mock_async_grpo_infrastructure(group, {"mean_gen_tokens_per_sample": 3.0})
 
 
-def train_asynchronously(run: Run, infrastructure: Any) -> Ending:
+def train_asynchronously(run, infrastructure):
     """Returns: how it ended."""
     with infrastructure, stop_after_step(run.run.recipe.grpo) as stop, calling_back([stop], run.logger):
         run_grpo.run_trainer(run.ready())
@@ -247,7 +245,7 @@ def test_asynchronous_training_error_without_checkpoints_is_a_failure(tmp_path):
     run, infrastructure = asynchronous(tmp_path, {"variant": "grpo"})
     train = run.policy.train
 
-    def fail_in_the_second_step(*args: Any, **kwargs: Any) -> Any:
+    def fail_in_the_second_step(*args, **kwargs):
         if run.policy.trained:
             raise RuntimeError("a worker has died")
         return train(*args, **kwargs)

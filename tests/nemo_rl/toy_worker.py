@@ -1,7 +1,6 @@
 """A policy worker on a CPU: NeMo-RL's sharding, packing and loss wrappers around the table of logits."""
 
 import os
-from typing import Any
 
 import newer_python  # noqa: F401
 import ray
@@ -15,18 +14,18 @@ from nemo_rl_steps import embedding, packed
 class ToyWorkerImpl:
     """One data-parallel rank."""
 
-    def __init__(self, config: Any, **_: Any) -> None:
+    def __init__(self, config, **_):
         self.model = embedding()
         port = 29510 + int(os.environ["RANK"])  # every rank is a tensor-parallel group of its own
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
 
-    def is_alive(self) -> bool:
+    def is_alive(self):
         return True
 
-    def shutdown(self) -> bool:
+    def shutdown(self):
         return True
 
-    def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **_: Any) -> dict[str, Any]:
+    def train(self, data, loss_fn, eval_mode=False, **_):
         """This rank's share of the loss over the whole step, whose counts the test puts into the rows."""
         sizes = (data["global_seqs"][0], data["global_toks"][0])
         total, metrics = 0.0, {}

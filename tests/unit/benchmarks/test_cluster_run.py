@@ -25,18 +25,16 @@ Driver = Callable[[str], tuple[int, Recipe]]
 
 
 @pytest.fixture
-def stack(tmp_path: Path) -> Stack:
+def stack(tmp_path):
     return Stack(Path(sys.executable), tmp_path / "nemo-rl", Path(sys.executable))
 
 
 @pytest.fixture
-def overrides(tmp_path: Path) -> list[str]:
+def overrides(tmp_path):
     return [f"nemo_grpo.runs_dir={tmp_path / 'runs'}", "grpo.seed=2"]
 
 
-def test_recipe_keeps_its_steps_and_sizes_and_loses_what_needs_a_gpu(
-    stack: Stack, overrides: list[str], tmp_path: Path
-) -> None:
+def test_recipe_keeps_its_steps_and_sizes_and_loses_what_needs_a_gpu(stack, overrides, tmp_path):
     given = load_recipe(CLUSTER, overrides)
     folder = run.prepare(given, CLUSTER, overrides, stack, resume=False)
     assert folder == tmp_path / "runs" / "cluster-quickstart"
@@ -60,7 +58,7 @@ def test_recipe_keeps_its_steps_and_sizes_and_loses_what_needs_a_gpu(
     assert after["grpo.seed"] == 2
 
 
-def test_existing_run_is_kept_unless_resumed(stack: Stack, overrides: list[str]) -> None:
+def test_existing_run_is_kept_unless_resumed(stack, overrides):
     recipe = load_recipe(CLUSTER, overrides)
     folder = run.prepare(recipe, CLUSTER, overrides, stack, resume=False)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -69,7 +67,7 @@ def test_existing_run_is_kept_unless_resumed(stack: Stack, overrides: list[str])
     assert run.prepare(recipe, CLUSTER, overrides, stack, resume=True) == folder
 
 
-def test_what_cannot_run_is_refused(stack: Stack, tmp_path: Path) -> None:
+def test_what_cannot_run_is_refused(stack, tmp_path):
     quickstart = RECIPES / "quickstart.yaml"
     with pytest.raises(UserError, match="embedded"):
         run.prepare(load_recipe(quickstart), quickstart, (), stack, resume=False)
@@ -79,7 +77,7 @@ def test_what_cannot_run_is_refused(stack: Stack, tmp_path: Path) -> None:
         run.write_policy(load_recipe(CLUSTER), tmp_path / "other")
 
 
-def test_policy_is_the_warm_start_rounded_to_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_is_the_warm_start_rounded_to_bf16(tmp_path, monkeypatch):
     source = tmp_path / "warm-start"
     tiny = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                        num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
@@ -96,17 +94,17 @@ def test_policy_is_the_warm_start_rounded_to_bf16(tmp_path: Path, monkeypatch: p
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, stack: Stack, overrides: list[str]) -> Driver:
+def driver(monkeypatch, stack, overrides):
     """Run `train` with a program in the driver's place; ``FOLDER`` in it is the run's folder."""
 
     @contextmanager
-    def no_ray(_stack: Stack, folder: Path, num_gpus: int):
+    def no_ray(_stack, folder, num_gpus):
         assert num_gpus == 1
         yield SimpleNamespace(environment={"PATH": ""}, sessions=(), end=None)
 
     monkeypatch.setattr(run, "ray_cluster", no_ray)
 
-    def start(program: str) -> tuple[int, Recipe]:
+    def start(program):
         folder = run.prepare(load_recipe(CLUSTER, overrides), CLUSTER, overrides, stack, resume=False)
         recipe = load_recipe(folder / "recipe.yaml", ["grpo.max_num_steps=2", "checkpointing.save_period=10"])
         script = folder / "driver"
@@ -117,7 +115,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, stack: Stack, overrides: list[str]) 
     return start
 
 
-def test_driver_that_finishes_shows_its_steps(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+def test_driver_that_finishes_shows_its_steps(driver, caplog):
     rows = [
         {"step": 0, "validation/accuracy": 0.25},
         {"step": 1, "loss/total": 0.1, "reward/mean": 0.5},
@@ -131,7 +129,7 @@ def test_driver_that_finishes_shows_its_steps(driver: Driver, caplog: pytest.Log
     assert "NeMo-RL 2/2" in caplog.text
 
 
-def test_refusal_stop_and_failure_are_told_apart(driver: Driver) -> None:
+def test_refusal_stop_and_failure_are_told_apart(driver):
     with pytest.raises(UserError, match=r"(?s)refuses the recipe.*grpo\.seed is odd"):
         driver("print('error: grpo.seed is odd', flush=True); exit(2)")
     assert driver("exit(75)")[0] == 75

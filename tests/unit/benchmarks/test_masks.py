@@ -1,7 +1,6 @@
 """gIoU and cIoU by hand, and a real Segment Anything model of random weights."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,16 +14,16 @@ from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem
 
 
-def rectangle(left: int, top: int, right: int, bottom: int) -> list[list[float]]:
+def rectangle(left, top, right, bottom):
     """Pixels left to right and top to bottom, both ends included."""
     return [[left, top], [right, top], [right, bottom], [left, bottom]]
 
 
-def said(*box: int) -> str:
+def said(*box):
     return f"<answer>({box[0]},{box[1]}),({box[2]},{box[3]})</answer>"
 
 
-def filled(image: Image.Image, box: tuple[float, ...]) -> np.ndarray:
+def filled(image, box):
     """The box itself as its mask."""
     left, top, right, bottom = map(int, box)
     mask = np.zeros((image.height, image.width), dtype=bool)
@@ -33,7 +32,7 @@ def filled(image: Image.Image, box: tuple[float, ...]) -> np.ndarray:
 
 
 @pytest.fixture
-def problems(tmp_path: Path) -> list[Problem]:
+def problems(tmp_path):
     Image.new("RGB", (20, 10)).save(tmp_path / "a.png")
     metadata = {"images": [str(tmp_path / "a.png")], "ignore": []}
     target = {"target": [rectangle(0, 0, 3, 3)]}  # 16 pixels
@@ -45,12 +44,12 @@ def problems(tmp_path: Path) -> list[Problem]:
     ]
 
 
-def test_polygons_are_filled_with_their_outline() -> None:
+def test_polygons_are_filled_with_their_outline():
     mask = polygon_mask([rectangle(0, 0, 3, 3)], (20, 10))
     assert (mask.shape, int(mask.sum()), bool(mask[3, 3]), bool(mask[4, 3])) == ((10, 20), 16, True, False)
 
 
-def test_giou_and_ciou_by_hand(problems: list[Problem]) -> None:
+def test_giou_and_ciou_by_hand(problems):
     responses = {"half": said(0, 0, 2, 4), "none": "I see nothing", "ignore": said(-5, 0, 8, 99)}
     scores = score_masks(problems, responses, filled)
     # 8 of 16; 0 of 16; rows 1 to 9 count: the target has 12 pixels there, the box, cut to the picture, 72
@@ -60,7 +59,7 @@ def test_giou_and_ciou_by_hand(problems: list[Problem]) -> None:
     assert scores.num_boxes == 2
 
 
-def test_what_cannot_be_compared_is_refused(problems: list[Problem]) -> None:
+def test_what_cannot_be_compared_is_refused(problems):
     with pytest.raises(UserError, match="no problem of --data has a response"):
         score_masks(problems, {"other": ""}, filled)
     bare = Problem("half", "q", "1", {"images": problems[0].metadata["images"]})
@@ -69,7 +68,7 @@ def test_what_cannot_be_compared_is_refused(problems: list[Problem]) -> None:
 
 
 @pytest.fixture(scope="module")
-def sam(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sam(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sam")
     torch.manual_seed(0)
     config = SamConfig(
@@ -93,7 +92,7 @@ def sam(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_command_reads_what_eval_wrote(sam: Path, tmp_path: Path) -> None:
+def test_the_command_reads_what_eval_wrote(sam, tmp_path):
     Image.new("RGB", (20, 10), "red").save(tmp_path / "a.png")
     metadata = {"images": ["a.png"], "target": [rectangle(0, 0, 3, 3)], "ignore": []}
     line = {"id": "x", "question": "q", "answer": "(0,0),(4,4)", "metadata": metadata}

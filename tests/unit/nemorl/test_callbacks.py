@@ -3,10 +3,8 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace as Of
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ from nemo_grpo.nemorl.callbacks import (
     name_of,
 )
 from nemo_grpo.nemorl.exit_status import LAST_PREFIX, Ending
-from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.recipe import load_recipe
 from nemo_grpo.report.runs import read_run
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.base import NOT_FINITE
@@ -38,12 +36,10 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "cluster-quickstart.yaml"
 class Logger:
     """Keeps what reaches it: (metrics, step, prefix, further arguments by name)."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[dict[str, Any], int, str | None, dict[str, Any]]] = []
+    def __init__(self):
+        self.calls = []
 
-    def log_metrics(
-        self, metrics: Mapping[str, Any], step: int, prefix: str | None = "", **named: Any
-    ) -> None:
+    def log_metrics(self, metrics, step, prefix="", **named):
         self.calls.append((dict(metrics), step, prefix, named))
 
 
@@ -68,7 +64,7 @@ def test_callbacks_hear_what_others_add_until_the_block_ends():
     assert logger.log_metrics == plain
 
 
-def test_validation_sets_are_told_apart_by_the_order_of_their_problems(tmp_path: Path):
+def test_validation_sets_are_told_apart_by_the_order_of_their_problems(tmp_path):
     """a: p0 and p2, b: p1; two responses to each of the first validation's problems, then NeMo-RL's one."""
     rewards = {5: [1, 0, 1, 1, 0, 0], 6: [1.0, 0.0, 0.0]}
     for step, some in rewards.items():
@@ -87,7 +83,7 @@ def test_validation_sets_are_told_apart_by_the_order_of_their_problems(tmp_path:
     ]  # fmt: skip
 
 
-def test_a_single_validation_set_changes_nothing(tmp_path: Path):
+def test_a_single_validation_set_changes_nothing(tmp_path):
     for names in ([], ["", ""], ["a", "a"]):
         logger = Logger()
         with calling_back([ValidationSets(names, tmp_path, 1)], logger):
@@ -95,7 +91,7 @@ def test_a_single_validation_set_changes_nothing(tmp_path: Path):
         assert logger.calls[0][0] == {"accuracy": 0.3}
 
 
-def ending(metric: str | None = None, threshold: float | None = None) -> Ending:
+def ending(metric=None, threshold=None):
     overrides = [f"grpo.stop_at_validation_metric={metric}", f"grpo.stop_at_validation_threshold={threshold}"]
     return Ending(StopRequest(), load_recipe(RECIPE, overrides if metric else []).grpo)
 
@@ -120,11 +116,11 @@ def test_a_goal_is_reached_by_the_validation_alone():
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
+def recipe(tmp_path):
     return load_recipe(RECIPE, [f"nemo_grpo.runs_dir={tmp_path}", "grpo.seed=3"])
 
 
-def rows(recipe: Recipe) -> list[dict[str, Any]]:
+def rows(recipe):
     return [json.loads(line) for line in (recipe.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -138,7 +134,7 @@ def test_metrics_get_the_embedded_engines_names_where_it_has_them():
     assert name_of("", "x") == "x"
 
 
-def test_every_call_is_a_row_and_still_reaches_nemo_rl(recipe: Recipe):
+def test_every_call_is_a_row_and_still_reaches_nemo_rl(recipe):
     logger = Logger()
     with calling_back([RunRecord(recipe)], logger):
         logger.log_metrics({"accuracy": 0.25}, 0, prefix="validation")
@@ -157,7 +153,7 @@ def test_every_call_is_a_row_and_still_reaches_nemo_rl(recipe: Recipe):
     assert logger.calls[1][0]["texts"] == ["a"]
 
 
-def test_the_folder_reads_back_as_a_run_of_nemo_rl(recipe: Recipe):
+def test_the_folder_reads_back_as_a_run_of_nemo_rl(recipe):
     logger = Logger()
     with calling_back([RunRecord(recipe)], logger):
         logger.log_metrics({"reward": 0.5}, 1, "train")
@@ -179,7 +175,7 @@ with alone(load_recipe(sys.argv[1], sys.argv[2:])):
 """
 
 
-def test_a_folder_in_use_is_refused_until_the_run_that_uses_it_is_dead(tmp_path: Path):
+def test_a_folder_in_use_is_refused_until_the_run_that_uses_it_is_dead(tmp_path):
     shared = [f"checkpointing.checkpoint_dir={tmp_path}/shared", f"nemo_grpo.runs_dir={tmp_path}"]
     other = load_recipe(RECIPE, [*shared, "nemo_grpo.run_name=two"])
     command = [sys.executable, "-c", HOLDER, str(RECIPE), *shared]
@@ -260,7 +256,7 @@ def test_a_mean_with_responses_without_a_reward_is_that_of_the_others(monkeypatc
     assert [metrics["reward"] for metrics, *_ in logger.calls] == [0.5, 0.25]
 
 
-def scores(accuracy: float, form: float = 1.0) -> dict[str, float]:
+def scores(accuracy, form=1.0):
     return {"accuracy": accuracy, "format": form}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_grpo.nemorl import compat, policy
 from nemo_grpo.nemorl.config import load_run
-from nemo_grpo.nemorl.doctor import Diagnosis, diagnose, recorded
+from nemo_grpo.nemorl.doctor import diagnose, recorded
 from nemo_grpo.nemorl.host_api import (
     ENTROPIES,
     EVERY_RUN,
@@ -37,7 +37,7 @@ def install(monkeypatch):
     monkeypatch.setattr(compat, "import_name", lambda _: MagicMock)
     monkeypatch.setattr(compat, "package_folder", lambda: Path("/RL/nemo_rl"))
 
-    def with_changes(changes: dict[str, dict | None]) -> Diagnosis:
+    def with_changes(changes):
         interface = {k: v for k, v in {**recorded(HEAD), **changes}.items() if v is not None}
         found = diagnose(interface)
         monkeypatch.setattr(compat, "installed", lambda: found)
@@ -102,7 +102,7 @@ def test_names_that_do_not_import_are_refused(install, monkeypatch):
         compat.check()
 
 
-def broken(key: str) -> dict[str, dict]:
+def broken(key):
     return {key: {**recorded(HEAD)[key], "kind": "value"}}
 
 
@@ -128,7 +128,7 @@ def test_only_runs_that_need_the_broken_part_are_refused(install, key, part, cap
         assert "is broken" in caplog.text
 
 
-def run(recipe: str, *overrides: str) -> MagicMock:
+def run(recipe, *overrides):
     loaded = load_recipe(RECIPES / recipe, [*overrides, "nemo_grpo.run_name=x"])
     return MagicMock(recipe=loaded, master_config=loaded.to_dict())
 

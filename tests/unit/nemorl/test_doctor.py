@@ -1,8 +1,6 @@
 """The doctor's verdict on changed interfaces, and on a tree; without NeMo-RL."""
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -19,14 +17,14 @@ LEVELS = "nemo_rl.algorithms.loss.interfaces:LossType"
 TEXTS = "texts of nemo_rl.algorithms.grpo"
 
 
-def changed(key: str, part: str, change: Any) -> doctor.Diagnosis:
+def changed(key, part, change):
     """Of the newest tested interface after ``change(description[part])``, which returns the new value."""
     interface = copy.deepcopy(dict(recorded(HEAD)))
     interface[key] = {**interface[key], part: change(interface[key][part])}
     return diagnose(interface)
 
 
-def swapped(names: list[str]) -> list[str]:
+def swapped(names):
     return [names[1], names[0], *names[2:]]
 
 
@@ -105,11 +103,11 @@ def test_a_mixture_of_tested_versions_is_untested():
     assert diagnose(mixed).verdict == "untested"
 
 
-def run(*arguments: str) -> Any:
+def run(*arguments):
     return CliRunner().invoke(app, ["doctor", *arguments])
 
 
-def test_a_tree_without_our_names_is_broken(tmp_path: Path):
+def test_a_tree_without_our_names_is_broken(tmp_path):
     (tmp_path / "nemo_rl").mkdir()
     (tmp_path / "nemo_rl" / "__init__.py").touch()
     result = run("--nemo-rl", str(tmp_path))

@@ -22,11 +22,11 @@ PROMPTS = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4]])
 MASK = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0], [0, 0, 1, 1], [0, 0, 1, 1]]).float()
 
 
-def estimator(context: StepContext | None = None, **loss_fn: object) -> VariantEstimator:
+def estimator(context=None, **loss_fn):
     return VariantEstimator(parse_loss_fn(loss_fn), num_generations=2, context=context or StepContext())
 
 
-def advantages(made: VariantEstimator, *rewards: float, mask: torch.Tensor = MASK, **given: object):
+def advantages(made, *rewards, mask=MASK, **given):
     """Of a step with these rewards; the policy's logprobs are 0 unless they are given."""
     logprobs = {"logprobs_policy": torch.zeros(4, 4)} | given
     return made.compute_advantage(PROMPTS, torch.tensor(rewards), mask, **logprobs)
@@ -105,7 +105,7 @@ def test_an_outlier_is_safe_and_an_implausible_advantage_is_named(folds, caplog)
     made = VariantEstimator(parse_loss_fn(settings), num_generations=4, folds=folds)
     prompts, mask = torch.ones(4, 2, dtype=torch.int64), torch.tensor([[0.0, 1.0, 1.0]] * 4)
 
-    def found(*rewards: float) -> torch.Tensor:
+    def found(*rewards):
         return made.compute_advantage(prompts, torch.tensor(rewards), mask, logprobs_policy=torch.zeros(4, 3))
 
     assert found(0.05, 1.4, 1.4, 1.4)[0].tolist() == pytest.approx([0, -1.35, -1.35])
@@ -132,7 +132,7 @@ def test_metrics_of_scored_logprobs_stay_where_the_threshold_needs_a_scoring_pas
 
 
 def test_draws_follow_the_step_and_resume_where_they_were():
-    def weights(first_step: int, num_steps: int) -> torch.Tensor:
+    def weights(first_step, num_steps):
         context = StepContext()
         config = parse_loss_fn({"variant": "tr_grpo", "weighting": "random"})
         e = VariantEstimator(config, num_generations=2, seed=3, step=first_step, context=context)
@@ -189,7 +189,7 @@ def test_a_mean_over_groups_is_one_whether_or_not_a_response_is_empty():
 def test_what_a_variant_carries_goes_from_step_to_step_and_through_a_checkpoint(tmp_path):
     loss_fn = {"variant": "erpo", "entropy_statistics": "moving", "entropy_momentum": 0.5}
 
-    def step(context: StepContext, entropy: float) -> None:
+    def step(context, entropy):
         context.entropies = torch.full((4, 4), entropy)
         advantages(estimator(context, **loss_fn), *range(4), logprobs_reference=torch.zeros(4, 4))
 

@@ -24,7 +24,7 @@ OTHERS = {
 SECTIONS = {name: {"variant": name} for name in VARIANTS if name != "erpo"} | OTHERS
 
 
-def step(seed: int = 0) -> dict[str, torch.Tensor]:
+def step(seed=0):
     draw = torch.Generator().manual_seed(seed)
     prompts = torch.arange(GROUPS).repeat_interleave(SIZE)[:, None].repeat(1, 2)
     lengths = torch.randint(3, LENGTH + 1, (ROWS, 1), generator=draw)
@@ -40,12 +40,12 @@ def step(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def estimator(section: dict[str, object], **further: bool) -> ChunkEstimator:
+def estimator(section, **further):
     config = parse_loss_fn(section)
     return ChunkEstimator(config, num_generations=SIZE, context=StepContext(), folds=True, **further)
 
 
-def in_chunks(e: ChunkEstimator, whole: dict[str, torch.Tensor], *groups: int) -> torch.Tensor:
+def in_chunks(e, whole, *groups):
     sizes = [number * SIZE for number in groups]
     chunks = zip(*(column.split(sizes) for column in whole.values()), strict=True)
     return torch.cat([e.compute_advantage(**dict(zip(whole, chunk, strict=True))) for chunk in chunks])
@@ -90,11 +90,11 @@ class Worker:
 
     learns_always = False
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
+    def __init__(self):
+        self.calls = []
         self.has_moments = True
 
-    def mode(self, has_gradient: bool) -> dict[str, bool]:
+    def mode(self, has_gradient):
         return {} if has_gradient or not self.has_moments else {"eval_mode": True}
 
     def read_from_dataplane(self, meta, select_fields):
@@ -111,7 +111,7 @@ class Worker:
         self.calls.append("abort")
 
 
-def columns(rows: int, length: int) -> dict[str, torch.Tensor]:
+def columns(rows, length):
     by_token = {
         name: torch.ones(rows, length)
         for name in ("input_ids", "advantages", "generation_logprobs", "prev_logprobs")
@@ -147,7 +147,7 @@ def test_a_penalty_trains_without_signal():
 
 
 def test_responses_of_all_chunks_are_recorded_for_every_loss():
-    written: list[tuple[dict[str, list[object]], str]] = []
+    written = []
     record = StepRecord(SIZE, scores=False)
     record.write, record.step = lambda rows, file: written.append((rows, file)), 5
     policy = streaming(Worker, None, record)()

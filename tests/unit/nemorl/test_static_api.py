@@ -1,7 +1,5 @@
 """Reading a tree's definitions and calls by its syntax."""
 
-from pathlib import Path
-
 import pytest
 
 from nemo_grpo.nemorl import static_api
@@ -53,7 +51,7 @@ def outer():
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Tree:
+def tree(tmp_path):
     for name, text in FILES.items():
         path = tmp_path / "pkg" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +59,7 @@ def tree(tmp_path: Path) -> Tree:
     return Tree(tmp_path, "pkg")
 
 
-def parameters(tree: Tree, name: str) -> list[str] | None:
+def parameters(tree, name):
     found = tree.find(name)
     assert found is not None, name
     return static_api.parameters(found)
@@ -112,7 +110,7 @@ def test_importers_are_those_that_bind_the_name(tree):
 
 
 def test_code_is_the_same_with_other_comments_and_docstring(tree, tmp_path):
-    def digest(text: str) -> str:
+    def digest(text):
         (tmp_path / "pkg" / "one.py").write_text(text)
         again = Tree(tmp_path, "pkg")
         return again.code(again.find("pkg.one:f"))

@@ -1,7 +1,6 @@
 """Token diagnostics of a cluster run: those of the same step on the embedded engine."""
 
 import json
-from pathlib import Path
 
 import torch
 
@@ -24,7 +23,7 @@ def test_predicted_tokens_are_those_behind_each_column():
     assert predicted_tokens(LOGS, 3).tolist() == [[2, 5, 6], [2, 7, 0], [4, 5, 8], [4, 9, 5]]
 
 
-def test_estimator_measures_the_step_as_the_embedded_engine_does(tmp_path: Path):
+def test_estimator_measures_the_step_as_the_embedded_engine_does(tmp_path):
     config = parse_loss_fn({"variant": "grpo"})
     made = VariantEstimator(config, num_generations=2, diagnostics=StepDiagnostics(tmp_path, 2, str))
     logged = []
@@ -49,7 +48,7 @@ def test_estimator_measures_the_step_as_the_embedded_engine_does(tmp_path: Path)
     assert {name: made.last_metrics[name] for name in numbers} == numbers
 
 
-def test_no_period_writes_nothing(tmp_path: Path):
+def test_no_period_writes_nothing(tmp_path):
     prepared = parse_loss_fn({"variant": "grpo"}).build()
     assert StepDiagnostics(tmp_path, 0, str).measure(prepared, None, LOGS, 1) == {}
     assert not list(tmp_path.iterdir())

@@ -1,7 +1,6 @@
 """The recipes of make cluster-quickstart and make cluster-smollm2 train the same thing on two engines."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,11 +28,11 @@ OF_THE_ENGINE = (
 """Beginnings of keys in which they may differ: they change how an engine computes, not what."""
 
 
-def settings(name: str) -> dict[str, Any]:
+def settings(name):
     return dict(leaves(load_recipe(RECIPES / name).to_dict()))
 
 
-def differing(a: dict[str, Any], b: dict[str, Any]) -> set[str]:
+def differing(a, b):
     return {key for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
 
 
@@ -61,7 +60,7 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> set[str]:
         ),
     ],
 )
-def test_both_engines_train_and_validate_alike(cluster: str, embedded: str, may_differ: set[str]) -> None:
+def test_both_engines_train_and_validate_alike(cluster, embedded, may_differ):
     ours, theirs = settings(f"{embedded}.yaml"), settings(f"{cluster}.yaml")
     assert not load_recipe(RECIPES / f"{cluster}.yaml").grpo.reward_shaping.enabled
     assert ours.pop("nemo_grpo.rewards.format") == 0.0  # NeMo-RL's environment leaves out what weighs 0
@@ -69,14 +68,14 @@ def test_both_engines_train_and_validate_alike(cluster: str, embedded: str, may_
     assert {"policy.megatron_cfg.optimizer.lr", "policy.precision", "grpo.max_val_samples"} <= theirs.keys()
 
 
-def test_second_stage_of_cluster_smollm2_starts_from_the_firsts_export() -> None:
+def test_second_stage_of_cluster_smollm2_starts_from_the_firsts_export():
     first, second = (
         load_recipe(RECIPES / f"{name}.yaml") for name in ("cluster-smollm2-sft", "cluster-smollm2")
     )
     assert second.policy.model_name == f"{first.run_dir}/hf"
 
 
-def test_task_objective_and_optimizer_are_the_quickstarts() -> None:
+def test_task_objective_and_optimizer_are_the_quickstarts():
     embedded, quickstart = settings("cluster-quickstart-embedded.yaml"), settings("quickstart.yaml")
     megatron = ("policy.megatron_cfg.optimizer.", "policy.megatron_cfg.scheduler.")
     same = ("loss_fn.", "nemo_grpo.task.", "nemo_grpo.prompt.", *megatron, "policy.generation.", "grpo.num_")

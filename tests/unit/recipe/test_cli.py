@@ -17,14 +17,14 @@ QUICKSTART = str(RECIPES / "quickstart.yaml")
 runner = CliRunner()
 
 
-def run(*arguments: str) -> tuple[int, str]:
+def run(*arguments):
     result = runner.invoke(recipe.app, list(arguments))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
 
 
-def test_check_of_a_folder_gives_one_line_per_recipe_and_skips_bases(tmp_path: Path) -> None:
+def test_check_of_a_folder_gives_one_line_per_recipe_and_skips_bases(tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "part.yaml").write_text("grpo: {}")
     for name in ("a", "b"):
@@ -36,7 +36,7 @@ def test_check_of_a_folder_gives_one_line_per_recipe_and_skips_bases(tmp_path: P
     ]
 
 
-def test_prompt_is_printed_as_the_model_sees_it() -> None:
+def test_prompt_is_printed_as_the_model_sees_it():
     task = load_recipe(QUICKSTART).task.build()
     code, output = run("prompt", QUICKSTART, "nemo_grpo.prompt.response_prefix=Well", "grpo.seed=3")
     question = task.train_problem(0, 3).question
@@ -45,7 +45,7 @@ def test_prompt_is_printed_as_the_model_sees_it() -> None:
         run("prompt", QUICKSTART, "nemo_grpo.warm_start=null", "policy.model_name=no/model")
 
 
-def test_check_reports_all_wrong_recipes_with_exit_code_2(tmp_path: Path) -> None:
+def test_check_reports_all_wrong_recipes_with_exit_code_2(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.yaml").write_text(f"defaults: {QUICKSTART}\ngrpo: {{sed_{name}: 1}}")
     code, output = run("check", str(tmp_path), QUICKSTART)
@@ -56,7 +56,7 @@ def test_check_reports_all_wrong_recipes_with_exit_code_2(tmp_path: Path) -> Non
     assert "2 of 3 recipes are wrong" in output
 
 
-def test_check_says_what_the_recipes_engine_cannot_train() -> None:
+def test_check_says_what_the_recipes_engine_cannot_train():
     cluster = str(RECIPES / "cluster-quickstart.yaml")
     code, output = run("check", QUICKSTART, cluster, "grpo.max_num_epochs=2", "~checkpointing.metric_name")
     assert code == 2
@@ -64,7 +64,7 @@ def test_check_says_what_the_recipes_engine_cannot_train() -> None:
     assert f"ok     {cluster}" in output
 
 
-def test_check_loads_every_setting_of_a_sweep(tmp_path: Path) -> None:
+def test_check_loads_every_setting_of_a_sweep(tmp_path):
     text = f"sweep:\n  recipe: {QUICKSTART}\n  grids: [{{grpo.num_prompts_per_step: [4, %s]}}]\n"
     (tmp_path / "good.yaml").write_text(text % 8)
     (tmp_path / "wrong.yaml").write_text(text % -8)
@@ -74,7 +74,7 @@ def test_check_loads_every_setting_of_a_sweep(tmp_path: Path) -> None:
     assert "wrong.yaml: num_prompts_per_step=-8: " in output
 
 
-def test_check_loads_a_sweeps_cluster_settings(tmp_path: Path) -> None:
+def test_check_loads_a_sweeps_cluster_settings(tmp_path):
     text = f"sweep:\n  recipe: {QUICKSTART}\n  grids: [{{grpo.num_prompts_per_step: [4, 8]}}]\n"
     text += f"  cluster:\n    recipe: {RECIPES}/cluster-quickstart.yaml\n    seeds: 1\n"
     text += "    overrides: {grpo.val_period: %d}\n"
@@ -86,26 +86,26 @@ def test_check_loads_a_sweeps_cluster_settings(tmp_path: Path) -> None:
     assert "wrong.yaml: num_prompts_per_step=4: grpo.val_period" in output
 
 
-def test_check_applies_overrides_to_every_recipe() -> None:
+def test_check_applies_overrides_to_every_recipe():
     code, output = run("check", QUICKSTART, "loss_fn.variant=gpg", "grpo.max_num_steps=7")
     assert code == 0
     assert "gpg, warm start, 7 steps of 16 x 8" in output
     assert "note gpg without" in output
 
 
-def test_check_of_nothing_is_an_error(tmp_path: Path) -> None:
+def test_check_of_nothing_is_an_error(tmp_path):
     with pytest.raises(UserError, match="no recipe to check"):
         run("check", str(tmp_path))
 
 
-def test_resolve_prints_a_recipe_that_loads_again(tmp_path: Path) -> None:
+def test_resolve_prints_a_recipe_that_loads_again(tmp_path):
     code, output = run("resolve", QUICKSTART, "grpo.seed=5")
     assert code == 0
     (tmp_path / "again.yaml").write_text(output)
     assert load_recipe(tmp_path / "again.yaml") == load_recipe(QUICKSTART, ["grpo.seed=5"])
 
 
-def test_diff_shows_changed_added_and_removed_keys(tmp_path: Path) -> None:
+def test_diff_shows_changed_added_and_removed_keys(tmp_path):
     other = tmp_path / "other.yaml"
     other.write_text(f"defaults: {QUICKSTART}\ngrpo: {{seed: 5}}\nloss_fn: {{variant: gpg}}\n")
     lines = run("diff", QUICKSTART, str(other))[1].splitlines()
@@ -116,7 +116,7 @@ def test_diff_shows_changed_added_and_removed_keys(tmp_path: Path) -> None:
     assert "the same recipe" in run("diff", QUICKSTART, QUICKSTART)[1]
 
 
-def test_variants_lists_all_with_needs() -> None:
+def test_variants_lists_all_with_needs():
     output = runner.invoke(app, ["variants"], env={"COLUMNS": "200"}).output
     rows = {
         name: others for name, *others in (re.split(" {2,}", line.strip()) for line in output.splitlines())
@@ -128,7 +128,7 @@ def test_variants_lists_all_with_needs() -> None:
         assert rows[optional][1] == "(reference)"
 
 
-def test_variants_breaks_no_word_of_a_paper_and_no_parameter_at_80_columns() -> None:
+def test_variants_breaks_no_word_of_a_paper_and_no_parameter_at_80_columns():
     lines = runner.invoke(app, ["variants"], env={"COLUMNS": "80"}).output.splitlines()
     assert max(map(len, lines)) <= 80
     words = {word for line in lines for word in line.split()}
@@ -136,7 +136,7 @@ def test_variants_breaks_no_word_of_a_paper_and_no_parameter_at_80_columns() -> 
     assert {"sequence_level_importance_ratios=true", "allow_constant_weight=false"} <= words
 
 
-def test_variants_of_one_shows_its_equations_its_departures_and_every_parameter() -> None:
+def test_variants_of_one_shows_its_equations_its_departures_and_every_parameter():
     output = runner.invoke(app, ["variants", "tr_grpo"], env={"COLUMNS": "200"}).output
     assert output.startswith(str(tr_grpo.__doc__).splitlines()[0])
     assert "Deviation: Eqs. 5 and 10" in output
@@ -145,7 +145,7 @@ def test_variants_of_one_shows_its_equations_its_departures_and_every_parameter(
     assert "did you mean 'erpo'" in str(runner.invoke(app, ["variants", "erp"]).exception)
 
 
-def test_resolve_shows_an_invalid_recipe_with_what_is_wrong_beside_it() -> None:
+def test_resolve_shows_an_invalid_recipe_with_what_is_wrong_beside_it():
     wrong = ["grpo.num_generations_per_prompt=0", "policy.max_grad_norm=x", "loss_fn.beta=1"]
     code, output = run("resolve", QUICKSTART, *wrong)
     assert code == 2
@@ -159,7 +159,7 @@ def test_resolve_shows_an_invalid_recipe_with_what_is_wrong_beside_it() -> None:
     assert "# wrong" not in run("resolve", QUICKSTART)[1]
 
 
-def test_diff_shows_an_invalid_recipe(tmp_path: Path) -> None:
+def test_diff_shows_an_invalid_recipe(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text("defaults: nemo_grpo://quickstart.yaml\ngrpo: {max_num_steps: 0, seed: 4}")
     done = runner.invoke(app, ["recipe", "diff", QUICKSTART, str(file)])
@@ -169,14 +169,14 @@ def test_diff_shows_an_invalid_recipe(tmp_path: Path) -> None:
     assert "a.yaml: grpo.max_num_steps=0 must be greater than 0" in done.stderr
 
 
-def test_train_of_a_cluster_recipe_names_launch_and_rehearse() -> None:
+def test_train_of_a_cluster_recipe_names_launch_and_rehearse():
     done = runner.invoke(app, ["train", "erpo/erpo-qwen2.5-1.5b-1n8g"])
     assert isinstance(done.exception, UserError)
     assert "`nemo-grpo launch RECIPE --time 04:00:00`" in str(done.exception)
     assert "`nemo-grpo rehearse RECIPE`" in str(done.exception)
 
 
-def test_names_that_lead_out_of_the_shipped_recipes_are_refused(tmp_path: Path) -> None:
+def test_names_that_lead_out_of_the_shipped_recipes_are_refused(tmp_path):
     with pytest.raises(UserError, match="is no name of a shipped recipe"):
         run("copy", "../../pyproject", str(tmp_path / "x.yaml"))
     with pytest.raises(UserError, match=r"quickstrt is no name .*did you mean 'quickstart'"):
@@ -187,5 +187,5 @@ def test_names_that_lead_out_of_the_shipped_recipes_are_refused(tmp_path: Path) 
     assert "is no name of a shipped recipe" in output
 
 
-def test_the_version_is_the_packages() -> None:
+def test_the_version_is_the_packages():
     assert runner.invoke(app, ["--version"]).output == f"nemo-grpo {nemo_grpo.__version__}\n"

@@ -19,7 +19,7 @@ SOURCED = re.compile(r"^\s+(num_prompts|num_gen|max_num_steps|lr|weight_decay|ra
 
 
 @pytest.mark.parametrize("path", CLUSTER, ids=lambda path: path.stem)
-def test_cluster_recipe_is_what_its_name_says_and_fits_its_gpus(path: Path) -> None:
+def test_cluster_recipe_is_what_its_name_says_and_fits_its_gpus(path):
     recipe = load_recipe(path)
     name = NAME.fullmatch(path.stem)
     assert name is not None
@@ -34,7 +34,7 @@ def test_cluster_recipe_is_what_its_name_says_and_fits_its_gpus(path: Path) -> N
     assert [line for line in numbers if "#" not in line] == [], "each names its source"
 
 
-def test_every_cluster_recipe_is_in_the_table_of_the_docs() -> None:
+def test_every_cluster_recipe_is_in_the_table_of_the_docs():
     table = (RECIPES.parent / "docs" / "recipes.md").read_text()
     listed = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
     assert sorted(listed) == sorted(path.stem for path in CLUSTER)

@@ -1,7 +1,5 @@
 """Recipes that no editor writes: a message for each, and neither a traceback nor a long wait."""
 
-from pathlib import Path
-
 import pytest
 
 from nemo_grpo.experiments.sweep import is_sweep
@@ -41,7 +39,7 @@ FILES = {
 
 
 @pytest.mark.parametrize(("text", "message"), FILES.values(), ids=FILES)
-def test_hostile_recipe_is_refused_with_a_message(tmp_path: Path, text: str, message: str) -> None:
+def test_hostile_recipe_is_refused_with_a_message(tmp_path, text, message):
     path = tmp_path / "recipe.yaml"
     path.write_text(f"defaults: nemo_grpo://quickstart.yaml\n{text}\n")
     if text == "3":
@@ -60,12 +58,12 @@ def test_hostile_recipe_is_refused_with_a_message(tmp_path: Path, text: str, mes
         ("policy.generation.temperature=1.0e-300", "is 0 in the float32"),
     ],
 )
-def test_hostile_override_is_refused_with_a_message(override: str, message: str) -> None:
+def test_hostile_override_is_refused_with_a_message(override, message):
     with pytest.raises(UserError, match=message):
         load_recipe("quickstart", [override])
 
 
-def test_dots_are_left_alone_where_users_choose_the_names(tmp_path: Path) -> None:
+def test_dots_are_left_alone_where_users_choose_the_names(tmp_path):
     path, own = tmp_path / "recipe.yaml", tmp_path / "own.py"
     own.write_text("def brevity(response):\n    return -len(response)\n")
     path.write_text(

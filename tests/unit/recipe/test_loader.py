@@ -1,7 +1,5 @@
 """Files, defaults, overrides, interpolation."""
 
-from pathlib import Path
-
 import pytest
 
 from nemo_grpo.recipe.interpolation import resolve
@@ -9,12 +7,12 @@ from nemo_grpo.recipe.loader import apply_overrides, load_tree, merge, parse_ove
 from nemo_grpo.support.errors import UserError
 
 
-def write(folder: Path, **files: str) -> None:
+def write(folder, **files):
     for name, text in files.items():
         (folder / f"{name}.yaml").write_text(text)
 
 
-def test_defaults_merge_in_order_and_the_file_itself_wins(tmp_path: Path) -> None:
+def test_defaults_merge_in_order_and_the_file_itself_wins(tmp_path):
     write(
         tmp_path,
         root="s: {a: 1, b: 1, c: 1, d: 1}",
@@ -25,20 +23,20 @@ def test_defaults_merge_in_order_and_the_file_itself_wins(tmp_path: Path) -> Non
     assert load_tree(tmp_path / "recipe.yaml") == {"s": {"a": 1, "b": 2, "c": 3, "d": 4}}
 
 
-def test_defaults_are_relative_to_the_file_that_names_them(tmp_path: Path) -> None:
+def test_defaults_are_relative_to_the_file_that_names_them(tmp_path):
     (tmp_path / "base").mkdir()
     write(tmp_path / "base", inner="x: {a: 1}", outer="defaults: inner.yaml")
     write(tmp_path, recipe="defaults: base/outer.yaml")
     assert load_tree(tmp_path / "recipe.yaml") == {"x": {"a": 1}}
 
 
-def test_defaults_in_a_circle_name_the_circle(tmp_path: Path) -> None:
+def test_defaults_in_a_circle_name_the_circle(tmp_path):
     write(tmp_path, a="defaults: b.yaml", b="defaults: a.yaml")
     with pytest.raises(UserError, match=r"a\.yaml -> b\.yaml -> a\.yaml"):
         load_tree(tmp_path / "a.yaml")
 
 
-def test_defaults_used_twice_without_a_circle_are_fine(tmp_path: Path) -> None:
+def test_defaults_used_twice_without_a_circle_are_fine(tmp_path):
     write(tmp_path, root="x: {a: 1}", a="defaults: root.yaml", b="defaults: root.yaml\nx: {a: 2}")
     write(tmp_path, recipe="defaults: [b.yaml, a.yaml]")
     assert load_tree(tmp_path / "recipe.yaml") == {"x": {"a": 1}}
@@ -54,7 +52,7 @@ def test_defaults_used_twice_without_a_circle_are_fine(tmp_path: Path) -> None:
         ("defaults: 3", "must be a file name"),
     ],
 )
-def test_unreadable_files_say_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+def test_unreadable_files_say_what_is_wrong(tmp_path, text, message):
     write(tmp_path, recipe=text)
     with pytest.raises(UserError, match=message) as raised:
         load_tree(tmp_path / "recipe.yaml")
@@ -62,20 +60,20 @@ def test_unreadable_files_say_what_is_wrong(tmp_path: Path, text: str, message: 
     assert "\n" not in str(raised.value)
 
 
-def test_a_sweep_is_told_from_a_recipe(tmp_path: Path) -> None:
+def test_a_sweep_is_told_from_a_recipe(tmp_path):
     (tmp_path / "sweep.yaml").write_text("sweep: {recipe: a.yaml}")
     with pytest.raises(UserError, match=r"sweep\.yaml is a sweep, not a recipe"):
         load_tree(tmp_path / "sweep.yaml")
 
 
-def test_missing_file_and_folder_are_told_apart(tmp_path: Path) -> None:
+def test_missing_file_and_folder_are_told_apart(tmp_path):
     with pytest.raises(UserError, match="No such file"):
         load_tree(tmp_path / "nowhere.yaml")
     with pytest.raises(UserError, match="is a folder"):
         load_tree(tmp_path)
 
 
-def test_override_marker_replaces_a_section_instead_of_merging() -> None:
+def test_override_marker_replaces_a_section_instead_of_merging():
     base = {"s": {"a": 1, "deep": {"x": 1}}, "other": 1}
     over = {"s": {"_override_": True, "b": 2}}
     assert merge(base, over) == {"s": {"b": 2}, "other": 1}
@@ -83,7 +81,7 @@ def test_override_marker_replaces_a_section_instead_of_merging() -> None:
     assert merge(base, {"s": {"_override_": False, "b": 2}})["s"] == {"a": 1, "deep": {"x": 1}, "b": 2}
 
 
-def test_merge_leaves_its_arguments_alone() -> None:
+def test_merge_leaves_its_arguments_alone():
     base = {"s": {"a": 1}}
     merged = merge(base, {"s": {"b": 2}})
     merged["s"]["a"] = 9
@@ -103,26 +101,26 @@ def test_merge_leaves_its_arguments_alone() -> None:
         ("grpo.seed=${grpo.other}", "${grpo.other}"),
     ],
 )
-def test_override_values_have_yaml_types(override: str, value: object) -> None:
+def test_override_values_have_yaml_types(override, value):
     parsed = parse_override(override)
     assert parsed == ("grpo.seed", value)
     assert type(parsed[1]) is type(value)
 
 
 @pytest.mark.parametrize("override", ["grpo.seed", "=1", "grpo..seed=1", "grpo.seed=[1"])
-def test_malformed_overrides_are_refused(override: str) -> None:
+def test_malformed_overrides_are_refused(override):
     with pytest.raises(UserError, match="override"):
         parse_override(override)
 
 
-def test_overrides_apply_in_order_before_interpolation() -> None:
+def test_overrides_apply_in_order_before_interpolation():
     tree = {"grpo": {"seed": 1, "max_num_steps": "${mul:${grpo.seed}, 10}"}}
     changed = apply_overrides(tree, ["grpo.seed=2", "grpo.seed=3"])
     assert resolve(changed).tree == {"grpo": {"seed": 3, "max_num_steps": 30}}
     assert tree["grpo"]["seed"] == 1
 
 
-def test_override_makes_a_section_only_for_a_known_key() -> None:
+def test_override_makes_a_section_only_for_a_known_key():
     known = apply_overrides({}, ["policy.megatron_cfg.fp8_cfg.enabled=true"])
     assert known == {"policy": {"megatron_cfg": {"fp8_cfg": {"enabled": True}}}}
     assert apply_overrides({}, ["policy.megatron_cfg.env_vars.ANY=1"]) != {}
@@ -132,7 +130,7 @@ def test_override_makes_a_section_only_for_a_known_key() -> None:
         apply_overrides({"grpo": {"seed": 1}}, ["grpo.seed.x=1"])
 
 
-def test_tilde_removes_a_key_and_refuses_a_missing_one() -> None:
+def test_tilde_removes_a_key_and_refuses_a_missing_one():
     assert apply_overrides({"grpo": {"seed": 1, "x": 2}}, ["~grpo.x"]) == {"grpo": {"seed": 1}}
     assert apply_overrides({"grpo": {"seed": 1}}, ["~grpo"]) == {}
     for missing in ("~grpo.sed", "~grpo.seed.x", "~x.y"):
@@ -140,7 +138,7 @@ def test_tilde_removes_a_key_and_refuses_a_missing_one() -> None:
             apply_overrides({"grpo": {"seed": 1}}, [missing])
 
 
-def test_resolvers_compute_as_nemo_rl_does() -> None:
+def test_resolvers_compute_as_nemo_rl_does():
     tree = {
         "a": 6,
         "add": "${add:${a}, 1, 2}",
@@ -161,7 +159,7 @@ def test_resolvers_compute_as_nemo_rl_does() -> None:
         ("???", r"s\.a=\?\?\?: .*add s\.a="),
     ],
 )
-def test_failed_interpolation_names_the_key(value: str, message: str) -> None:
+def test_failed_interpolation_names_the_key(value, message):
     with pytest.raises(UserError, match=message) as raised:
         resolve({"s": {"a": value}})
     assert "\n" not in str(raised.value)

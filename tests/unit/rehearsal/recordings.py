@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,7 @@ RECORDINGS = {
 """Name -> recipe and overrides. A temperature other than 1, so that another one is seen."""
 
 
-def recorded(name: str, folder: Path) -> Any:
+def recorded(name, folder):
     """A `Rehearsal` whose files are a copy in ``folder``."""
     shutil.copytree(RECORDED / name, folder, dirs_exist_ok=True)
     for path in [folder / "recipe.yaml", *folder.rglob("*.jsonl"), *folder.rglob("*.json")]:
@@ -59,7 +58,7 @@ def recorded(name: str, folder: Path) -> Any:
 # ---------------------------------------------------------------------- what a defect leaves behind
 
 
-def metrics(rehearsal: Rehearsal, **changes: Callable[[float], float]) -> None:
+def metrics(rehearsal, **changes):
     """Change logged numbers; ``name__part`` stands for ``name/part``."""
     path = rehearsal.small.run_dir / "metrics.jsonl"
     functions = {name.replace("__", "/"): change for name, change in changes.items()}
@@ -72,27 +71,25 @@ def metrics(rehearsal: Rehearsal, **changes: Callable[[float], float]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in changed))
 
 
-def responses(rehearsal: Rehearsal, change: Callable[[dict], dict], steps: Iterable[int] = (1, 2, 3)) -> None:
+def responses(rehearsal, change, steps=(1, 2, 3)):
     for path in files_of(rehearsal, steps):
         rows = [change(json.loads(line)) for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def files_of(rehearsal: Rehearsal, steps: Iterable[int]) -> list[Path]:
+def files_of(rehearsal, steps):
     logs = Path(str(rehearsal.small.logger.log_dir))
     (found,) = zip(*(logs.glob(f"exp_*/train_data_step{step}.jsonl") for step in steps), strict=True)
     return list(found)
 
 
-def export(
-    rehearsal: Rehearsal, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-) -> None:
+def export(rehearsal, change):
     path = rehearsal.folder / "hf-of-stop" / "model.safetensors"
     save_file(change(load_file(path)), path, {"format": "pt"})
 
 
-def swapped(first: str, second: str) -> Callable[[Weights], Weights]:
-    def swap(weights: Weights) -> Weights:
+def swapped(first, second):
+    def swap(weights):
         names = {first: second, second: first}
         parts = {name: name.split(".") for name in weights}
         renamed = {name: ".".join(names.get(part, part) for part in each) for name, each in parts.items()}
@@ -102,18 +99,18 @@ def swapped(first: str, second: str) -> Callable[[Weights], Weights]:
     return swap
 
 
-def drop_merge(rehearsal: Rehearsal) -> None:
+def drop_merge(rehearsal):
     shutil.copy(rehearsal.folder / "model" / "model.safetensors", rehearsal.folder / "hf-of-stop")
 
 
-def without_responses(rehearsal: Rehearsal) -> None:
+def without_responses(rehearsal):
     for path in files_of(rehearsal, (1, 2, 3)):
         path.unlink()
 
 
-def reward_of_zero(row: dict) -> dict:
+def reward_of_zero(row):
     return {**row, "rewards": [0.0]}
 
 
-def zero(_: float) -> float:
+def zero(_):
     return 0.0

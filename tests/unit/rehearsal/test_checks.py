@@ -6,7 +6,6 @@ Metrics alone; `test_planted.py` has recorded runs with their responses and weig
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -35,14 +34,14 @@ HEALTHY = {
 def run(tmp_path):
     """Evidence of a run whose steps had these metrics; each step may differ from `HEALTHY`."""
 
-    def make(*steps: dict[str, float], overrides: tuple[str, ...] = ()) -> Recorded:
+    def make(*steps, overrides=()):
         settings = [f"nemo_grpo.runs_dir={tmp_path}", f"logger.log_dir={tmp_path}/logs", *overrides]
         recipe = load_recipe(RECIPE, settings)
         recipe.run_dir.mkdir(parents=True, exist_ok=True)
         rows = [{"step": n, **HEALTHY, **step} for n, step in enumerate(steps, 1)]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (recipe.run_dir / "metrics.jsonl").write_text(text + '{"step": 3, "valid')  # killed while writing
-        rehearsal: Any = SimpleNamespace(
+        rehearsal = SimpleNamespace(
             small=recipe,
             recipe=recipe,
             toy_recipe=recipe,

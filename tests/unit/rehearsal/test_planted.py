@@ -5,8 +5,6 @@ to ours bit for bit in the recorded run, is a copy of ours.
 """
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,12 +30,12 @@ Rehearsal = Any
 
 
 @pytest.fixture
-def rehearsal_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Rehearsal]:
+def rehearsal_of(tmp_path, monkeypatch):
     """A copy of a recording; its export is the recorded one, unless the test changes it."""
     monkeypatch.setattr(checks, "convert", lambda r, _checkpoint: r.folder / "hf-of-stop")
     monkeypatch.setattr(checks, "bridges_export", lambda r, _checkpoint: r.folder / "hf-of-bridge")
 
-    def make(name: str) -> Rehearsal:
+    def make(name):
         folder = tmp_path / name
         made = recorded(name, folder)
         shutil.copytree(folder / "hf-of-stop", folder / "hf-of-bridge")
@@ -46,7 +44,7 @@ def rehearsal_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
     return make
 
 
-def failing(rehearsal: Rehearsal) -> dict[str, str]:
+def failing(rehearsal):
     return {stage.name: stage.proof for stage in checks.stages(rehearsal) if not stage.ok}
 
 
@@ -59,37 +57,37 @@ def test_recordings_pass_every_stage(rehearsal_of, name):
     assert tuple(stage.name for stage in stages) == (checks.SUPERVISED if learns else tuple(checks.CHECKS))
 
 
-def step_trained_twice(rehearsal: Rehearsal) -> None:
+def step_trained_twice(rehearsal):
     path = rehearsal.small.run_dir / "metrics.jsonl"
     rows = [line for line in path.read_text().splitlines() if '"loss/total"' in line]
     with path.open("a") as file:
         file.write(rows[1] + "\n")
 
 
-def no_side_files(rehearsal: Rehearsal) -> None:
+def no_side_files(rehearsal):
     for path in rehearsal.small.checkpoint_dir.glob("step_*/policy/tokenizer/config.json"):
         path.unlink()
 
 
-def without_tokens(row: dict) -> dict:
+def without_tokens(row):
     return {**row, "token_loss_mask": [[0] * len(row["token_loss_mask"][0])]}
 
 
-def one_token_less(row: dict) -> dict:
+def one_token_less(row):
     mask = list(row["token_loss_mask"][0])
     mask[mask.index(1)] = 0
     return {**row, "token_loss_mask": [mask]}
 
 
-def older_checkpoint(rehearsal: Rehearsal) -> None:
+def older_checkpoint(rehearsal):
     shutil.rmtree(rehearsal.small.checkpoint_dir / "step_3")
 
 
-def one(_: float) -> float:
+def one(_):
     return 1.0
 
 
-def nan(_: float) -> float:
+def nan(_):
     return float("nan")
 
 

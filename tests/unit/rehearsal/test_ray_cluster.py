@@ -3,8 +3,6 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -26,11 +24,11 @@ FAILS = f"{WRITES}\nsys.exit(1)"
 
 
 @pytest.fixture
-def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stack]:
+def stack(tmp_path, monkeypatch):
     """A stack whose "Ray" is one of these programs, the first attempt's first; the last one stays."""
     monkeypatch.setattr(cluster, "WARM_MODULES", {"policy": (), "vllm": ()})
 
-    def make(*programs: str) -> Stack:
+    def make(*programs):
         for number, program in enumerate(programs, 1):
             (tmp_path / f"ray{number}.py").write_text(program)
         python = tmp_path / "python"
@@ -45,7 +43,7 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stac
     return make
 
 
-def attempts(tmp_path: Path) -> int:
+def attempts(tmp_path):
     return int((tmp_path / "attempts").read_text())
 
 
@@ -66,7 +64,7 @@ def test_ray_that_never_starts_is_no_refusal_and_says_why(stack, tmp_path, monke
     assert attempts(tmp_path) == 3
     assert (tmp_path / "ray-session" / "raylet.err").read_text() == "the agent did not register in time"
 
-    def not_started(*_: object, **__: object) -> None:
+    def not_started(*_, **__):
         raise NotStarted("the agent did not register in time")
 
     monkeypatch.setattr(command, "find_stack", not_started)
@@ -76,7 +74,7 @@ def test_ray_that_never_starts_is_no_refusal_and_says_why(stack, tmp_path, monke
 
 
 @pytest.fixture
-def ray(tmp_path: Path):
+def ray(tmp_path):
     """A process in Ray's place."""
     with (tmp_path / "ray.log").open("wb") as out:
         program = [sys.executable, "-c", "import time; print('raylet died', flush=True); time.sleep(600)"]

@@ -25,7 +25,7 @@ WITH_VLLM = Stack(Path("python"), Path("RL"), Path("vllm"))
 MODEL = RehearsalModel(Path("/models/small"), "made here", "qwen2", longest_prompt=100, longest_response=12)
 
 
-def made_small(path: Path, folder: Path, *overrides: str, max_ranks: int = 4):
+def made_small(path, folder, *overrides, max_ranks=4):
     recipe = load_recipe(path, overrides)
     task = problems_of(recipe, folder / "problems").task
     layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)

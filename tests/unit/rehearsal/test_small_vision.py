@@ -51,12 +51,12 @@ def model(tokenizer):
     return made_model(tokenizer)
 
 
-def picture(seed: int) -> dict[str, torch.Tensor]:
+def picture(seed):
     pixels = torch.randn(GRID[1] * GRID[2], PATCH, generator=torch.Generator().manual_seed(seed))
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([GRID])}
 
 
-def tokens_of(tokenizer, *numbers: int) -> torch.Tensor:
+def tokens_of(tokenizer, *numbers):
     marked = [tokenizer.convert_tokens_to_ids(vision.MARKS["image_token_id"])] * IMAGE_TOKENS
     return torch.tensor([5, *marked, *numbers])
 

@@ -25,14 +25,14 @@ def wheels(tmp_path):
     return folder
 
 
-def run(*arguments: str, **environment: str) -> tuple[int, str]:
+def run(*arguments, **environment):
     done = subprocess.run(
         ["bash", str(SCRIPT), *arguments], capture_output=True, text=True, env={**os.environ, **environment}
     )
     return done.returncode, done.stdout + done.stderr
 
 
-def cut(folder: Path, name: str, content: bytes, size: int) -> None:
+def cut(folder, name, content, size):
     """``split``'s pieces of a file, and its checksum."""
     for number, start in enumerate(range(0, len(content), size)):
         suffix = chr(ord("a") + number // 26) + chr(ord("a") + number % 26)
