@@ -9,8 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks import cluster_run as run
 from nemo_grpo.recipe import Recipe, load_recipe
@@ -41,21 +39,11 @@ def test_recipe_keeps_its_steps_and_sizes_and_loses_what_needs_a_gpu(stack, over
     made = load_recipe(folder / "recipe.yaml")
     before, after = (dict(leaves(one.to_dict())) for one in (given, made))
     changed = {key for key in before | after if before.get(key) != after.get(key)}
-    fusions = ("apply_rope_fusion", "moe_permute_fusion", "bias_activation_fusion")
-    assert changed == {
-        "policy.model_name",
-        "policy.tokenizer.name",
-        "logger.monitor_gpus",
-        *(f"policy.megatron_cfg.{name}" for name in fusions),
-        "policy.megatron_cfg.optimizer.use_precision_aware_optimizer",
-        "policy.generation.vllm_cfg.gpu_memory_utilization",
-        "policy.generation.vllm_cfg.enforce_eager",
-        *(key for key in before | after if key.startswith("policy.generation.vllm_kwargs")),
-    }
+    of_a_gpu = ("policy.megatron_cfg.", "policy.generation.vllm_", "logger.monitor_gpus")
+    models = {"policy.model_name", "policy.tokenizer.name"}
+    assert {key for key in changed if not key.startswith(of_a_gpu)} == models
     assert after["policy.generation.vllm_kwargs.max_num_seqs"] == 128  # all rollouts of a step
-    assert after["policy.generation.vllm_kwargs.max_num_batched_tokens"] >= 256
     assert Path(after["policy.model_name"]).is_absolute()
-    assert after["grpo.seed"] == 2
 
 
 def test_existing_run_is_kept_unless_resumed(stack, overrides):
@@ -73,24 +61,6 @@ def test_what_cannot_run_is_refused(stack, tmp_path):
         run.prepare(load_recipe(quickstart), quickstart, (), stack, resume=False)
     with pytest.raises(UserError, match="make venv-vllm"):
         run.prepare(load_recipe(CLUSTER), CLUSTER, (), Stack(stack.python, tmp_path, None), resume=False)
-    with pytest.raises(UserError, match="--policy-of needs a recipe with a warm start"):
-        run.write_policy(load_recipe(CLUSTER), tmp_path / "other")
-
-
-def test_policy_is_the_warm_start_rounded_to_bf16(tmp_path, monkeypatch):
-    source = tmp_path / "warm-start"
-    tiny = Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                       num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
-    exact = Qwen2ForCausalLM(tiny)
-    exact.save_pretrained(source)
-    (source / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr("nemo_grpo.engine.warm_start.starting_policy", lambda *_: source)
-    run.write_policy(load_recipe(RECIPES / "quickstart.yaml"), tmp_path / "policy")
-    made = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype="auto")
-    assert made.dtype == torch.bfloat16
-    for name, value in exact.state_dict().items():
-        assert torch.equal(made.state_dict()[name], value.bfloat16()), name
-    assert (tmp_path / "policy" / "tokenizer.json").read_text() == "{}"
 
 
 @pytest.fixture

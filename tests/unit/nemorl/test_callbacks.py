@@ -76,19 +76,15 @@ def test_validation_sets_are_told_apart_by_the_order_of_their_problems(tmp_path)
         logger.log_metrics({"accuracy": 0.3}, 6, prefix="validation")
         logger.log_metrics({"accuracy": 0.5}, 6, prefix="train")
         logger.log_metrics({"payload": 0.5}, 6, prefix="validation")
+    for names in ([], ["", ""], ["a", "a"]):
+        with calling_back([ValidationSets(names, tmp_path, 1)], single := Logger()):
+            single.log_metrics({"accuracy": 0.3}, 6, prefix="validation")
+        assert single.calls[0][0] == {"accuracy": 0.3}, "a single set changes nothing"
     of_sets = {"a/accuracy": 0.25, "a/pass_k": 0.5, "b/accuracy": 1.0, "b/pass_k": 1.0}
     assert theirs == {"accuracy": 0.625, "pass_k": 0.75, "avg_length": 7.0} | of_sets, "it ranks checkpoints"
     assert [metrics for metrics, *_ in logger.calls][1:] == [
         {"accuracy": 0.25, "a/accuracy": 0.5, "b/accuracy": 0.0}, {"accuracy": 0.5}, {"payload": 0.5},
     ]  # fmt: skip
-
-
-def test_a_single_validation_set_changes_nothing(tmp_path):
-    for names in ([], ["", ""], ["a", "a"]):
-        logger = Logger()
-        with calling_back([ValidationSets(names, tmp_path, 1)], logger):
-            logger.log_metrics({"accuracy": 0.3}, 6, prefix="validation")
-        assert logger.calls[0][0] == {"accuracy": 0.3}
 
 
 def ending(metric=None, threshold=None):
@@ -125,16 +121,17 @@ def rows(recipe):
 
 
 def test_metrics_get_the_embedded_engines_names_where_it_has_them():
-    assert name_of("train", "reward") == "reward/mean"
-    assert name_of("train", "gen_kl_error") == "mismatch/kl"
-    assert name_of("timing/train", "total_step_time") == "time/step"
-    assert name_of("validation", "accuracy") == "validation/accuracy"
-    assert name_of("train", "covariance/p1") == "covariance/p1"  # from the variant's estimator
-    assert name_of("train", "approx_entropy") == "train/approx_entropy"  # not the embedded entropy/mean
-    assert name_of("", "x") == "x"
+    names = {
+        ("train", "gen_kl_error"): "mismatch/kl",
+        ("timing/train", "total_step_time"): "time/step",
+        ("train", "covariance/p1"): "covariance/p1",  # from the variant's estimator
+        ("train", "approx_entropy"): "train/approx_entropy",  # not the embedded entropy/mean
+        ("", "x"): "x",
+    }
+    assert {given: name_of(*given) for given in names} == names
 
 
-def test_every_call_is_a_row_and_still_reaches_nemo_rl(recipe):
+def test_every_call_is_a_row_of_a_run_and_still_reaches_nemo_rl(recipe):
     logger = Logger()
     with calling_back([RunRecord(recipe)], logger):
         logger.log_metrics({"accuracy": 0.25}, 0, prefix="validation")
@@ -148,20 +145,12 @@ def test_every_call_is_a_row_and_still_reaches_nemo_rl(recipe):
         {"step": 1, "reward/mean": 0.5, "lr": 1.0},
         {"step": 2, "loss/total": 0.5},
     ]
+    run = read_run(recipe.run_dir)
+    assert (run.engine, run.variant, run.seed) == ("NeMo-RL", "grpo", "3")
+    assert (run.points("reward/mean"), run.points("validation/accuracy")) == ({1: 0.5}, {0: 0.25})
     assert logger.calls[0] == ({"accuracy": 0.25}, 0, "validation", {})
     assert logger.calls[1][1:] == (1, "train", {"step_metric": "s"})
     assert logger.calls[1][0]["texts"] == ["a"]
-
-
-def test_the_folder_reads_back_as_a_run_of_nemo_rl(recipe):
-    logger = Logger()
-    with calling_back([RunRecord(recipe)], logger):
-        logger.log_metrics({"reward": 0.5}, 1, "train")
-        logger.log_metrics({"accuracy": 0.75}, 1, "validation")
-    run = read_run(recipe.run_dir)
-    assert (run.engine, run.variant, run.seed) == ("NeMo-RL", "grpo", "3")
-    assert run.points("reward/mean") == {1: 0.5}
-    assert run.points("validation/accuracy") == {1: 0.75}
 
 
 HOLDER = """
@@ -287,16 +276,12 @@ def test_the_last_turn_of_a_response_counts():
 
 def test_a_part_of_a_group_waits_for_its_rest():
     drawn = RolloutRewards(3)
+    off = RolloutRewards(0)  # validation
+    off.note("a", scores(1))
+    assert not off.by_problem
     first, *_ = [drawn.note("a", scores(1)) for _ in range(4)]
     assert drawn.take()["reward/accuracy"] == 1
     drawn.note("a", scores(0), first)  # a late turn of a group that was taken
     for _ in range(2):
         drawn.note("a", scores(0))
     assert drawn.take()["reward/accuracy"] == pytest.approx(1 / 3)
-
-
-def test_validation_keeps_nothing():
-    drawn = RolloutRewards(0)
-    drawn.note("a", scores(1))
-    assert not drawn.by_problem
-    assert drawn.take() == {}

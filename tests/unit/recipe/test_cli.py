@@ -64,26 +64,29 @@ def test_check_says_what_the_recipes_engine_cannot_train():
     assert f"ok     {cluster}" in output
 
 
-def test_check_loads_every_setting_of_a_sweep(tmp_path):
-    text = f"sweep:\n  recipe: {QUICKSTART}\n  grids: [{{grpo.num_prompts_per_step: [4, %s]}}]\n"
-    (tmp_path / "good.yaml").write_text(text % 8)
-    (tmp_path / "wrong.yaml").write_text(text % -8)
+@pytest.mark.parametrize(
+    ("text", "values", "said", "wrong"),
+    [
+        ("", (4, -4), "2 settings x 3 seeds", "num_prompts_per_step=-4: "),
+        (
+            "  cluster:\n    recipe: {0}/cluster-quickstart.yaml\n    seeds: 1\n"
+            "    overrides: {{grpo.val_period: {1}}}\n",
+            (5, -5),
+            "2 settings x 3 seeds; on the cluster of cluster-quickstart.yaml, 2 settings x 1 seeds",
+            "num_prompts_per_step=8: grpo.val_period",
+        ),
+    ],
+    ids=["here", "cluster"],
+)
+def test_check_loads_every_setting_of_a_sweep(text, values, said, wrong, tmp_path):
+    for name, value in zip(("good", "wrong"), values, strict=True):
+        here = 4 if text else value
+        grids = f"sweep:\n  recipe: {QUICKSTART}\n  grids: [{{grpo.num_prompts_per_step: [8, {here}]}}]\n"
+        (tmp_path / f"{name}.yaml").write_text(grids + text.format(RECIPES, value))
     code, output = run("check", str(tmp_path))
     assert code == 2
-    assert "good.yaml: sweep of quickstart.yaml, 2 settings x 3 seeds" in output
-    assert "wrong.yaml: num_prompts_per_step=-8: " in output
-
-
-def test_check_loads_a_sweeps_cluster_settings(tmp_path):
-    text = f"sweep:\n  recipe: {QUICKSTART}\n  grids: [{{grpo.num_prompts_per_step: [4, 8]}}]\n"
-    text += f"  cluster:\n    recipe: {RECIPES}/cluster-quickstart.yaml\n    seeds: 1\n"
-    text += "    overrides: {grpo.val_period: %d}\n"
-    (tmp_path / "good.yaml").write_text(text % 5)
-    (tmp_path / "wrong.yaml").write_text(text % -5)
-    code, output = run("check", str(tmp_path))
-    assert code == 2
-    assert "2 settings x 3 seeds; on the cluster of cluster-quickstart.yaml, 2 settings x 1 seeds" in output
-    assert "wrong.yaml: num_prompts_per_step=4: grpo.val_period" in output
+    assert f"good.yaml: sweep of quickstart.yaml, {said}" in output
+    assert f"wrong.yaml: {wrong}" in output
 
 
 def test_check_applies_overrides_to_every_recipe():

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal.overrides import Ranks
@@ -53,64 +52,3 @@ def recorded(name, folder):
         seconds={},
         **json.loads((folder / SKELETON).read_text()),
     )
-
-
-# ---------------------------------------------------------------------- what a defect leaves behind
-
-
-def metrics(rehearsal, **changes):
-    """Change logged numbers; ``name__part`` stands for ``name/part``."""
-    path = rehearsal.small.run_dir / "metrics.jsonl"
-    functions = {name.replace("__", "/"): change for name, change in changes.items()}
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert functions.keys() <= {name for row in rows for name in row}, "the defect is in the recording"
-    changed = [
-        {name: functions.get(name, float)(value) if name != "step" else value for name, value in row.items()}
-        for row in rows
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in changed))
-
-
-def responses(rehearsal, change, steps=(1, 2, 3)):
-    for path in files_of(rehearsal, steps):
-        rows = [change(json.loads(line)) for line in path.read_text().splitlines()]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def files_of(rehearsal, steps):
-    logs = Path(str(rehearsal.small.logger.log_dir))
-    (found,) = zip(*(logs.glob(f"exp_*/train_data_step{step}.jsonl") for step in steps), strict=True)
-    return list(found)
-
-
-def export(rehearsal, change):
-    path = rehearsal.folder / "hf-of-stop" / "model.safetensors"
-    save_file(change(load_file(path)), path, {"format": "pt"})
-
-
-def swapped(first, second):
-    def swap(weights):
-        names = {first: second, second: first}
-        parts = {name: name.split(".") for name in weights}
-        renamed = {name: ".".join(names.get(part, part) for part in each) for name, each in parts.items()}
-        assert renamed != {name: name for name in weights}
-        return {renamed[name]: weight for name, weight in weights.items()}
-
-    return swap
-
-
-def drop_merge(rehearsal):
-    shutil.copy(rehearsal.folder / "model" / "model.safetensors", rehearsal.folder / "hf-of-stop")
-
-
-def without_responses(rehearsal):
-    for path in files_of(rehearsal, (1, 2, 3)):
-        path.unlink()
-
-
-def reward_of_zero(row):
-    return {**row, "rewards": [0.0]}
-
-
-def zero(_):
-    return 0.0
