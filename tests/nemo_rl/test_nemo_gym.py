@@ -32,16 +32,13 @@ def gym_run(folder):
     (folder / "problems.jsonl").write_text(rows)
     data = {"dataset_name": "NemoGymDataset", "processor": "nemo_gym_data_processor", "env_name": "nemo_gym"}
     path = {"_override_": True, "data_path": str(folder / "problems.jsonl"), **data}
-    validation = {"max_val_samples": None, "val_batch_size": None, "max_num_steps": 1}
     recipe = {
         "defaults": str(BASE),
         "loss_fn": {"variant": "tr_grpo"},
-        "grpo": {**RECIPE["grpo"], **validation},
+        "grpo": RECIPE["grpo"] | {"max_val_samples": None, "val_batch_size": None, "max_num_steps": 1},
         "policy": {
-            "train_global_batch_size": PROMPTS * GENERATIONS,
-            "train_micro_batch_size": 2,
-            "max_total_sequence_length": 16,
-            "generation": {"max_new_tokens": 8},
+            **{"train_global_batch_size": PROMPTS * GENERATIONS, "train_micro_batch_size": 2},
+            **{"max_total_sequence_length": 16, "generation": {"max_new_tokens": 8}},
         },
         "env": {"should_use_nemo_gym": True, "nemo_gym": {"config_paths": []}},
         "data": {"train": path, "validation": path, "default": None},

@@ -6,41 +6,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy import lm_policy
 from nemo_rl_steps import LENGTH, ROWS, counts, current_logprobs, loss_data
 
 from nemo_grpo.nemorl.loss import build_loss
-from nemo_grpo.nemorl.policy import has_further_losses, has_no_gradient, policy_factory
+from nemo_grpo.nemorl.policy import policy_factory
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.variants import parse_loss_fn
 
 RECIPE = Path(__file__).parents[2] / "recipes/cw_grpo/grpo-r1-distill-qwen-1.5b-1n8g.yaml"
 WORKER = "toy_worker.ToyWorker"
-CONFIG = {
-    "model_name": "none",
-    "megatron_cfg": {
-        "enabled": True,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "env_vars": None,
-    },
-    "dynamic_batching": {"enabled": False},
-    "sequence_packing": {
-        "enabled": True,
-        "fuse_loss": False,
-        "algorithm": "modified_first_fit_decreasing",
-        "train_mb_tokens": 24,
-        "logprob_mb_tokens": 24,
-    },
-    "make_sequence_length_divisible_by": 1,
-    "train_global_batch_size": ROWS,
-    "train_micro_batch_size": 1,
-    "tokenizer": {},
-}
+CONFIG = yaml.safe_load(f"""
+model_name: none
+megatron_cfg: {{enabled: true, tensor_model_parallel_size: 1, pipeline_model_parallel_size: 1,
+               context_parallel_size: 1, env_vars: null}}
+dynamic_batching: {{enabled: false}}
+sequence_packing: {{enabled: true, fuse_loss: false, algorithm: modified_first_fit_decreasing,
+                   train_mb_tokens: 24, logprob_mb_tokens: 24}}
+make_sequence_length_divisible_by: 1
+train_global_batch_size: {ROWS}
+train_micro_batch_size: 1
+tokenizer: {{}}
+""")
 
 
 @pytest.fixture(scope="module")
@@ -85,42 +75,6 @@ def test_a_step_without_signal_is_no_update(policy):
     found = policy.train(data, loss_fn)["all_mb_metrics"]
     assert found["is_update"] == [False, False]
     assert sum(found["probs_ratio"]) > 0.5, "its metrics are computed all the same"
-
-
-def test_a_penalty_has_a_gradient_without_signal():
-    penalised = parse_loss_fn({"variant": "grpo", "reference_policy_kl_penalty": 0.01})
-    plain = parse_loss_fn({"variant": "gpg"})
-    data = {"advantages": torch.zeros(2, 3), "token_mask": torch.ones(2, 3), "sample_mask": torch.ones(2)}
-    assert has_no_gradient(data, plain)
-    assert not has_no_gradient(data, penalised)
-    assert not has_no_gradient(data | {"advantages": torch.tensor([[0.0, -1.0]])}, plain)
-    assert has_no_gradient(data | {"sample_mask": torch.zeros(2)}, penalised), "all responses are filtered"
-    only_first = torch.tensor([[1.0, 0.0, 0.0]] * 2)  # which nothing predicts
-    assert has_no_gradient(data | {"token_mask": only_first}, penalised)
-
-
-LOSSES = [
-    ({}, {}, False),
-    (
-        {"moe_router_load_balancing_type": "none", "mtp_num_layers": 0, "mtp_loss_scaling_factor": 0.1},
-        {},
-        False,
-    ),
-    ({"moe_router_load_balancing_type": "seq_aux_loss"}, {}, True),
-    ({"moe_router_load_balancing_type": ["none", "aux_loss"]}, {}, True),
-    ({"moe_router_load_balancing_type": ["none"]}, {}, False),
-    ({"model_overrides": {"moe_z_loss_coeff": 1e-3}}, {}, True),
-    ({"mtp_num_layers": 1}, {}, True),  # megatron-core's own factor is 0.1
-    ({"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.0}, {}, False),
-    ({}, {"enabled": True}, True),
-    ({}, {"enabled": False}, False),
-]
-
-
-@pytest.mark.parametrize(("megatron", "draft", "expected"), LOSSES)
-def test_losses_that_nemo_rl_adds_have_a_gradient_without_signal(megatron, draft, expected):
-    policy = {"megatron_cfg": megatron, "draft": draft}
-    assert has_further_losses({"policy": policy}) == expected
 
 
 def test_step_without_signal_updates_if_it_is_the_first_or_nemo_rl_adds_a_loss(monkeypatch):

@@ -24,24 +24,17 @@ from nemo_grpo.nemorl.step_context import StepContext
 GRPO = "nemo_rl.algorithms.grpo"
 PROMPTS, GENERATIONS = 2, 3
 BASE = Path(__file__).parents[2] / "recipes" / "base" / "cluster.yaml"
-RECIPE = {
-    "grpo": {
-        "num_prompts_per_step": PROMPTS,
-        "num_generations_per_prompt": GENERATIONS,
-        "max_num_steps": 2,
-        "val_period": 0,
-        "val_at_start": False,
-        "val_at_end": False,
-    },
-    "policy": {
-        "model_name": "toy",
-        "max_total_sequence_length": 16,
-        "generation": {"max_new_tokens": 8, "vllm_cfg": {"enable_vllm_metrics_logger": False}},
-    },
-    "checkpointing": {"save_period": 1, "metric_name": None},
-    "cluster": {"gpus_per_node": 2},
-    "nemo_grpo": {"run_name": "toy", "task": {"name": "knights_knaves"}},
-}
+RECIPE = yaml.safe_load(f"""
+grpo: {{num_prompts_per_step: {PROMPTS}, num_generations_per_prompt: {GENERATIONS}, max_num_steps: 2,
+        val_period: 0, val_at_start: false, val_at_end: false}}
+policy:
+  model_name: toy
+  max_total_sequence_length: 16
+  generation: {{max_new_tokens: 8, vllm_cfg: {{enable_vllm_metrics_logger: false}}}}
+checkpointing: {{save_period: 1, metric_name: null}}
+cluster: {{gpus_per_node: 2}}
+nemo_grpo: {{run_name: toy, task: {{name: knights_knaves}}}}
+""")
 
 
 def toy_run(folder, loss_fn, *overrides):

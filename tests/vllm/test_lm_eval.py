@@ -5,6 +5,7 @@ import os
 from importlib.metadata import version
 
 import pytest
+import yaml
 from openai_server import serving
 from processes import output_of, python
 from taught_policy import SMALL, greedy, taught
@@ -17,25 +18,19 @@ from nemo_grpo.tasks import Prompt, parse_task
 pytestmark = pytest.mark.vllm
 
 LIMIT, NUM_PROBLEMS = 32, 50
-TASK = {
-    "task": "sums",
-    "dataset_path": "json",
-    "test_split": "test",
-    "output_type": "generate_until",
-    "doc_to_text": "{{question}}",
-    "doc_to_target": "{{answer}}",
-    "generation_kwargs": {"until": [], "do_sample": False, "temperature": 0, "max_gen_toks": LIMIT},
-    "filter_list": [
-        {
-            "name": "answer",
-            "filter": [
-                {"function": "regex", "regex_pattern": "<answer>(.*?)</answer>"},
-                {"function": "take_first"},
-            ],
-        }
-    ],
-    "metric_list": [{"metric": "exact_match"}],
-}
+TASK = yaml.safe_load(f"""
+task: sums
+dataset_path: json
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: [], do_sample: false, temperature: 0, max_gen_toks: {LIMIT}}}
+filter_list:
+- name: answer
+  filter: [{{function: regex, regex_pattern: "<answer>(.*?)</answer>"}}, {{function: take_first}}]
+metric_list: [{{metric: exact_match}}]
+""")
 
 
 @pytest.fixture(scope="module")

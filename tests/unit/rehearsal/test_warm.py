@@ -71,8 +71,7 @@ def test_signals_reach_the_fork(folder, tmp_path):
 def test_a_server_that_cannot_import_is_left_out(tmp_path):
     command = [sys.executable, "-P", str(WARM), "serve", str(tmp_path / "policy"), "no_such_module"]
     assert subprocess.run(command, capture_output=True, timeout=60).returncode == 1
-    (tmp_path / "script.py").write_text("import sys; print(sys.argv[1])")
-    assert run(tmp_path, str(tmp_path / "script.py"), "alone").stdout == "alone\n"
+    assert run(tmp_path, "-c", "import sys; print(sys.argv[1])", "alone").stdout == "alone\n"
 
 
 def test_a_background_process_ends_with_the_one_that_started_it(tmp_path):
