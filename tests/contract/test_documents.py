@@ -20,6 +20,7 @@ BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`((?:nemo-grpo|make|python) [^`]+)`")
 PYTHON = re.compile(r"(?:[\s`]|/)python (-m [\w.]+|\w+/[\w/]+\.py)([^`|#\n]*)")
 LINK = re.compile(r"\[[^]]*\]\(([^)#\s]*)(#[^)\s]*)?\)")
+FIRST = re.compile(r"^[^#\n].*$", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
@@ -27,14 +28,10 @@ PROGRAMS = {
     *("nemo-grpo", "make", "python", "pip", "sbatch", "srun", "bash", "git", "hf", "lm_eval", "pre-commit"),
     *("export", "until"),
 }
-"""What a line of a shell block may begin with."""
+"""First words of a shell block's lines."""
 ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 SBATCH_OPTIONS = {"--nodes", "--time", "--gpus-per-node", "--partition", "--array", "--account", "--signal"}
-"""Of those that Slurm has, the ones that the documents use."""
-
-
-def by_name(path):
-    return path.name
+"""Those of Slurm's that the documents use."""
 
 
 def blocks(document, language):
@@ -57,15 +54,8 @@ def commands(document):
 
 def shell_blocks(document):
     """Blocks of bash, and those without a language whose first line is a command."""
-    return [
-        *blocks(document, "bash"),
-        *(block for block in blocks(document, "") if begins_with_a_program(code_lines(block)[0])),
-    ]
-
-
-def code_lines(block):
-    """Lines that are neither empty nor a comment."""
-    return [line for line in joined(block) if line.strip() and not line.lstrip().startswith("#")]
+    plain = (block for block in blocks(document, "") if begins_with_a_program(FIRST.search(block)[0]))
+    return [*blocks(document, "bash"), *plain]
 
 
 def begins_with_a_program(line):
@@ -77,7 +67,7 @@ def joined(block):
     return block.replace("\\\n", " ").splitlines()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_line_of_a_shell_block_is_a_command_or_a_comment(document):
     for block in shell_blocks(document):
         for line in joined(block):
@@ -87,7 +77,7 @@ def test_every_line_of_a_shell_block_is_a_command_or_a_comment(document):
             assert swallowed is None, f"a command stands behind a #: {line}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_command_parses(document):
     root = typer.main.get_command(app)
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -116,7 +106,9 @@ def python_programs():
     """Modules and scripts that the documents and the benchmarks' results run -> options that they give."""
     found = {}
     for document in [*DOCUMENTS, *(ROOT / "benchmarks" / "results").glob("*.md")]:
-        for program, rest in PYTHON.findall(document.read_text(encoding="utf-8").replace("\\\n", " ")):
+        text = document.read_text(encoding="utf-8").replace("\\\n", " ")
+        assert not re.search(r"PYTHONPATH=\S+ \S*python", text), "it would not run as it stands"
+        for program, rest in PYTHON.findall(text):
             words = rest.split()
             if program == "-m checkpoints_conv" and words:
                 program = f"{program} {words[0]}"
@@ -147,12 +139,6 @@ def test_python_program_starts_as_it_is_written_and_has_its_options(program, mon
     assert {option for option in PYTHON_PROGRAMS[program] if option not in shown} == set()
 
 
-def test_commands_set_no_search_path():
-    """One that needs `PYTHONPATH` to find this repository would not run as it stands."""
-    for document in [*DOCUMENTS, *(ROOT / "benchmarks" / "results").glob("*.md")]:
-        assert not re.search(r"PYTHONPATH=\S+ \S*python", document.read_text(encoding="utf-8")), document
-
-
 def check_sbatch(words):
     """Options that Slurm has, then one of our scripts."""
     options = [word.partition("=")[0] for word in words[: next(i for i, w in enumerate(words) if "/" in w)]]
@@ -168,7 +154,7 @@ def check_extras(words):
             assert set(extra.split(",")) <= set(known), word
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_link_leads_somewhere(document):
     for target, anchor in LINK.findall(document.read_text(encoding="utf-8")):
         if target.startswith(("http:", "https:")):
@@ -176,17 +162,14 @@ def test_every_link_leads_somewhere(document):
         path = (document.parent / target).resolve() if target else document
         assert path.exists(), target
         if anchor and path.suffix == ".md":
-            assert anchor[1:] in {anchor_of(title) for title in HEADING.findall(path.read_text())}, anchor
+            titles = HEADING.findall(path.read_text())
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor[1:] in anchors, anchor
 
 
 def test_the_picture_of_the_whole_is_what_its_script_draws():
-    assert (ROOT / "docs/overview.svg").read_text() == runpy.run_path(str(ROOT / "docs/overview.py"))[
-        "picture"
-    ]()
-
-
-def anchor_of(title):
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+    drawn = runpy.run_path(str(ROOT / "docs/overview.py"))["picture"]()
+    assert (ROOT / "docs/overview.svg").read_text() == drawn
 
 
 def test_the_library_example_adds_up_to_the_gradient_of_the_whole_step():

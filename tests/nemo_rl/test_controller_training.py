@@ -11,7 +11,7 @@ import math
 import os
 import signal
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -128,18 +128,18 @@ class Controlled:
     @contextmanager
     def stand_ins(self):
         transfer = MagicMock(sync_weights=MagicMock(return_value=None))
-        make = patch("nemo_grpo.nemorl.single_controller.policy_factory", self.policy_factory)
-        with ExitStack() as stack:
-            stack.enter_context(make)
-            for name, value in {
-                "_build_clusters": lambda _config: (MagicMock(), MagicMock()),
-                "_build_generation": lambda *_, **__: (Generation(), 0.0),
-                "build_data_plane_client": lambda *_, **__: self.plane,
-                "create_weight_synchronizer": lambda **_: transfer,
-                "RolloutManager": Rollouts,
-            }.items():
-                stack.enter_context(patch(f"{CONTROLLER}.{name}", value))
-            stack.enter_context(patch("nemo_rl.algorithms.single_controller.Logger"))
+        names = {
+            "_build_clusters": lambda _config: (MagicMock(), MagicMock()),
+            "_build_generation": lambda *_, **__: (Generation(), 0.0),
+            "build_data_plane_client": lambda *_, **__: self.plane,
+            "create_weight_synchronizer": lambda **_: transfer,
+            "RolloutManager": Rollouts,
+        }
+        with (
+            patch("nemo_grpo.nemorl.single_controller.policy_factory", self.policy_factory),
+            patch.multiple(CONTROLLER, **names),
+            patch("nemo_rl.algorithms.single_controller.Logger"),
+        ):
             yield
 
     def policy_factory(self, *arguments):
@@ -190,8 +190,12 @@ def test_the_controller_gives_the_steps_of_the_driver(setting, tmp_path):
         assert run.logged()[name] == pytest.approx(plain.logged()[name], rel=1e-3, abs=1e-6), name
 
 
+def grpo(folder, groups=PROMPTS):
+    return Controlled(folder, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(groups))
+
+
 def test_a_step_may_come_in_chunks_and_is_recorded_as_one(tmp_path):
-    run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(1))
+    run = grpo(tmp_path, groups=1)
     manager, chunks = run.controller._rollout_manager, run.policy.trained
     rollout = manager.run_rollout
 
@@ -212,8 +216,9 @@ def test_a_step_may_come_in_chunks_and_is_recorded_as_one(tmp_path):
 
 
 def test_a_signal_saves_and_the_next_start_goes_on(tmp_path):
+    loss_fn = {"variant": "tr_grpo", "weighting": "random", "reference_policy_kl_penalty": 0.0}
     settings = ("grpo.max_num_steps=5", "checkpointing.save_period=100", controlled(PROMPTS, 1))
-    run = Controlled(tmp_path, {"variant": "tr_grpo", "weighting": "random"} | NO_PENALTY, *settings)
+    run = Controlled(tmp_path, loss_fn, *settings)
     finish = run.policy.finish_train_step
 
     def finish_and_be_asked_to_stop():
@@ -229,7 +234,7 @@ def test_a_signal_saves_and_the_next_start_goes_on(tmp_path):
     assert json.loads((folder / "training_info.json").read_text())["current_step"] == 2
     assert (folder / "replay_buffer.pt").exists()
 
-    again = Controlled(tmp_path, {"variant": "tr_grpo", "weighting": "random"} | NO_PENALTY, *settings)
+    again = Controlled(tmp_path, loss_fn, *settings)
     assert again.controller._advantage_estimator.step == 2
     stop = again.train()
     assert len(again.policy.losses) == 3, "steps 3 to 5"
@@ -238,12 +243,9 @@ def test_a_signal_saves_and_the_next_start_goes_on(tmp_path):
     assert files == [f"train_data_step{step}.jsonl" for step in (3, 4, 5)]
 
 
-NO_PENALTY = {"reference_policy_kl_penalty": 0.0}
-
-
 def test_a_step_without_signal_is_no_update(tmp_path, monkeypatch):
     monkeypatch.setattr(Rollouts, "rewards", torch.ones(PROMPTS * GENERATIONS))
-    run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(PROMPTS))
+    run = grpo(tmp_path)
     start = run.policy.model.detach().clone()
     run.train()
     assert len(run.policy.losses) == 1, "the first update gives Adam its moments; the second step is dropped"
@@ -252,7 +254,7 @@ def test_a_step_without_signal_is_no_update(tmp_path, monkeypatch):
 
 
 def test_responses_to_a_prompt_that_was_cut_do_not_train(tmp_path):
-    run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(PROMPTS))
+    run = grpo(tmp_path)
     for cut in run.controller._dataloader.dataset[::PROMPTS]:  # the first of a step, whose rewards differ
         cut["loss_multiplier"] = 0.0
     start = run.policy.model.detach().clone()
@@ -264,7 +266,7 @@ def test_responses_to_a_prompt_that_was_cut_do_not_train(tmp_path):
 
 def test_responses_without_a_reward_do_not_train(tmp_path, monkeypatch):
     monkeypatch.setattr(Rollouts, "rewards", torch.tensor(NO_REWARD))
-    run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(PROMPTS))
+    run = grpo(tmp_path)
     run.train()
     rows, _ = run.logger.log_batched_dict_as_jsonl.call_args_list[0].args
     assert [math.isnan(reward) for reward in rows["rewards"]] == [
@@ -275,7 +277,7 @@ def test_responses_without_a_reward_do_not_train(tmp_path, monkeypatch):
 
 
 def test_an_error_of_a_worker_ends_the_run(tmp_path):
-    run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(PROMPTS))
+    run = grpo(tmp_path)
     run.policy.finish_train_step = MagicMock(side_effect=RuntimeError("a worker has died"))
     with pytest.raises(RuntimeError, match="a worker has died"):
         run.train()
@@ -284,21 +286,14 @@ def test_an_error_of_a_worker_ends_the_run(tmp_path):
 PENALIZED = {"variant": "grpo", "reference_policy_kl_penalty": 0.1}
 
 
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
+def test_what_the_controller_or_nemo_rl_cannot_do_is_an_error_of_the_recipe(tmp_path):
+    for override, reason in (
         ("data.use_multiple_dataloader=true", "reads a single data loader"),
         ("grpo.skip_reference_policy_logprobs_calculation=true", "needs these logprobs"),
-    ],
-)
-def test_what_the_controller_cannot_do_is_an_error_of_the_recipe(override, reason, tmp_path):
-    with pytest.raises(UserError, match=reason):
-        Controlled(tmp_path, PENALIZED, f"++{override}", controlled(PROMPTS))
-
-
-def test_what_nemo_rl_refuses_is_an_error_of_the_recipe(tmp_path):
+    ):
+        with pytest.raises(UserError, match=reason):
+            Controlled(tmp_path, PENALIZED, f"++{override}", controlled(PROMPTS))
     config = Controlled(tmp_path, PENALIZED, controlled(PROMPTS)).run.master_config
     config.grpo.skip_reference_policy_logprobs_calculation = True
-    reason = "requires reference_policy_logprobs"
-    with pytest.raises(UserError, match=f"refuses the configuration: .*{reason}"):
+    with pytest.raises(UserError, match=r"refuses the configuration: .*requires reference_policy_logprobs"):
         single_controller.check(config)

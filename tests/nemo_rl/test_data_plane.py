@@ -3,7 +3,7 @@
 The data plane is NeMo-RL's reference of it, in this process: the TransferQueue is a package of its own.
 """
 
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -116,14 +116,12 @@ def on_the_plane(plane, rewards=None):
 
     actor = MagicMock()
     actor.options.return_value.remote = lambda **arguments: LocalActor(plane, arguments)
-    with ExitStack() as stack:
-        for name in ("run_multi_turn_rollout", "run_async_multi_turn_rollout"):
-            stack.enter_context(patch.object(sync_rollout_actor, name, side_effect=rollout))
-        stack.enter_context(patch.object(sync_rollout_actor, "kv_first_write", write_tensors))
-        stack.enter_context(patch(f"{GRPO_SYNC}.SyncRolloutActor", actor))
-        stack.enter_context(patch(f"{GRPO_SYNC}.make_actor_runtime_env", return_value={}))
-        stack.enter_context(patch(f"{GRPO_SYNC}.refit_policy_generation", return_value={}))
-        stack.enter_context(patch(f"{GRPO_SYNC}.print_performance_metrics", return_value={}))
+    turns = dict.fromkeys(("run_multi_turn_rollout", "run_async_multi_turn_rollout"), rollout)
+    nothing = ("make_actor_runtime_env", "refit_policy_generation", "print_performance_metrics")
+    with (
+        patch.multiple(sync_rollout_actor, kv_first_write=write_tensors, **turns),
+        patch.multiple(GRPO_SYNC, SyncRolloutActor=actor, **dict.fromkeys(nothing, lambda *_, **__: {})),
+    ):
         yield
 
 

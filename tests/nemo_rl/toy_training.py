@@ -1,7 +1,7 @@
 """What NeMo-RL's trainer is given in the tests: a policy that really learns, on rollouts that are made up."""
 
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
@@ -162,20 +162,17 @@ class Generation(SimpleNamespace):
 
 
 @contextmanager
-def made_up_rollouts():
-    """Rollouts without an engine, and nothing to refit; yields the draws so far."""
-    draws = []
+def made_up_rollouts(draws):
+    """Rollouts without an engine, and nothing to refit; ``draws`` gets a number for each."""
 
     def rollout(**_):
         draws.append(len(draws))
         return rollouts(draws[-1]), {"mean_gen_tokens_per_sample": 3.0}
 
-    with ExitStack() as stack:
-        for name in ("run_multi_turn_rollout", "run_async_multi_turn_rollout"):
-            stack.enter_context(patch(f"{GRPO}.{name}", side_effect=rollout))
-        stack.enter_context(patch(f"{GRPO}.refit_policy_generation", return_value={}))
-        stack.enter_context(patch(f"{GRPO}.print_performance_metrics", return_value={}))
-        yield draws
+    nothing = dict.fromkeys(("refit_policy_generation", "print_performance_metrics"), lambda *_, **__: {})
+    made_up = dict.fromkeys(("run_multi_turn_rollout", "run_async_multi_turn_rollout"), rollout)
+    with patch.multiple(GRPO, **nothing, **made_up):
+        yield
 
 
 class Run:
@@ -213,7 +210,8 @@ class Run:
 
     def train(self):
         """Returns: the draws of prompts."""
-        with made_up_rollouts() as draws:
+        draws = []
+        with made_up_rollouts(draws):
             run_grpo.run_trainer(self.ready())
         if hasattr(self.checkpointer, "shutdown"):
             self.checkpointer.shutdown()

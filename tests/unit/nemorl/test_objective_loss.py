@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,22 +146,16 @@ def test_kl_is_taken_of_the_unfiltered_logprobs():
     assert with_filter["probs_ratio"] != plain["probs_ratio"]
 
 
-class Names:
-    """Of NeMo-RL's enumerations: every member is its own name."""
-
-    def __getattr__(self, name):
-        return name
-
-
+BY = {"TOKEN_LEVEL": "TOKENS", "SEQUENCE_LEVEL": "SEQUENCES"}
+NAMES = SimpleNamespace(**{name: name for name in ("TOKENS", "SEQUENCES", "NONE", *BY, "LOGPROB")})
 SEQ_MASK = {**CORRECTION, "truncated_importance_sampling_ratio": 1.02}
 SEQ_MASK |= {"truncated_importance_sampling_ratio_min": 0.97}
-BY = {"TOKEN_LEVEL": "TOKENS", "SEQUENCE_LEVEL": "SEQUENCES"}
 
 
 @pytest.mark.parametrize("setting", ["grpo", "gspo", "dr_grpo", "group_token_mean", "tis", "seq-mask-tis"])
 def test_nemo_rl_is_told_what_each_number_was_divided_by(monkeypatch, setting):
     """Twice as many sequences halve what is divided by them, and so do tokens."""
-    monkeypatch.setattr("nemo_grpo.nemorl.compat.import_name", lambda _: Names())
+    monkeypatch.setattr("nemo_grpo.nemorl.compat.import_name", lambda _: NAMES)
     masked = {"variant": "grpo", "truncated_importance_sampling_type": "seq-mask-tis", **SEQ_MASK}
     loss_fn, rows = build_loss(SETTINGS.get(setting, masked)), data()
     sizes = counts(rows)
@@ -185,7 +180,7 @@ class CountsResponses(RatioConfig):
 
 
 def test_an_own_metric_of_a_response_is_divided_by_responses(monkeypatch):
-    monkeypatch.setattr("nemo_grpo.nemorl.compat.import_name", lambda _: Names())
+    monkeypatch.setattr("nemo_grpo.nemorl.compat.import_name", lambda _: NAMES)
     told = ObjectiveLoss(CountsResponses(variant="own")).metric_normalizations
     assert (told["responses"], told["probs_ratio"]) == ("SEQUENCES", "TOKENS")
 

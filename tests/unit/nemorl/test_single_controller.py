@@ -71,18 +71,14 @@ def test_metrics_are_means_over_the_responses_of_all_chunks():
 
 
 def test_draws_follow_the_step_and_not_its_chunks():
+    unscored = step()
+    del unscored["logprobs_policy"]
+    assert in_chunks(estimator({"variant": "dapo"}, is_scored=False), unscored, 4).any(), "its own logprobs"
     e = estimator(SECTIONS["random"])
     first = in_chunks(e, step(), 2, 2)
     e.end_step()
     assert not torch.equal(in_chunks(e, step(), 2, 2), first)
     assert e.step == 1
-
-
-def test_without_scoring_the_logprobs_are_the_policys_own():
-    e = estimator({"variant": "dapo"}, is_scored=False)
-    given = step()
-    del given["logprobs_policy"]
-    assert in_chunks(e, given, 4).any()
 
 
 class Worker:
@@ -133,17 +129,14 @@ def test_a_step_without_gradient_is_dropped_with_its_metrics_kept():
         assert found["all_mb_metrics"]["reward/mean"] == pytest.approx([float(rewards.mean())])
         assert found["all_mb_metrics"]["mean_gen_tokens_per_sample"] == [6.0]
     assert found["loss"] == 0.0, "of the step that was dropped"
+    penalized = estimator({"variant": "grpo", "reference_policy_kl_penalty": 0.1})
+    in_chunks(penalized, step() | {"rewards": alike}, 4)
+    assert penalized.has_gradient
     policy.has_moments = False
     in_chunks(e, step() | {"rewards": torch.ones(ROWS)}, 4)
     policy.train_microbatches_from_meta((SIZE, 8))
     policy.finish_train_step()
     assert policy.calls[-1] == "finish", "the first update gives Adam its moments"
-
-
-def test_a_penalty_trains_without_signal():
-    e = estimator({"variant": "grpo", "reference_policy_kl_penalty": 0.1})
-    in_chunks(e, step() | {"rewards": torch.ones(ROWS)}, 4)
-    assert e.has_gradient
 
 
 def test_responses_of_all_chunks_are_recorded_for_every_loss():
