@@ -66,7 +66,6 @@ def file_of(module):
 
 
 def imported_files(path):
-    """Our files that a file imports by name."""
     modules = set()
     for node in import_statements(path):
         if isinstance(node, ast.Import):

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from small_models import small_config
 from toy_policies import FULL_RECOMPUTE, PARAMETERS
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from nemo_grpo import VARIANTS, TokenBatch, build_objective
 from nemo_grpo.core.batch import Sequences
@@ -25,22 +26,14 @@ needs_te = pytest.mark.skipif(
 )
 
 
-SIZES = {
-    "vocab_size": 500,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 128,
-}
+SIZES = {"vocab_size": 500, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+SIZES |= {"head_dim": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-6}
 """Widths of 16 and head dimension 64, so that FP8 and fused attention can run."""
 
 
 def make(dtype, fields):
     torch.manual_seed(0)
-    config = Qwen2Config(**SIZES, tie_word_embeddings=True)
+    config = small_config(**SIZES)
     weights = AutoModelForCausalLM.from_config(config).float().state_dict()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     policy = MegatronPolicy(config, SETTINGS, dtype=dtype, device=device, config_fields=fields)
@@ -49,7 +42,6 @@ def make(dtype, fields):
 
 
 def rollout():
-    """8 sequences of 20 to 48 tokens, rewards by turns."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(20, 49, (8,), generator=generator)
     return Sequences(torch.randint(500, (8, 48), generator=generator), lengths), torch.arange(8) % 2
@@ -88,7 +80,6 @@ class Run:
         self.grad_norms.append(result.grad_norm)
 
     def answer(self, scores):
-        """All of it as CPU tensors."""
         return {
             "scores": scores.logprobs,
             "entropies": scores.entropies,
@@ -98,7 +89,6 @@ class Run:
         }
 
     def trained(self, num_steps):
-        """Score, then updates."""
         scores = self.score()
         for _ in range(num_steps):
             self.step(scores)
@@ -110,23 +100,17 @@ def trained(dtype, fields, num_steps=5, mb_tokens=None):
 
 
 def measured(found, expected):
-    """The largest differences, which pytest -rP shows."""
-
-    def most(values):
-        return f"{max(values):.2e}"
-
-    def pairs(key):
-        return zip(found[key], expected[key], strict=True)
-
-    apart = {key: most([(found[key] - expected[key]).abs().max().item()]) for key in ("scores", "entropies")}
-    apart["losses"] = most(abs(a - b) for a, b in pairs("losses"))
-    apart["grad_norms, relative"] = most(abs(a / b - 1) for a, b in pairs("grad_norms"))
-    weights = [(x - expected["weights"][name]).abs().max().item() for name, x in found["weights"].items()]
-    return f"measured {apart | {'weights': most(weights)}}"
+    """The largest differences, for pytest -rP."""
+    pairs = {key: list(zip(found[key], expected[key], strict=True)) for key in ("losses", "grad_norms")}
+    apart = {key: (found[key] - expected[key]).abs().max().item() for key in ("scores", "entropies")}
+    apart["losses"] = max(abs(a - b) for a, b in pairs["losses"])
+    apart["grad_norms, relative"] = max(abs(a / b - 1) for a, b in pairs["grad_norms"])
+    weights = ((x - expected["weights"][name]).abs().max().item() for name, x in found["weights"].items())
+    return {name: f"{x:.2e}" for name, x in (apart | {"weights": max(weights)}).items()}
 
 
 def assert_close(found, expected, logprob, relative):
-    print(measured(found, expected))  # noqa: T201
+    print("measured", measured(found, expected))  # noqa: T201
     for key in ("scores", "entropies"):
         torch.testing.assert_close(found[key], expected[key], rtol=0, atol=logprob, msg=key)
     assert found["losses"] == pytest.approx(expected["losses"], abs=logprob)

@@ -25,12 +25,10 @@ def install():
 
 
 def stock_worker():
-    """NeMo-RL's module of the Megatron worker."""
     install()
     return importlib.import_module(WORKER)
 
 
 def our_worker():
-    """`nemo_grpo.nemorl.worker`."""
     install()
     return importlib.import_module("nemo_grpo.nemorl.worker")

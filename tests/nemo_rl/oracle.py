@@ -21,7 +21,6 @@ from recomputed import (
     aligned,
     all_logprobs,
     demonstrated,
-    k3,
     recompute,
     sequences_of,
 )
@@ -54,8 +53,6 @@ larger: of a model that had learnt to tell pictures apart they were 3.2 and 6.1,
 
 
 class Proof:
-    """One rehearsal and a step of it computed once more."""
-
     def __init__(self, rehearsal):
         self.run = Run(rehearsal)
 
@@ -74,7 +71,6 @@ class Proof:
 
 
 def prove(rehearsal):
-    """Judge all checks that fit the recipe."""
     proof = Proof(rehearsal)
     is_stock, is_supervised = rehearsal.recipe.loss_fn.is_stock, proof.run.is_supervised
     left_out = set(ROLLOUTS) if is_supervised else {"validation"}
@@ -84,23 +80,6 @@ def prove(rehearsal):
         for name, check in CHECKS.items()
         if name not in left_out
     ]
-
-
-def refit(proof):
-    run = proof.run
-    if run.recipe.rollouts_ahead:
-        return "asynchronous rollouts may be of older weights"
-    model, sampling = load(run.rehearsal.model.folder, torch.float32), Sampling.of(run.recipe)
-    errors = [0.0]
-    for step in sorted(run.steps)[1:]:
-        if rows := run.responses(step):
-            sequences = sequences_of(run, rows)
-            old, _ = all_logprobs(model, sequences, sampling)
-            errors.append(k3(old, aligned(rows, "generation_logprobs"), sequences.mask))
-    shown = f"the first weights would have given {max(errors):.1e} later"
-    if not max(errors) > checks.REFIT_BOUND:
-        raise Failed(f"{shown}, so that a refit is not tested")
-    return shown
 
 
 def rollout(proof):
@@ -173,7 +152,6 @@ def export(proof):
 
 
 CHECKS = {
-    "refit": refit,
     "rollout": rollout,
     "advantage": advantage,
     "update": update,
@@ -181,7 +159,7 @@ CHECKS = {
     "export": export,
 }
 """Part -> the function that proves it, or raises `Failed`."""
-ROLLOUTS = ("refit", "rollout", "advantage")
+ROLLOUTS = ("rollout", "advantage")
 """Parts that a run on demonstrations lacks."""
 
 
@@ -276,7 +254,6 @@ def compare_with_entropy(run, folder, rows, logged):
 
 
 def main(recipe, folder, *overrides):
-    """Rehearse a recipe, and print its stages and their proofs as JSON."""
     stack = find_stack(None, Path(sys.executable), None, sampler=os.environ.get(STAND_IN) == "1")
     rehearsal = prepare(Path(recipe), overrides, stack, Path(folder), 4)
     train(rehearsal)

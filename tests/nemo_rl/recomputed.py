@@ -110,8 +110,6 @@ class Sequences:
 
 
 class Sampling(NamedTuple):
-    """Distribution that the rollouts are sampled from."""
-
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
@@ -149,12 +147,6 @@ def all_logprobs(model, sequences, sampling):
         for row, length in enumerate(sequences.lengths):
             found[:, row, : length - 1] = torch.stack(logprobs(model, *sequences.row(row), sampling))
     return found[0], found[1]
-
-
-def k3(policy, sampled, mask):
-    """NeMo-RL's gen_kl_error: token mean of exp(d) - d - 1 with d = logp_policy - logp_sampled."""
-    difference = (policy - sampled)[mask].double()
-    return float((difference.exp() - difference - 1).mean())
 
 
 def sequences_of(run, rows):

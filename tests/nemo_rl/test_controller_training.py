@@ -91,8 +91,6 @@ class ChunkPolicy(PlanePolicy):
 
 
 class Rollouts(RolloutManager):
-    """NeMo-RL's, with made-up responses: a group of `rollouts` for each prompt."""
-
     rewards: torch.Tensor | None = None
 
     async def run_rollout(self, input_sample):
@@ -110,8 +108,6 @@ def problem(number):
 
 
 class Controlled:
-    """A driver's run on the single controller."""
-
     def __init__(self, folder, loss_fn, *overrides):
         self.run = toy_run(folder, loss_fn, *SETTINGS, *overrides)
         self.context, self.plane = StepContext(), NoOpDataPlaneClient()

@@ -88,8 +88,6 @@ class PlanePolicy(ToyPolicy):
 
 
 class LocalActor:
-    """NeMo-RL's rollout actor in this process, called as one."""
-
     def __init__(self, plane, arguments):
         of_ray = sync_rollout_actor.SyncRolloutActor.__ray_metadata__
         with patch("nemo_rl.data_plane.build_data_plane_client", return_value=plane):
@@ -100,7 +98,6 @@ class LocalActor:
 
 @contextmanager
 def on_the_plane(plane, rewards=None):
-    """`grpo_train_sync` with made-up rollouts, which its own actor writes to the plane."""
     draws = []
 
     def rollout(**_):
@@ -126,8 +123,6 @@ def on_the_plane(plane, rewards=None):
 
 
 class PlaneRun(Run):
-    """A driver's run on the data plane, its policy made by the driver's factory."""
-
     def __init__(self, folder, loss_fn, *overrides):
         super().__init__(folder, loss_fn, *overrides)
         self.plane = NoOpDataPlaneClient()

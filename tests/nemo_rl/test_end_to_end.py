@@ -72,7 +72,6 @@ def rehearsed(tmp_path, recipe, *overrides):
 
 
 def proved(rehearsal):
-    """Its output, once every stage has passed and its numbers were computed again."""
     failed = [stage for stage in (*checks.stages(rehearsal), *oracle.prove(rehearsal)) if not stage.ok]
     assert not failed, failed
     return Recorded(rehearsal)

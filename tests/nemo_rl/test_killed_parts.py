@@ -40,14 +40,12 @@ VICTIMS = {
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory):
-    """Prepared once for all tests of this module."""
     stack = find_stack(None, Path(sys.executable), None, sampler=True)
     return stages.prepare(RECIPE, OVERRIDES, stack, tmp_path_factory.mktemp("killed") / "run", 1)
 
 
 @pytest.fixture(scope="module")
 def unbroken(rehearsal):
-    """Metrics by step of a run that nobody disturbs."""
     stages.train(rehearsal, stops=False)
     return Recorded(rehearsal).steps
 
@@ -65,7 +63,6 @@ def processes(part):
 
 
 def wait_for(message, log, number, training):
-    """Until the driver has logged it so often."""
     while not log.exists() or log.read_text(errors="replace").count(message) < number:
         assert training.is_alive(), f"it ended before {message!r}: {stages.tail(log)}"
         time.sleep(0.01)

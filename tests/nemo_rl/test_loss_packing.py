@@ -38,7 +38,6 @@ PACKED = {
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):
-    """A tensor-parallel group of one."""
     store = tmp_path_factory.mktemp("rendezvous") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield dist.group.WORLD
@@ -52,7 +51,6 @@ def step():
 
 
 def unsharded(setting):
-    """Loss, its gradient in the model, metrics; all rows at once, without NeMo-RL's wrappers."""
     model, data = embedding().requires_grad_(), step()
     loss, metrics = build_loss(SETTINGS[setting])(current_logprobs(data, model), data, **counts(data))
     loss.backward()
@@ -85,27 +83,3 @@ def test_packed_and_sharded_loss_equals_the_unsharded_one(setting, fused, group)
     assert gradient.abs().sum() > 0
     for name in set(metrics) - set(EXTREMES):
         assert summed[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), name
-
-
-def test_split_normalisation_equals_the_global_one():
-    """Some trainers run every microbatch with denominators of 1 and divide at the end, as the loss says."""
-    interfaces = pytest.importorskip("nemo_rl.algorithms.loss.interfaces")
-    if not hasattr(interfaces, "MetricNormalizer"):
-        return  # 0.7.0 has no such trainer
-    data = step()
-    sizes = counts(data)
-    for setting in SETTINGS.values():
-        loss_fn = build_loss(setting)
-        table = loss_fn.metric_normalizations
-        one = torch.ones(())
-        logprobs = current_logprobs(data)
-        _, raw = loss_fn(logprobs, data, global_valid_seqs=one, global_valid_toks=one)
-        _, metrics = loss_fn(logprobs, data, **sizes)
-        assert set(metrics) <= set(table)
-        divisors = {
-            interfaces.MetricNormalizer.TOKENS: float(sizes["global_valid_toks"]),
-            interfaces.MetricNormalizer.SEQUENCES: float(sizes["global_valid_seqs"]),
-            interfaces.MetricNormalizer.NONE: 1.0,
-        }
-        for name, number in raw.items():
-            assert number / divisors[table[name]] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name

@@ -51,7 +51,6 @@ def gym_run(folder):
 
 @pytest.fixture
 def gym(tmp_path):
-    """A run whose configuration and data are those of the driver, with NeMo-Gym's actor."""
     run, tokenizer = gym_run(tmp_path), character_tokenizer()
     config = run.master_config
     config.policy["generation"] |= {"stop_token_ids": [2]}  # as NeMo-RL fills it in from the tokenizer

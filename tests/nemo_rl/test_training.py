@@ -3,16 +3,21 @@
 import json
 import os
 import signal
+from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
+from nemo_rl.models.policy import lm_policy
 from toy_training import GENERATIONS, GRPO, PROMPTS, Loader, Run, rollouts, toy_run
 
 from nemo_grpo.nemorl import compat, run_grpo
 from nemo_grpo.nemorl.callbacks import ValidationSets, calling_back
 from nemo_grpo.nemorl.checkpoints import SideFiles, resume_carried
 from nemo_grpo.nemorl.exit_status import finished_steps, stop_after_step
+from nemo_grpo.nemorl.policy import policy_factory
+from nemo_grpo.nemorl.step_context import StepContext
+from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants import VARIANTS
 
@@ -87,6 +92,29 @@ def test_a_response_without_a_reward_is_left_out_of_the_step(tmp_path):
         assert tokens.tolist() == pytest.approx([advantage] * len(tokens), rel=1e-4)
     assert run.logged()["reward/mean"] == pytest.approx(0.8)
     assert torch.tensor(run.policy.losses).isfinite().all()
+
+
+def test_step_without_signal_updates_if_it_is_the_first_or_nemo_rl_adds_a_loss(tmp_path, monkeypatch):
+    class Stock:
+        def __init__(self, optimizer_path=None):
+            pass
+
+        def train(self, _data, _loss_fn, eval_mode=False):
+            return eval_mode
+
+    monkeypatch.setattr(lm_policy, "Policy", Stock)
+    recipe = load_recipe(
+        "cw_grpo/grpo-r1-distill-qwen-1.5b-1n8g", ["loss_fn.reference_policy_kl_penalty=0.0"]
+    )
+
+    def evaluated(draft=False, **arguments):
+        run = SimpleNamespace(recipe=recipe, master_config={"policy": {"draft": {"enabled": draft}}})
+        policy = policy_factory(run, StepContext())(**arguments)
+        return [policy.train({"advantages": torch.zeros(2, 3)}, None) for _ in range(2)]
+
+    assert evaluated() == [False, True], "the first update gives Adam its moments"
+    assert evaluated(optimizer_path="step_1/policy/optimizer") == [True, True]
+    assert evaluated(draft=True) == [False, False]
 
 
 def test_gpg_draws_until_its_threshold(tmp_path):
@@ -230,7 +258,6 @@ def asynchronous(tmp_path, loss_fn):
 
 
 def train_asynchronously(run, infrastructure):
-    """Returns: how it ended."""
     with infrastructure, stop_after_step(run.run.recipe.grpo) as stop, calling_back([stop], run.logger):
         run_grpo.run_trainer(run.ready())
     return stop

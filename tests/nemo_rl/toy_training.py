@@ -38,7 +38,6 @@ nemo_grpo: {{run_name: toy, task: {{name: knights_knaves}}}}
 
 
 def toy_run(folder, loss_fn, *overrides):
-    """A small cluster recipe, read as the driver reads one."""
     path = folder / "toy.yaml"
     path.write_text(yaml.safe_dump({"defaults": str(BASE), "loss_fn": loss_fn, **RECIPE}))
     return load_run(path, [f"nemo_grpo.runs_dir={folder}", *overrides])
@@ -151,8 +150,6 @@ class Loader:
 
 
 class Generation(SimpleNamespace):
-    """A generation engine that is never asked."""
-
     LACKS = ("snapshot_step_metrics", "get_step_metrics", "requires_kv_scale_sync", "weight_synchronizer")
 
     def __getattr__(self, name):
@@ -176,8 +173,6 @@ def made_up_rollouts(draws):
 
 
 class Run:
-    """A driver's run on the toy policy."""
-
     def __init__(self, folder, loss_fn, *overrides, run=None):
         self.run = run or toy_run(folder, loss_fn, *overrides)
         self.context = StepContext()
@@ -202,7 +197,6 @@ class Run:
         )
 
     def ready(self):
-        """As the driver's `set_up` leaves it."""
         tokenizer = MagicMock(pad_token_id=0, decode=lambda ids: f"<{ids[0]}>")
         run_grpo.install(self.run, self.context, finished_steps(self.parts), tokenizer)
         last = last_step(self.run, self.parts)
@@ -221,6 +215,5 @@ class Run:
         return exit_code(self.run, self.parts, last_step(self.run, self.parts), ending)
 
     def logged(self):
-        """The newest step's training metrics."""
         calls = [c for c in self.logger.log_metrics.call_args_list if c.kwargs.get("prefix") == "train"]
         return calls[-1].args[0]

@@ -21,7 +21,6 @@ SMALL = WarmStart(
 
 
 def taught(config, task, prompt, folder):
-    """The policy in a folder, trained by transformers."""
     tokenizer = build_tokenizer(task, config.vocab_size, config.seed)
     policy = build_model(config, tokenizer)
     limit, key = config.max_position_embeddings, "max_position_embeddings"
@@ -46,7 +45,6 @@ def vllm_of(folder, max_model_len=128, cache_bytes=64 << 20):
 
 
 def rows(rollout):
-    """The responses' tokens."""
     return [tokens[:n].tolist() for tokens, n in zip(rollout.tokens, rollout.lengths.tolist(), strict=True)]
 
 

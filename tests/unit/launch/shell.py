@@ -13,7 +13,6 @@ def bash(script, *, check=True, **options):
 
 
 def write_programs(folder, **texts):
-    """Executables in bash, by name."""
     folder.mkdir(exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")

@@ -36,7 +36,6 @@ def recipe(*overrides):
 
 
 def begin(*overrides, step=10):
-    """What a job leaves that saved a checkpoint after this step."""
     begun = recipe(*overrides)
     if step:
         (begun.checkpoint_dir / f"step_{step}").mkdir(parents=True)

@@ -29,7 +29,6 @@ IS_DEAF = f"trap '' USR1; {READY}; sleep 30"
 
 
 def part(name, code):
-    """A part that runs a piece of bash."""
     return f'start {name} {name}.log x -- bash -c "{code}"'
 
 
@@ -40,7 +39,6 @@ def signal(name, seconds=0, ready=True):
 
 
 def run(folder, body):
-    """Run a piece of bash in a job, Slurm's programs stubs."""
     write_programs(folder, scontrol=SCONTROL, srun=SRUN)
     return bash(SCRIPT.format(root=ROOT, logs=folder) + body)
 
@@ -107,7 +105,6 @@ source {root}/slurm/lib/retry.sh
 
 
 def in_attempt(folder, command, attempt=0, state="RUNNING", variables="", check=True):
-    """What a command prints in attempt N of a job."""
     names = {"root": ROOT, "logs": folder, "state": state, "attempt": attempt, "variables": variables}
     return bash(ATTEMPT.format(command=command, **names), check=check)
 

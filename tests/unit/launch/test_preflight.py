@@ -52,7 +52,6 @@ def verdicts(*all_facts, nodes=("n1", "n2"), overrides=("cluster.num_nodes=2",))
 
 
 def healthy(*overrides):
-    """Verdicts on two nodes without a fault."""
     return verdicts(facts("n1"), facts("n2"), overrides=("cluster.num_nodes=2", *overrides))
 
 

@@ -183,7 +183,6 @@ def settings_of(fp8=False, ahead=0):
 
 
 def logged(settings, error):
-    """The training metrics that reach the logger for a step."""
     logger = Logger()
     with calling_back([RolloutCheck(settings)], logger):
         logger.log_metrics({"gen_kl_error": error, "loss": 1.0}, 7, prefix="train", step_finished=True)

@@ -137,8 +137,6 @@ def test_a_policy_with_entropies_asks_for_its_parts(install):
 
 @pytest.fixture
 def modules(monkeypatch):
-    """Two modules that bind one function, and a class with a method."""
-
     class Manager:
         @staticmethod
         def find(path):

@@ -82,8 +82,6 @@ def test_draws_follow_the_step_and_not_its_chunks():
 
 
 class Worker:
-    """NeMo-RL's policy as the controller calls it."""
-
     learns_always = False
 
     def __init__(self):

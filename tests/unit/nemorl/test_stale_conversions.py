@@ -14,7 +14,6 @@ NOW = 1_000_000.0
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """NeMo-RL's folder of conversions."""
     monkeypatch.setattr(stale_conversions.compat, "import_name", lambda _: lambda: str(tmp_path / "nemo_rl"))
     return tmp_path / "nemo_rl"
 

@@ -40,8 +40,6 @@ def test_only_temperature_with_pipeline_parallelism_and_entropies_need_a_worker_
 
 
 class Bonus(RatioConfig):
-    """Moves the policy whatever the rewards say."""
-
     def terms(self, prepared):
         terms = super().terms(prepared)
         return replace(terms, policy=terms.policy - 0.1 * prepared.batch.next_token_logprobs)

@@ -39,8 +39,6 @@ logger: {log_dir: logs}
 
 @pytest.fixture
 def recipe(tmp_path):
-    """A recipe whose defaults are a file of NeMo-RL's, with ``loss_fn`` of its own."""
-
     def load(*overrides, **loss_fn):
         for name, tree in (("stock", STOCK), ("mine", {"defaults": "stock.yaml", "loss_fn": loss_fn})):
             (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))

@@ -85,7 +85,6 @@ def responses(rehearsal, change, *steps):
 
 
 def export(rehearsal, first, second):
-    """Swap two layers of the export."""
     names = {first: second, second: first}
     path = rehearsal.folder / "hf-of-stop" / "model.safetensors"
     weights = load_file(path)

@@ -74,7 +74,6 @@ def test_ray_that_never_starts_is_no_refusal_and_says_why(stack, tmp_path, monke
 
 @pytest.fixture
 def ray(tmp_path):
-    """A process in Ray's place."""
     with (tmp_path / "ray.log").open("wb") as out:
         program = [sys.executable, "-c", "import time; print('raylet died', flush=True); time.sleep(600)"]
         with background(program, {}, out) as process:
