@@ -12,10 +12,8 @@ import pickle
 import signal
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.connection import wait
 
 import pytest
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - before the server starts: it takes a second
@@ -24,11 +22,11 @@ from nemo_grpo.engine.launch import reserved_port
 from nemo_grpo.engine.megatron import cpu
 
 _context = multiprocessing.get_context("fork")
-_server: Connection | None = None
+_server = None
 TIMEOUT = 480
 
 
-def start_server() -> None:
+def start_server():
     """Once the tests are collected and none has run."""
     global _server
     if _server is not None:
@@ -45,7 +43,7 @@ def start_server() -> None:
     _server = here
 
 
-def _serve(theirs: Connection, requests: Connection) -> None:
+def _serve(theirs, requests):
     theirs.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process ends this one
     while True:
@@ -60,12 +58,12 @@ def _serve(theirs: Connection, requests: Connection) -> None:
         requests.send_bytes(pickle.dumps(answer))
 
 
-def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
+def slow_but(cases, *quick):
     """Parameters for a test: ``quick`` run always, the others with the tests marked slow."""
     return [pytest.param(case, marks=[] if case in quick else [pytest.mark.slow]) for case in cases]
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
+def run_ranks(world_size, function, *arguments, **named):
     """What the function returns on each rank, in rank order. Raises if any rank raised."""
     start_server()
     with reserved_port() as port:
@@ -76,7 +74,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, **
     return results
 
 
-def _run(world_size: int, port: int, function: Callable[[], Any]) -> list[Any]:
+def _run(world_size, port, function):
     pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
     processes = [
         _context.Process(target=_rank, args=(rank, world_size, port, pipes[rank][1], function))
@@ -104,7 +102,7 @@ def _run(world_size: int, port: int, function: Callable[[], Any]) -> list[Any]:
                 end.close()
 
 
-def _rank(rank: int, world_size: int, port: int, send: Any, function: Callable[[], Any]) -> None:
+def _rank(rank, world_size, port, send, function):
     import torch
 
     torch.set_num_threads(1)

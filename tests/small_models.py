@@ -1,7 +1,5 @@
 """Configurations of tiny models, a family each; a test changes only the sizes that it is about."""
 
-from typing import Any
-
 import transformers
 
 SIZES = {
@@ -32,7 +30,7 @@ MARKS = {"vision_start_token_id": 90, "vision_end_token_id": 91, "image_token_id
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2}
 
 
-def _qwen2_5_vl(**text: Any) -> Any:
+def _qwen2_5_vl(**text):
     tied = text["tie_word_embeddings"]
     return transformers.Qwen2_5_VLConfig(
         text_config=text | SPECIAL, vision_config=VISION, tie_word_embeddings=tied, **MARKS
@@ -65,7 +63,7 @@ YARN = {
     "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7,
 }  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
-FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+FAMILIES = {
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen2-tied": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
@@ -91,13 +89,13 @@ TRAINED = tuple(family for family in FAMILIES if not family.startswith(_CONVERTE
 """Those that the embedded engine trains."""
 
 
-def small_config(family: str = "qwen2-tied", **changes: Any) -> Any:
+def small_config(family="qwen2-tied", **changes):
     """The configuration of a family's tiny model."""
     make, own = FAMILIES[family]
     return make(**SIZES | own | changes)
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config):
     """transformers' class that makes and loads the model of a configuration."""
     has_vision = "vision_config" in config.sub_configs
     return transformers.AutoModelForImageTextToText if has_vision else transformers.AutoModelForCausalLM

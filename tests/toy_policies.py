@@ -1,9 +1,5 @@
 """Small policies on megatron-core, steps to train them on, and what makes two updates the same."""
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from small_models import small_config
@@ -43,7 +39,7 @@ FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform"
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 
 
-def hf_model(family: str = "qwen2-tied", num_layers: int = 2) -> torch.nn.Module:
+def hf_model(family="qwen2-tied", num_layers=2):
     """A transformers model with weights that no symmetry hides behind."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small_config(family, num_hidden_layers=num_layers)).float()
@@ -53,32 +49,30 @@ def hf_model(family: str = "qwen2-tied", num_layers: int = 2) -> torch.nn.Module
     return model
 
 
-def warm_started(cache: Path, **settings: object) -> Path:
+def warm_started(cache, **settings):
     """The quickstart's starting policy with other settings of `WarmStart`."""
     settings["cache_dir"] = cache
     given = [f"nemo_grpo.warm_start.{name}={value}" for name, value in settings.items()]
     return starting_policy(load_recipe(shipped.recipe_file("quickstart"), given))
 
 
-def policy_of(
-    model: torch.nn.Module, *sections: Any, keep_reference: bool = False, **more: Any
-) -> MegatronPolicy:
+def policy_of(model, *sections, keep_reference=False, **more):
     """The model as a policy, by default with `SETTINGS`; ``more`` goes to `MegatronPolicy`."""
     policy = MegatronPolicy(model.config, *(sections or (SETTINGS,)), **more)
     policy.load_weights(dict(model.state_dict()), keep_reference=keep_reference)
     return policy
 
 
-def weights_of(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
+def weights_of(policy):
     return {name: tensor.clone() for name, tensor in policy.named_tensors()}
 
 
-def assert_equal(found: Any, expected: Any) -> None:
+def assert_equal(found, expected):
     """The same keys and, of every tensor, the same dtype and bits."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def step() -> tuple[Sequences, torch.Tensor]:
+def step():
     """Four prompts of 3 tokens with two responses of 3 to 13 tokens each."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(6, 17, (8,), generator=generator)
@@ -89,7 +83,7 @@ def step() -> tuple[Sequences, torch.Tensor]:
     return Sequences(ids, lengths, torch.full((8,), 3), torch.arange(8) // 2), rewards
 
 
-def rollout() -> tuple[Sequences, torch.Tensor]:
+def rollout():
     """Three prompts of 5, 3 and 4 tokens with 4, 2 and 3 responses of 1 to 9 tokens."""
     generator = torch.Generator().manual_seed(0)
     prompt_ids = torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 2])
@@ -102,9 +96,7 @@ def rollout() -> tuple[Sequences, torch.Tensor]:
     return Sequences(ids, lengths, prompt_lengths, prompt_ids), rewards
 
 
-def token_batch(
-    sequences: Sequences, rewards: torch.Tensor, prev_logprobs: torch.Tensor, **scores: torch.Tensor
-) -> TokenBatch:
+def token_batch(sequences, rewards, prev_logprobs, **scores):
     """A prompt's responses are a group; all of their tokens count."""
     column = torch.arange(sequences.input_ids.shape[1] - 1)
     inside = column < sequences.lengths[:, None] - 1
@@ -118,7 +110,7 @@ def token_batch(
     )
 
 
-def train(policy: MegatronPolicy, num_updates: int = 1, variant: str = "grpo") -> list[UpdateResult]:
+def train(policy, num_updates=1, variant="grpo"):
     """Updates on one step, each after a score of its own."""
     sequences, rewards = step()
     objective, results = build_objective(variant), []
@@ -129,28 +121,28 @@ def train(policy: MegatronPolicy, num_updates: int = 1, variant: str = "grpo") -
     return results
 
 
-def outcome(result: UpdateResult, scores: torch.Tensor, policy: MegatronPolicy) -> dict[str, Any]:
+def outcome(result, scores, policy):
     """Of one update, for `assert_same`."""
     metrics = {"loss": result.metrics["loss/total"], "grad_norm": result.grad_norm}
     return {"scores": scores, **metrics, "weights": weights_of(policy)}
 
 
 def one_step(
-    layout: Layout,
-    variants: Iterable[str] = tuple(OBJECTIVES),
-    family: str = "qwen2-tied",
-    num_layers: int = 2,
-    settings: MegatronOptimizer = SETTINGS,
-    share_prompts: bool = True,
-    **how: Any,
-) -> dict[str, Any]:
+    layout,
+    variants=tuple(OBJECTIVES),
+    family="qwen2-tied",
+    num_layers=2,
+    settings=SETTINGS,
+    share_prompts=True,
+    **how,
+):
     """Score and update once with each variant, from the same weights; scores of the responses alone.
 
     Args: how: of the passes, ``micro_batch_size`` and ``mb_tokens``.
     """
     model, (sequences, rewards) = hf_model(family, num_layers), rollout()
     how = {"micro_batch_size": 3, "temperature": 0.9, **how}
-    found: dict[str, Any] = {}
+    found = {}
     for variant in variants:
         policy = policy_of(model, settings, layout=layout, keep_reference=True)
         policy.share_prompts = share_prompts
@@ -168,7 +160,7 @@ def one_step(
     return found
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same(found, expected):
     """Of every variant scores, loss, gradient norm and weights, as the order of sums allows."""
     for variant, want in expected.items():
         have = found[variant]

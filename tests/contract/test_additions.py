@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from test_documents import ROOT, blocks
@@ -38,7 +37,7 @@ ADDITIONS = {
 
 
 @pytest.mark.parametrize(("where", "commands"), [(a[0], a[1:]) for a in ADDITIONS.values()], ids=ADDITIONS)
-def test_an_addition_works_as_it_is_written(tmp_path: Path, where: tuple[str, str], commands) -> None:
+def test_an_addition_works_as_it_is_written(tmp_path, where, commands):
     for part in ("nemo_grpo", "checkpoints_conv", "recipes", "tests"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -60,7 +59,7 @@ def test_an_addition_works_as_it_is_written(tmp_path: Path, where: tuple[str, st
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def apply(block: str, folder: Path) -> None:
+def apply(block, folder):
     """A diff without line numbers."""
     name, *lines = block.splitlines()
     path = folder / name.removeprefix("--- ")

@@ -6,7 +6,6 @@ import runpy
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`((?:nemo-grpo|make|python) [^`]+)`")
 PYTHON = re.compile(r"(?:[\s`]|/)python (-m [\w.]+|\w+/[\w/]+\.py)([^`|#\n]*)")
 LINK = re.compile(r"\[[^]]*\]\(([^)#\s]*)(#[^)\s]*)?\)")
+FIRST = re.compile(r"^[^#\n].*$", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
@@ -28,23 +28,19 @@ PROGRAMS = {
     *("nemo-grpo", "make", "python", "pip", "sbatch", "srun", "bash", "git", "hf", "lm_eval", "pre-commit"),
     *("export", "until"),
 }
-"""What a line of a shell block may begin with."""
+"""First words of a shell block's lines."""
 ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 SBATCH_OPTIONS = {"--nodes", "--time", "--gpus-per-node", "--partition", "--array", "--account", "--signal"}
-"""Of those that Slurm has, the ones that the documents use."""
+"""Those of Slurm's that the documents use."""
 
 
-def by_name(path: Path) -> str:
-    return path.name
-
-
-def blocks(document: Path, language: str) -> list[str]:
+def blocks(document, language):
     """Code blocks in this language, without their indentation."""
     found = BLOCK.finditer(document.read_text(encoding="utf-8"))
     return [re.sub(f"^{m[1]}", "", m[3], flags=re.MULTILINE) for m in found if m[2] == language]
 
 
-def commands(document: Path) -> Iterator[list[str]]:
+def commands(document):
     """Every command line, in blocks and within sentences, as words; the first is the program's name."""
     text = document.read_text(encoding="utf-8")
     lines = [line for block in shell_blocks(document) for line in joined(block)]
@@ -56,30 +52,23 @@ def commands(document: Path) -> Iterator[list[str]]:
             yield [Path(words[0]).name, *words[1:]]
 
 
-def shell_blocks(document: Path) -> list[str]:
+def shell_blocks(document):
     """Blocks of bash, and those without a language whose first line is a command."""
-    return [
-        *blocks(document, "bash"),
-        *(block for block in blocks(document, "") if begins_with_a_program(code_lines(block)[0])),
-    ]
+    plain = (block for block in blocks(document, "") if begins_with_a_program(FIRST.search(block)[0]))
+    return [*blocks(document, "bash"), *plain]
 
 
-def code_lines(block: str) -> list[str]:
-    """Lines that are neither empty nor a comment."""
-    return [line for line in joined(block) if line.strip() and not line.lstrip().startswith("#")]
-
-
-def begins_with_a_program(line: str) -> bool:
+def begins_with_a_program(line):
     words = [word for word in line.split() if not ASSIGNMENT.fullmatch(word)]
     return bool(words) and Path(words[0]).name in PROGRAMS
 
 
-def joined(block: str) -> list[str]:
+def joined(block):
     return block.replace("\\\n", " ").splitlines()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
-def test_every_line_of_a_shell_block_is_a_command_or_a_comment(document: Path) -> None:
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_line_of_a_shell_block_is_a_command_or_a_comment(document):
     for block in shell_blocks(document):
         for line in joined(block):
             code, _, comment = line.partition(" # ")
@@ -88,8 +77,8 @@ def test_every_line_of_a_shell_block_is_a_command_or_a_comment(document: Path) -
             assert swallowed is None, f"a command stands behind a #: {line}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
-def test_every_command_parses(document: Path) -> None:
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_parses(document):
     root = typer.main.get_command(app)
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for name, *words in commands(document):
@@ -113,11 +102,13 @@ def test_every_command_parses(document: Path) -> None:
                 assert word.partition("=")[0] in options, f"{command.name} has no {word}"
 
 
-def python_programs() -> dict[str, set[str]]:
+def python_programs():
     """Modules and scripts that the documents and the benchmarks' results run -> options that they give."""
-    found: dict[str, set[str]] = {}
+    found = {}
     for document in [*DOCUMENTS, *(ROOT / "benchmarks" / "results").glob("*.md")]:
-        for program, rest in PYTHON.findall(document.read_text(encoding="utf-8").replace("\\\n", " ")):
+        text = document.read_text(encoding="utf-8").replace("\\\n", " ")
+        assert not re.search(r"PYTHONPATH=\S+ \S*python", text), "it would not run as it stands"
+        for program, rest in PYTHON.findall(text):
             words = rest.split()
             if program == "-m checkpoints_conv" and words:
                 program = f"{program} {words[0]}"
@@ -131,9 +122,7 @@ PYTHON_PROGRAMS = python_programs()
 
 
 @pytest.mark.parametrize("program", PYTHON_PROGRAMS)
-def test_python_program_starts_as_it_is_written_and_has_its_options(
-    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_python_program_starts_as_it_is_written_and_has_its_options(program, monkeypatch, capsys):
     """In this process, which pays for the imports once."""
     if "run_grpo" in program:  # runs where NeMo-RL does
         pytest.importorskip("ray")
@@ -150,20 +139,14 @@ def test_python_program_starts_as_it_is_written_and_has_its_options(
     assert {option for option in PYTHON_PROGRAMS[program] if option not in shown} == set()
 
 
-def test_commands_set_no_search_path() -> None:
-    """One that needs `PYTHONPATH` to find this repository would not run as it stands."""
-    for document in [*DOCUMENTS, *(ROOT / "benchmarks" / "results").glob("*.md")]:
-        assert not re.search(r"PYTHONPATH=\S+ \S*python", document.read_text(encoding="utf-8")), document
-
-
-def check_sbatch(words: list[str]) -> None:
+def check_sbatch(words):
     """Options that Slurm has, then one of our scripts."""
     options = [word.partition("=")[0] for word in words[: next(i for i, w in enumerate(words) if "/" in w)]]
     assert set(options) <= SBATCH_OPTIONS, options
     assert (ROOT / words[len(options)]).is_file(), words
 
 
-def check_extras(words: list[str]) -> None:
+def check_extras(words):
     """The extras of this package that pip is told to install."""
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for word in words:
@@ -171,28 +154,25 @@ def check_extras(words: list[str]) -> None:
             assert set(extra.split(",")) <= set(known), word
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=by_name)
-def test_every_link_leads_somewhere(document: Path) -> None:
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_somewhere(document):
     for target, anchor in LINK.findall(document.read_text(encoding="utf-8")):
         if target.startswith(("http:", "https:")):
             continue
         path = (document.parent / target).resolve() if target else document
         assert path.exists(), target
         if anchor and path.suffix == ".md":
-            assert anchor[1:] in {anchor_of(title) for title in HEADING.findall(path.read_text())}, anchor
+            titles = HEADING.findall(path.read_text())
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor[1:] in anchors, anchor
 
 
-def test_the_picture_of_the_whole_is_what_its_script_draws() -> None:
-    assert (ROOT / "docs/overview.svg").read_text() == runpy.run_path(str(ROOT / "docs/overview.py"))[
-        "picture"
-    ]()
+def test_the_picture_of_the_whole_is_what_its_script_draws():
+    drawn = runpy.run_path(str(ROOT / "docs/overview.py"))["picture"]()
+    assert (ROOT / "docs/overview.svg").read_text() == drawn
 
 
-def anchor_of(title: str) -> str:
-    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-
-
-def test_the_library_example_adds_up_to_the_gradient_of_the_whole_step() -> None:
+def test_the_library_example_adds_up_to_the_gradient_of_the_whole_step():
     (code,) = blocks(ROOT / "docs/library.md", "python")
     torch.manual_seed(0)
     logprobs = -torch.rand(8, 5)

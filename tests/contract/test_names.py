@@ -5,7 +5,6 @@ Everything else asks what the variant or the task declares, so that adding one i
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ ALLOWED = {
 }
 
 
-def texts(path: Path) -> Iterator[str]:
+def texts(path):
     """Every string of a file but docstrings and names of keys."""
     tree = ast.parse(path.read_text())
     statements = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -34,14 +33,14 @@ def texts(path: Path) -> Iterator[str]:
             yield node.value
 
 
-def names_in(text: str) -> set[str]:
+def names_in(text):
     found = {name for name in WORDS if re.search(rf"(variant|task\.name)={name}\b", text)}
     found |= {text} & (WORDS - {"grpo"})
     rest = {*VARIANTS, *TASKS} - WORDS
     return found | {name for name in rest if re.search(rf"(?<![\w-]){name}(?![\w-])", text)}
 
 
-def own_file(path: str) -> set[str]:
+def own_file(path):
     """Names that a file defines: the variants and tasks whose classes stand in it."""
     module = path.removesuffix(".py").replace("/", ".")
     registered = {**VARIANTS, **TASKS}
@@ -61,7 +60,7 @@ def test_names_of_variants_and_tasks_stand_in_their_own_files(package):
 
 
 @pytest.mark.parametrize("folder", ["nemo_grpo", "checkpoints_conv", "slurm"])
-def test_no_message_names_a_page_which_a_wheel_lacks(folder: str) -> None:
+def test_no_message_names_a_page_which_a_wheel_lacks(folder):
     page = re.compile(r"\bdocs/\w+\.md")
     for path in sorted((ROOT / folder).rglob("*")):
         is_shell = path.suffix in (".sh", ".sbatch")

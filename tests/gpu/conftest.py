@@ -4,9 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
     for item in items:
@@ -23,10 +21,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def on_cpu(tmp_path: Path) -> Callable[..., Any]:
+def on_cpu(tmp_path):
     """Calls a function of test_policy_gpu in a process without GPU; megatron-core would use one it sees."""
 
-    def call(name: str, *arguments: Any) -> Any:
+    def call(name, *arguments):
         asked, answer = tmp_path / "asked", tmp_path / "answer"
         asked.write_bytes(pickle.dumps(arguments))
         code = (

@@ -1,12 +1,12 @@
 """The policy on a GPU: as on the CPU in FP32 and BF16; FP8 finite and close; a loss that never waits."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
+from small_models import small_config
 from toy_policies import FULL_RECOMPUTE, PARAMETERS
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM
 
 from nemo_grpo import VARIANTS, TokenBatch, build_objective
 from nemo_grpo.core.batch import Sequences
@@ -27,22 +27,14 @@ needs_te = pytest.mark.skipif(
 )
 
 
-SIZES = {
-    "vocab_size": 500,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 128,
-}
+SIZES = {"vocab_size": 500, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+SIZES |= {"head_dim": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-6}
 """Widths of 16 and head dimension 64, so that FP8 and fused attention can run."""
 
 
-def make(dtype: torch.dtype, fields: dict[str, Any]) -> MegatronPolicy:
+def make(dtype, fields):
     torch.manual_seed(0)
-    config = Qwen2Config(**SIZES, tie_word_embeddings=True)
+    config = small_config(**SIZES)
     weights = AutoModelForCausalLM.from_config(config).float().state_dict()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     policy = MegatronPolicy(config, SETTINGS, dtype=dtype, device=device, config_fields=fields)
@@ -50,14 +42,13 @@ def make(dtype: torch.dtype, fields: dict[str, Any]) -> MegatronPolicy:
     return policy
 
 
-def rollout() -> tuple[Sequences, torch.Tensor]:
-    """8 sequences of 20 to 48 tokens, rewards by turns."""
+def rollout():
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(20, 49, (8,), generator=generator)
     return Sequences(torch.randint(500, (8, 48), generator=generator), lengths), torch.arange(8) % 2
 
 
-def token_batch(sequences: Sequences, rewards: torch.Tensor, scores: torch.Tensor, **more: Any) -> TokenBatch:
+def token_batch(sequences, rewards, scores, **more):
     column = torch.arange(scores.shape[1])
     return TokenBatch(
         prev_logprobs=scores,
@@ -72,25 +63,24 @@ def token_batch(sequences: Sequences, rewards: torch.Tensor, scores: torch.Tenso
 class Run:
     """A policy and one rollout; each `step` is an update on it."""
 
-    def __init__(self, policy: MegatronPolicy, mb_tokens: int | None = None) -> None:
+    def __init__(self, policy, mb_tokens=None):
         self.policy = policy
         self.sequences, self.rewards = rollout()
-        self.how: dict[str, Any] = {"micro_batch_size": 4, "temperature": 1.0, "mb_tokens": mb_tokens}
+        self.how = {"micro_batch_size": 4, "temperature": 1.0, "mb_tokens": mb_tokens}
         self.objective = build_objective("gpg")
-        self.losses: list[float] = []
-        self.grad_norms: list[float] = []
+        self.losses = []
+        self.grad_norms = []
 
-    def score(self) -> Scores:
+    def score(self):
         return self.policy.score(self.sequences, **self.how)
 
-    def step(self, scores: Scores) -> None:
+    def step(self, scores):
         prepared = self.objective.prepare(token_batch(self.sequences, self.rewards, scores.logprobs))
         result = self.policy.update(self.objective, prepared, self.sequences, **self.how)
         self.losses.append(result.metrics["loss/total"])
         self.grad_norms.append(result.grad_norm)
 
-    def answer(self, scores: Scores) -> dict[str, Any]:
-        """All of it as CPU tensors."""
+    def answer(self, scores):
         return {
             "scores": scores.logprobs,
             "entropies": scores.entropies,
@@ -99,38 +89,29 @@ class Run:
             "weights": {name: x.float().cpu().clone() for name, x in self.policy.named_tensors()},
         }
 
-    def trained(self, num_steps: int) -> dict[str, Any]:
-        """Score, then updates."""
+    def trained(self, num_steps):
         scores = self.score()
         for _ in range(num_steps):
             self.step(scores)
         return self.answer(scores)
 
 
-def trained(
-    dtype: torch.dtype, fields: dict[str, Any], num_steps: int = 5, mb_tokens: int | None = None
-) -> dict[str, Any]:
+def trained(dtype, fields, num_steps=5, mb_tokens=None):
     return Run(make(dtype, fields), mb_tokens).trained(num_steps)
 
 
-def measured(found: dict[str, Any], expected: dict[str, Any]) -> str:
-    """The largest differences, which pytest -rP shows."""
-
-    def most(values: Any) -> str:
-        return f"{max(values):.2e}"
-
-    def pairs(key: str) -> Any:
-        return zip(found[key], expected[key], strict=True)
-
-    apart = {key: most([(found[key] - expected[key]).abs().max().item()]) for key in ("scores", "entropies")}
-    apart["losses"] = most(abs(a - b) for a, b in pairs("losses"))
-    apart["grad_norms, relative"] = most(abs(a / b - 1) for a, b in pairs("grad_norms"))
-    weights = [(x - expected["weights"][name]).abs().max().item() for name, x in found["weights"].items()]
-    return f"measured {apart | {'weights': most(weights)}}"
+def measured(found, expected):
+    """The largest differences, for pytest -rP."""
+    pairs = {key: list(zip(found[key], expected[key], strict=True)) for key in ("losses", "grad_norms")}
+    apart = {key: (found[key] - expected[key]).abs().max().item() for key in ("scores", "entropies")}
+    apart["losses"] = max(abs(a - b) for a, b in pairs["losses"])
+    apart["grad_norms, relative"] = max(abs(a / b - 1) for a, b in pairs["grad_norms"])
+    weights = ((x - expected["weights"][name]).abs().max().item() for name, x in found["weights"].items())
+    return {name: f"{x:.2e}" for name, x in (apart | {"weights": max(weights)}).items()}
 
 
-def assert_close(found: dict[str, Any], expected: dict[str, Any], logprob: float, relative: float) -> None:
-    print(measured(found, expected))  # noqa: T201
+def assert_close(found, expected, logprob, relative):
+    print("measured", measured(found, expected))  # noqa: T201
     for key in ("scores", "entropies"):
         torch.testing.assert_close(found[key], expected[key], rtol=0, atol=logprob, msg=key)
     assert found["losses"] == pytest.approx(expected["losses"], abs=logprob)
@@ -180,7 +161,7 @@ def test_packed_sequences_give_the_same_update(fields):
 def test_fp8_is_finite_and_close_to_bf16(recipe, form):
     if torch.cuda.get_device_capability() < FP8_CAPABILITY[recipe]:
         pytest.skip(f"this GPU has no {recipe} FP8")
-    fields: dict[str, Any] = {"fp8": form, "fp8_recipe": recipe}
+    fields = {"fp8": form, "fp8_recipe": recipe}
     if recipe != "delayed":
         fields |= {"first_last_layers_bf16": True}
     bf16, fp8 = trained(torch.bfloat16, {}), trained(torch.bfloat16, fields)
@@ -216,7 +197,7 @@ def test_no_loss_waits_for_the_gpu(variant):
     rows = torch.arange(4, device="cuda")
     toks, seqs = prepared.batch.mask.sum(), prepared.batch.sample_mask.sum()
 
-    def loss_and_backward() -> None:
+    def loss_and_backward():
         logprobs, _ = logprobs_and_entropy(logits, targets, temperature=0.9, vocab_size=490)
         part = prepared.select(rows, next_token_logprobs=logprobs, length=47)
         loss, _ = objective.loss(part, global_valid_toks=toks, global_valid_seqs=seqs)
@@ -238,7 +219,7 @@ def test_the_profiler_sees_no_copy_to_the_host_in_a_microbatch():
     run = Run(make(torch.bfloat16, LOCAL))
     scores = run.score()
 
-    def copies(micro_batch_size: int) -> int:
+    def copies(micro_batch_size):
         run.how["micro_batch_size"] = micro_batch_size
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:

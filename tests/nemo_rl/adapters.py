@@ -8,10 +8,7 @@ output_layer: the vocabulary, padded
 import json
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,10 +28,7 @@ STORED = re.compile(r"(?:decoder\.layers\.(.+)|(output_layer))\.adapter\.linear_
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter of one layer.
-
-    Attributes: a: [r, in].  b: the rows of B of each Hugging Face tensor, by its name.
-    """
+    """Of one layer: A [r, in], and the rows of B of each Hugging Face tensor by its name."""
 
     a: Tensor
     b: dict[str, Tensor]
@@ -42,13 +36,13 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Adapters:
-    """All of a checkpoint. Attributes: scale: alpha / r."""
+    """All of a checkpoint; scale: alpha / r."""
 
     scale: float
     layers: list[Adapter]
 
     @property
-    def updates(self) -> dict[str, Tensor]:
+    def updates(self):
         """Hugging Face tensor -> scale B A, float32."""
         return {
             name: self.scale * b.float() @ each.a.float()
@@ -56,7 +50,7 @@ class Adapters:
             for name, b in each.b.items()
         }
 
-    def gradient_norm(self, gradients: Mapping[str, Tensor]) -> float:
+    def gradient_norm(self, gradients):
         """The norm of the adapters' gradients, given those of the merged weights.
 
         With W' = W + s B A:  dB = s dW' A^T,  dA = s B^T dW'
@@ -71,11 +65,8 @@ class Adapters:
         return math.sqrt(square)
 
 
-def adapters_of(checkpoint: Path, megatron_cfg: Any) -> Adapters:
-    """The adapters in a checkpoint ``step_N`` of NeMo-RL; its scale is the recipe's.
-
-    Raises: Failed: it has none, or some on layers that this check does not know.
-    """
+def adapters_of(checkpoint, megatron_cfg):
+    """The adapters in a checkpoint ``step_N`` of NeMo-RL; its scale is the recipe's."""
     config = json.loads((checkpoint / "policy" / "tokenizer" / "config.json").read_text())
     stored = read(checkpoint)
     known = {match[1] or match[2] for name in stored if (match := STORED.fullmatch(name))}
@@ -97,7 +88,7 @@ def adapters_of(checkpoint: Path, megatron_cfg: Any) -> Adapters:
     return Adapters(peft.alpha / peft.dim, layers)
 
 
-def rows_of_parts(layer: str, number: int, config: Mapping[str, Any]) -> list[Tensor]:
+def rows_of_parts(layer, number, config):
     """Which rows of a fused layer belong to each of its `PARTS`."""
     rows = torch.arange(number)
     if layer == "mlp.linear_fc1":
@@ -110,7 +101,7 @@ def rows_of_parts(layer: str, number: int, config: Mapping[str, Any]) -> list[Te
     return [of_group[:, :-2].flatten(), of_group[:, -2].flatten(), of_group[:, -1].flatten()]
 
 
-def read(checkpoint: Path) -> dict[str, Tensor]:
+def read(checkpoint):
     """Every tensor of an adapter, by torch's own reader."""
     from torch.distributed import checkpoint as dcp
 

@@ -9,7 +9,6 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "nemo_grpo" / "rehearsal" / "site"))
 
@@ -18,7 +17,7 @@ import rehearsal_hooks
 NUM_TOKENS = 20
 
 
-def main(direction: str, model: str, checkpoint: str, output: str = "") -> None:
+def main(direction, model, checkpoint, output=""):
     """Write ``checkpoint`` from the Hugging Face folder ``model``, or ``output`` from both.
 
     That is a folder, or a file with the logits that megatron-core's model computes for the ids 3, 4, 5, ...
@@ -53,7 +52,7 @@ def main(direction: str, model: str, checkpoint: str, output: str = "") -> None:
             _save_logits(built[0], output)
 
 
-def _save_logits(model: Any, output: str) -> None:
+def _save_logits(model, output):
     import torch
 
     ids = torch.arange(3, 3 + NUM_TOKENS)[None]
@@ -62,7 +61,7 @@ def _save_logits(model: Any, output: str) -> None:
         torch.save(model.eval()(ids, places, later[None, None]), output)
 
 
-def _use_local_gemma_layers() -> None:
+def _use_local_gemma_layers():
     """Gemma's layers under Transformer Engine's names, made of megatron-core's own."""
     from megatron.core.tensor_parallel import RowParallelLinear
 
@@ -70,11 +69,11 @@ def _use_local_gemma_layers() -> None:
     from nemo_grpo.rehearsal.megatron import local_layers
 
     class TERowParallelLinearLayerNorm(RowParallelLinear):
-        def __init__(self, input_size: int, output_size: int, *, config: Any, **settings: Any) -> None:
+        def __init__(self, input_size, output_size, *, config, **settings):
             super().__init__(input_size, output_size, config=config, **settings)
             self.post_layernorm = RMSNorm(config, output_size)
 
-        def sharded_state_dict(self, prefix: str = "", *rest: Any, **further: Any) -> dict[str, Any]:
+        def sharded_state_dict(self, prefix="", *rest, **further):
             own = super().sharded_state_dict(prefix, *rest, **further)
             offsets = rest[0] if rest else further.get("sharded_offsets", ())
             norm = make_sharded_tensors_for_checkpoint(
@@ -82,7 +81,7 @@ def _use_local_gemma_layers() -> None:
             )
             return own | norm
 
-    def layers(config: Any) -> Any:
+    def layers(config):
         block = local_layers(config)
         parts = block.layer_specs[0].submodules
         parts.self_attention.submodules.linear_proj = TERowParallelLinearLayerNorm
@@ -94,7 +93,7 @@ def _use_local_gemma_layers() -> None:
     importlib.import_module("megatron.bridge.models.gemma.gemma3_provider").gemma3_layer_spec = layers
 
 
-def _use_local_layers_of_two_kinds() -> None:
+def _use_local_layers_of_two_kinds():
     """DeepSeek's and GLM's layers, made of megatron-core's own and stored under Transformer Engine's names.
 
     Without a query rank megatron-core 0.19 puts a norm into the projection to the queries, which neither the
@@ -114,7 +113,7 @@ def _use_local_layers_of_two_kinds() -> None:
     }
     of_attention = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 
-    def layers(config: Any, use_transformer_engine: bool, vp_stage: int | None = None) -> Any:
+    def layers(config, use_transformer_engine, vp_stage=None):
         block = build(config, use_transformer_engine=False, vp_stage=vp_stage)
         for layer, has_experts in zip(block.layer_specs, config.moe_layer_freq, strict=True):
             parts, attention = layer.submodules, layer.submodules.self_attention.submodules
@@ -138,7 +137,7 @@ def _use_local_layers_of_two_kinds() -> None:
         importlib.import_module(f"megatron.bridge.models.{bridge}").get_gpt_decoder_block_spec = layers
 
 
-def _use_local_attention_with_sinks() -> None:
+def _use_local_attention_with_sinks():
     """gpt-oss' attention, megatron-core's own; rotary angles without CUDA."""
     from megatron.core.models.gpt import gpt_model
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -146,7 +145,7 @@ def _use_local_attention_with_sinks() -> None:
     provider = importlib.import_module("megatron.bridge.models.gpt_provider")
     build = provider.transformer_engine_layer_spec
 
-    def layers(config: Any) -> Any:
+    def layers(config):
         block = build(config)
         if config.softmax_type == "learnable":
             for layer in block.layer_specs:
@@ -163,7 +162,7 @@ def _use_local_attention_with_sinks() -> None:
     )
 
 
-def _use_local_gated_delta_nets() -> None:
+def _use_local_gated_delta_nets():
     """Qwen3.5's layers, made of megatron-core's own; in place of flash-linear-attention its torch code."""
     import torch
     from megatron.core.models.backends import LocalSpecProvider
@@ -174,24 +173,24 @@ def _use_local_gated_delta_nets() -> None:
 
     from nemo_grpo.engine.megatron.layers import CausalAttention
 
-    def normed(x: Any, weight: Any, eps: float) -> Any:
+    def normed(x, weight, eps):
         return torch.nn.functional.rms_norm(x, x.shape[-1:], 1 + weight, eps)
 
     class Norm(torch.nn.Module):
-        def __init__(self, config: Any, hidden_size: int, eps: float, **_further: Any) -> None:
+        def __init__(self, config, hidden_size, eps, **_further):
             super().__init__()
             self.weight, self.eps = torch.nn.Parameter(torch.zeros(hidden_size)), eps
             self.to(config.params_dtype)
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x):
             return normed(x, self.weight, self.eps)
 
     class NormedLinear(ColumnParallelLinear):
-        def __init__(self, input_size: int, output_size: int, *, config: Any, **settings: Any) -> None:
+        def __init__(self, input_size, output_size, *, config, **settings):
             super().__init__(input_size, output_size, config=config, **settings)
             self.layer_norm_weight = torch.nn.Parameter(torch.zeros(input_size, dtype=config.params_dtype))
 
-        def forward(self, x: Any, *rest: Any, **further: Any) -> Any:
+        def forward(self, x, *rest, **further):
             x = normed(x, self.layer_norm_weight, self.config.layernorm_epsilon)
             return super().forward(x, *rest, **further)
 
@@ -200,7 +199,7 @@ def _use_local_gated_delta_nets() -> None:
         column_parallel_layer_norm_linear = staticmethod(lambda: NormedLinear)
         layer_norm = staticmethod(lambda **_kind: Norm)
 
-    def attention(config: Any, backend: Any) -> Any:
+    def attention(config, backend):
         layer = gpt_layer_specs.get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
         found = layer.submodules.self_attention
         parts = found.submodules
@@ -209,7 +208,7 @@ def _use_local_gated_delta_nets() -> None:
         found.metainfo["fuse_input_layernorm"] = True
         return found
 
-    def unit_length(x: Any, *_: Any, eps: float = 1e-6, **__: Any) -> Any:
+    def unit_length(x, *_, eps=1e-6, **__):
         return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
 
     specs._get_backend_spec_provider = lambda **_: Layers()
@@ -218,20 +217,20 @@ def _use_local_gated_delta_nets() -> None:
     provider = importlib.import_module("megatron.bridge.models.gpt_provider").GPTModelProvider
     finalize = provider.finalize
 
-    def finalize_without_kernels(self: Any) -> None:
+    def finalize_without_kernels(self):
         self.deterministic_mode = self.experimental_attention_variant == "gated_delta_net"
         finalize(self)
 
     provider.finalize = finalize_without_kernels
 
 
-def _map_single_experts() -> None:
+def _map_single_experts():
     """Bridge's mapping of GLM knows Transformer Engine's experts, all in one module; here each is its own."""
     glm = importlib.import_module("megatron.bridge.models.glm.glm45_bridge")
     registry = glm.GLM45Bridge.mapping_registry
     together, single = re.compile(r"experts\.(linear_fc\d)\.weight\*$"), r"experts.local_experts.*.\1.weight"
 
-    def with_single_experts(self: Any) -> Any:
+    def with_single_experts(self):
         mappings = registry(self).mappings
         for one in [one for one in mappings if together.search(one.megatron_param)]:
             hf, name = one.hf_param, together.sub(single, one.megatron_param)
@@ -241,11 +240,11 @@ def _map_single_experts() -> None:
     glm.GLM45Bridge.mapping_registry = with_single_experts
 
 
-def _use_no_extensions(provider: type) -> None:
+def _use_no_extensions(provider):
     """Bridge asks for compiled kernels of APEX unless a training's recipe says otherwise."""
     finalize = provider.finalize
 
-    def finalize_without_them(self: Any) -> None:
+    def finalize_without_them(self):
         self.gradient_accumulation_fusion = self.moe_shared_expert_overlap = False
         self.moe_permute_fusion = self.moe_grouped_gemm = False
         finalize(self)

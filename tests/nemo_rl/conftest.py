@@ -5,10 +5,8 @@ Nothing of NeMo-RL's algorithms is replaced: only the Python version it asks for
 
 import os
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -37,7 +35,7 @@ else:
 class CudaMeansCpu(TorchFunctionMode):
     """Everything asked for on a CUDA device is made on the CPU."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if "device" in kwargs:
             kwargs["device"] = here(kwargs["device"])
@@ -45,7 +43,7 @@ class CudaMeansCpu(TorchFunctionMode):
 
 
 @pytest.fixture(autouse=True)
-def cuda_means_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cuda_means_cpu(monkeypatch):
     """The tests of this folder run where there is no GPU."""
     if not torch.cuda.is_available():
         for name in ("synchronize", "empty_cache"):
@@ -57,7 +55,7 @@ def cuda_means_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def private_ray() -> Iterator[None]:
+def private_ray():
     """A Ray of this module's own; NeMo-RL would join any other that runs on the host."""
     import ray
 
@@ -77,7 +75,7 @@ def private_ray() -> Iterator[None]:
 
 
 @pytest.fixture
-def names_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def names_are_restored(monkeypatch):
     """The driver rebinds NeMo-RL's globals for good, a test for itself."""
     from nemo_grpo.nemorl.compat import places
     from nemo_grpo.nemorl.host_api import HOST_API
@@ -87,7 +85,7 @@ def names_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Everything in this folder carries the marker, and NeMo-RL's warnings are its own."""
     for item in items:
         if HERE in item.path.parents:

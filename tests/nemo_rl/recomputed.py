@@ -7,60 +7,53 @@ the norm of its gradient, which a wrong normalisation changes even where Adam hi
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from adapters import Adapters, adapters_of
+from adapters import adapters_of
 from torch import Tensor
 
-from nemo_grpo.core.batch import PreparedBatch, TokenBatch, global_counts
+from nemo_grpo.core.batch import TokenBatch, global_counts
 from nemo_grpo.core.random import response_ids, step_seed
 from nemo_grpo.nemorl.checkpoints import CARRIED
-from nemo_grpo.recipe import Recipe
 from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal import vision
 from nemo_grpo.rehearsal.export import convert, load
-from nemo_grpo.rehearsal.run_output import Recorded, Row, reward
+from nemo_grpo.rehearsal.run_output import Recorded, reward
 from nemo_grpo.rehearsal.stages import Failed, newest_checkpoint
 from nemo_grpo.report.stuck import SIGNAL
-from nemo_grpo.tasks import Problem
 
 
 class Run(Recorded):
     """A rehearsal's output with its checkpoints, exports and images."""
 
     @property
-    def resumed_step(self) -> int:
-        """The first step after the stop."""
+    def resumed_step(self):
         return self.rehearsal.stopped_after + 1
 
     @cached_property
-    def stop_checkpoint(self) -> Path:
-        """The checkpoint of the stop, which the resumed run started from."""
+    def stop_checkpoint(self):
         step = self.recipe.checkpoint_dir / f"step_{self.rehearsal.stopped_after}"
         return step if step.is_dir() else newest_checkpoint(self.rehearsal)
 
     @cached_property
-    def exported(self) -> Path:
-        """The converters' export of `stop_checkpoint`."""
+    def exported(self):
         return convert(self.rehearsal, self.stop_checkpoint, "hf-of-stop")
 
-    def checkpoint_before(self, step: int) -> Path:
+    def checkpoint_before(self, step):
         """The checkpoint that a step started from; training may have removed it."""
         return self.recipe.checkpoint_dir / f"step_{step - 1}"
 
-    def export_of(self, checkpoint: Path) -> Path:
-        """The converters' export of a checkpoint."""
+    def export_of(self, checkpoint):
         if checkpoint == self.stop_checkpoint:
             return self.exported
         return convert(self.rehearsal, checkpoint, f"hf-{checkpoint.name}")
 
-    def images_of(self, rows: Sequence[Row]) -> list[Mapping[str, Any]] | None:
+    def images_of(self, rows):
         """What the model sees of the images of each response's problem; None for tasks without images.
 
         Raises: Failed: a response's problem is not recognised.
@@ -73,13 +66,12 @@ class Run(Recorded):
         return [self.seen(problem) for problem in problems if problem is not None]
 
     @cached_property
-    def _processor(self) -> Any:
+    def _processor(self):
         from transformers import AutoProcessor
 
         return AutoProcessor.from_pretrained(self.rehearsal.model.folder)
 
-    def seen(self, problem: Problem) -> Mapping[str, Any]:
-        """What the model sees of a problem's images."""
+    def seen(self, problem):
         return vision.encoded(self._processor, self.rehearsal.toy_recipe.nemo_grpo.prompt, problem)[1]
 
 
@@ -105,36 +97,29 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Sequences:
-    """A step's tokens.
-
-    Attributes: ids: [B, S], padded.  lengths: B numbers.  mask: [B, S - 1] bool.
-                seen: what the model sees of each row's images, `vision.encoded`; None without images.
-    """
+    """A step's tokens: ids [B, S], mask [B, S - 1]; seen: of each row's images, see `vision.encoded`."""
 
     ids: Tensor
     lengths: list[int]
     mask: Tensor
     seen: list[Mapping[str, Tensor]] | None = None
 
-    def row(self, number: int) -> tuple[Tensor, list[Mapping[str, Tensor]] | None]:
+    def row(self, number):
         """A sequence without its padding, and its images, as `logprobs` takes them."""
         return self.ids[number, : self.lengths[number]], self.seen and self.seen[number : number + 1]
 
 
 class Sampling(NamedTuple):
-    """Distribution that the rollouts are sampled from."""
-
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe) -> "Sampling":
-        """The recipe's."""
+    def of(cls, recipe):
         given = recipe.policy.generation
         return cls(given.temperature, given.top_p, given.top_k)
 
-    def cut(self, logits: Tensor) -> Tensor:
+    def cut(self, logits):
         """Logits [..., V] of the kept tokens, -inf for the others; the top_k first, then the nucleus."""
         if self.top_k is not None:
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], -math.inf)
@@ -146,14 +131,8 @@ class Sampling(NamedTuple):
         return logits.masked_fill(is_cut, -math.inf)
 
 
-def logprobs(
-    model: Any, ids: Tensor, seen: list[Mapping[str, Tensor]] | None, sampling: Sampling
-) -> tuple[Tensor, Tensor]:
-    """(logprob of every token but the first at the temperature, entropy there at temperature 1).
-
-    Args:    ids: [S], one sequence.  seen: its images, see `Sequences`.
-    Returns: each [S - 1], nats.
-    """
+def logprobs(model, ids, seen, sampling):
+    """(logprob of every token but the first at the temperature, entropy there at temperature 1), [S - 1]."""
     images = vision.inputs_of(ids[None], model.config.image_token_id, seen) if seen else {}
     logits = model(ids[None], **images).logits[0, :-1].float()
     each = torch.log_softmax(logits, -1)
@@ -161,7 +140,7 @@ def logprobs(
     return sampled.gather(1, ids[1:, None])[:, 0], -(each.exp() * each).sum(-1)
 
 
-def all_logprobs(model: Any, sequences: Sequences, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def all_logprobs(model, sequences, sampling):
     """`logprobs` of every sequence without gradient, each [B, S - 1], 0 behind a sequence's end."""
     found = torch.zeros(2, len(sequences.lengths), sequences.ids.shape[1] - 1)
     with torch.no_grad():
@@ -170,14 +149,7 @@ def all_logprobs(model: Any, sequences: Sequences, sampling: Sampling) -> tuple[
     return found[0], found[1]
 
 
-def k3(policy: Tensor, sampled: Tensor, mask: Tensor) -> float:
-    """NeMo-RL's gen_kl_error: token mean of exp(d) - d - 1 with d = logp_policy - logp_sampled."""
-    difference = (policy - sampled)[mask].double()
-    return float((difference.exp() - difference - 1).mean())
-
-
-def sequences_of(run: Run, rows: Sequence[Row]) -> Sequences:
-    """The recorded tokens of a step, with the images of their problems."""
+def sequences_of(run, rows):
     mask = torch.tensor([row["token_loss_mask"][0] for row in rows])[:, 1:].bool()
     return Sequences(
         ids=torch.tensor([row["token_ids"][0] for row in rows]),
@@ -187,17 +159,13 @@ def sequences_of(run: Run, rows: Sequence[Row]) -> Sequences:
     )
 
 
-def aligned(rows: Sequence[Row], name: str) -> Tensor:
+def aligned(rows, name):
     """A recorded [B, S] tensor, whose index t speaks of token t, as [B, S - 1]."""
     return torch.tensor([row[name][0] for row in rows], dtype=torch.float32)[:, 1:]
 
 
-def recompute(run: Run, dtype: torch.dtype = torch.float32) -> Recomputed:
-    """A step that has a gradient, of those whose weights are on disk; the first or a resumed one rather.
-
-    Args:   dtype: of the model's weights and products.
-    Raises: Failed: none has, or nothing is recorded of it.
-    """
+def recompute(run, dtype=torch.float32):
+    """A step that has a gradient, of those whose weights are on disk; the first or a resumed one rather."""
     recipe = run.recipe
     adapted, several = recipe.policy.megatron_cfg.lora_in_use, recipe.num_updates_per_step > 1
     steps = sorted(run.steps, key=lambda step: (step not in (1, run.resumed_step), step))
@@ -216,14 +184,14 @@ def recompute(run: Run, dtype: torch.dtype = torch.float32) -> Recomputed:
     raise Failed(f"nothing to recompute: {', '.join(tried) or 'no step has a signal'}")
 
 
-def _recompute(run: Run, step: int, dtype: torch.dtype) -> Recomputed:
+def _recompute(run, step, dtype):
     recipe, adapted = run.recipe, run.recipe.policy.megatron_cfg.lora_in_use
     before = run.checkpoint_before(step) if step > 1 else None
     folder = run.export_of(before) if before else run.rehearsal.model.folder
     model, sampling = load(folder, dtype), Sampling.of(recipe)
     objective = recipe.loss_fn.build()
     if run.is_supervised:
-        rows: list[Row] = []
+        rows = []
         sequences, sampling = demonstrated(run, step), Sampling()
     elif not (rows := run.responses(step)):
         raise Failed(f"no responses of step {step} are recorded")
@@ -253,7 +221,7 @@ def _recompute(run: Run, step: int, dtype: torch.dtype) -> Recomputed:
     )
 
 
-def demonstrated(run: Run, step: int | None) -> Sequences:
+def demonstrated(run, step):
     """A step's demonstrations; None: the validation's."""
     from transformers import AutoTokenizer
 
@@ -273,7 +241,7 @@ def demonstrated(run: Run, step: int | None) -> Sequences:
     return Sequences(made.sequences.input_ids, made.sequences.lengths.tolist(), made.token_mask)
 
 
-def _batch(rows: Sequence[Row], sequences: Sequences, scored: Tensor, num_generations: int) -> TokenBatch:
+def _batch(rows, sequences, scored, num_generations):
     number = len(sequences.lengths)
     if not rows:
         return TokenBatch(
@@ -295,25 +263,22 @@ def _batch(rows: Sequence[Row], sequences: Sequences, scored: Tensor, num_genera
     )
 
 
-def _prompt_and_policy_tokens(sequences: Sequences) -> Iterator[tuple[list[int], list[int]]]:
+def _prompt_and_policy_tokens(sequences):
     for ids, mask in zip(sequences.ids, sequences.mask, strict=True):
         start = int(mask.int().argmax()) + 1  # mask[t] speaks of ids[t + 1]
         yield ids[:start].tolist(), ids[1:][mask].tolist()
 
 
 def _updates(
-    model: Any,
-    recipe: Recipe,
-    objective: Any,
-    prepared: PreparedBatch,
-    sequences: Sequences,
-    sampling: Sampling,
-    adapters: Adapters | None,
-) -> tuple[float, list[float | None], float]:
-    """(mean loss of the step's updates, norm of each one's gradient, mean size of a loss's terms).
-
-    Adapters stay where they are between updates, and then have no norm.
-    """
+    model,
+    recipe,
+    objective,
+    prepared,
+    sequences,
+    sampling,
+    adapters,
+):
+    """(mean loss of the updates, norm of each one's gradient, mean size of a loss's terms)."""
     number = len(sequences.lengths)
     chunks = torch.arange(number).chunk(max(recipe.num_updates_per_step, 1))
     adam, losses, sizes, norms = _adam(model, recipe), [], [], list[float | None]()
@@ -335,13 +300,13 @@ def _updates(
 
 
 def _backward(
-    model: Any,
-    objective: Any,
-    prepared: PreparedBatch,
-    sequences: Sequences,
-    rows: list[int],
-    sampling: Sampling,
-) -> tuple[float, float]:
+    model,
+    objective,
+    prepared,
+    sequences,
+    rows,
+    sampling,
+):
     """(loss of an update with these rows, size of its terms), a sequence at a time; leaves the gradient."""
     chosen = torch.tensor(rows)
     tokens, responses = global_counts(prepared.select(chosen).batch)
@@ -357,7 +322,7 @@ def _backward(
     return total, size
 
 
-def _adam(model: Any, recipe: Recipe) -> torch.optim.Optimizer:
+def _adam(model, recipe):
     """Megatron's: biases and norms do not decay."""
     given = recipe.policy.megatron_cfg.optimizer
     matrices = [p for p in model.parameters() if p.ndim > 1]

@@ -24,7 +24,6 @@ FAMILIES = (
 
 
 def bridge(*arguments):
-    """`bridge_conversions.py` in a process of its own."""
     paths = os.pathsep.join([str(HERE.parents[1]), *filter(None, sys.path)])
     line = [sys.executable, "-W", "ignore", str(HERE / "bridge_conversions.py"), *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": paths, "TORCHDYNAMO_DISABLE": "1"}
@@ -33,7 +32,6 @@ def bridge(*arguments):
 
 
 def saved(name, folder, dtype=torch.float32):
-    """A tiny model's folder, with a tokenizer, without which Bridge writes no folder."""
     save_model(name, folder, dtype)
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="a").save_pretrained(folder)

@@ -11,10 +11,7 @@ import math
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -49,7 +46,7 @@ SETTINGS = (
 )
 
 
-def controlled(groups: int, lookahead: int = 0) -> str:
+def controlled(groups, lookahead=0):
     return (
         f"async_rl={{min_groups_for_streaming_train: {groups}, max_inflight_prompts: {PROMPTS}, "
         f"sampler: {{name: in_order, max_lookahead_versions: {lookahead}}}}}"
@@ -59,11 +56,11 @@ def controlled(groups: int, lookahead: int = 0) -> str:
 class ChunkPolicy(PlanePolicy):
     """The toy policy trained as NeMo-RL's Megatron worker trains: sums by chunks, divided at the end."""
 
-    def begin_train_step(self, loss_fn: Any) -> None:
+    def begin_train_step(self, loss_fn):
         self.loss_fn, self.counts, self.total = loss_fn, dict.fromkeys(("seqs", "toks"), 0.0), 0.0
-        self.metrics: dict[str, list[float]] = defaultdict(list)
+        self.metrics = defaultdict(list)
 
-    def train_microbatches_from_meta(self, meta: Any) -> None:
+    def train_microbatches_from_meta(self, meta):
         data = self.read(meta, [name for name in DP_TRAIN_FIELDS if name in self.columns(meta)])
         self.trained.append(dict(data.items()))
         self.counts["seqs"] += float(data["sample_mask"].sum())
@@ -77,7 +74,7 @@ class ChunkPolicy(PlanePolicy):
             for name, number in numbers.items():
                 self.metrics[name].append(number)
 
-    def finish_train_step(self) -> dict[str, Any]:
+    def finish_train_step(self):
         n = self.counts["toks" if self.loss_fn.loss_type.name == "TOKEN_LEVEL" else "seqs"]
         gradient = self.model.grad / n
         with torch.no_grad():
@@ -89,16 +86,14 @@ class ChunkPolicy(PlanePolicy):
         metrics = {name: [x / by[kinds[name].name] for x in xs] for name, xs in self.metrics.items()}
         return {"loss": self.losses[-1], "grad_norm": gradient.norm(), "all_mb_metrics": metrics}
 
-    def abort_train_step(self) -> None:
+    def abort_train_step(self):
         self.model.grad = None
 
 
 class Rollouts(RolloutManager):
-    """NeMo-RL's, with made-up responses: a group of `rollouts` for each prompt."""
-
     rewards: torch.Tensor | None = None
 
-    async def run_rollout(self, input_sample: Any) -> PromptGroupRecord:
+    async def run_rollout(self, input_sample):
         draw, group = divmod(int(input_sample["idx"]), PROMPTS)
         batch = rollouts(draw)
         rows = range(group * GENERATIONS, (group + 1) * GENERATIONS)
@@ -107,15 +102,13 @@ class Rollouts(RolloutManager):
         return PromptGroupRecord(draw, batch["message_log"][rows[0]][:1], None, {}, said, {})
 
 
-def problem(number: int) -> dict[str, Any]:
+def problem(number):
     asked = [{"role": "user", "content": "?", "token_ids": torch.tensor([1, 2, 3])}]
     return {"message_log": asked, "length": 3, "extra_env_info": {}, "loss_multiplier": 1.0, "idx": number}
 
 
 class Controlled:
-    """A driver's run on the single controller."""
-
-    def __init__(self, folder: Path, loss_fn: dict[str, Any], *overrides: str) -> None:
+    def __init__(self, folder, loss_fn, *overrides):
         self.run = toy_run(folder, loss_fn, *SETTINGS, *overrides)
         self.context, self.plane = StepContext(), NoOpDataPlaneClient()
         self.plane.register_partition("rollout_data", [], 100, ["train"])
@@ -129,23 +122,23 @@ class Controlled:
         self.policy, self.logger = self.parts.policy, self.parts.logger
 
     @contextmanager
-    def stand_ins(self) -> Iterator[None]:
+    def stand_ins(self):
         transfer = MagicMock(sync_weights=MagicMock(return_value=None))
-        make = patch("nemo_grpo.nemorl.single_controller.policy_factory", self.policy_factory)
-        with ExitStack() as stack:
-            stack.enter_context(make)
-            for name, value in {
-                "_build_clusters": lambda _config: (MagicMock(), MagicMock()),
-                "_build_generation": lambda *_, **__: (Generation(), 0.0),
-                "build_data_plane_client": lambda *_, **__: self.plane,
-                "create_weight_synchronizer": lambda **_: transfer,
-                "RolloutManager": Rollouts,
-            }.items():
-                stack.enter_context(patch(f"{CONTROLLER}.{name}", value))
-            stack.enter_context(patch("nemo_rl.algorithms.single_controller.Logger"))
+        names = {
+            "_build_clusters": lambda _config: (MagicMock(), MagicMock()),
+            "_build_generation": lambda *_, **__: (Generation(), 0.0),
+            "build_data_plane_client": lambda *_, **__: self.plane,
+            "create_weight_synchronizer": lambda **_: transfer,
+            "RolloutManager": Rollouts,
+        }
+        with (
+            patch("nemo_grpo.nemorl.single_controller.policy_factory", self.policy_factory),
+            patch.multiple(CONTROLLER, **names),
+            patch("nemo_rl.algorithms.single_controller.Logger"),
+        ):
             yield
 
-    def policy_factory(self, *arguments: Any) -> Any:
+    def policy_factory(self, *arguments):
         from nemo_grpo.nemorl.policy import policy_factory
 
         toy = type("Toy", (ChunkPolicy,), {})
@@ -156,7 +149,7 @@ class Controlled:
             make = policy_factory(*arguments)
         return lambda **named: make(plane=self.plane, **named)
 
-    def train(self) -> Any:
+    def train(self):
         ready = run_grpo.Ready(self.parts, None, None, [{}, {}], None, 0, controller=self.controller)
         with (
             stop_after_step(self.run.recipe.grpo) as stop,
@@ -165,10 +158,10 @@ class Controlled:
             run_grpo.run_trainer(ready)
         return stop
 
-    def exit_code(self, stop: Any) -> int:
+    def exit_code(self, stop):
         return exit_code(self.run, self.parts, last_step(self.run, self.parts), stop)
 
-    def logged(self) -> dict[str, Any]:
+    def logged(self):
         calls = [c for c in self.logger.log_metrics.call_args_list if c.kwargs.get("prefix") == "train"]
         return calls[-1].args[0]
 
@@ -193,12 +186,16 @@ def test_the_controller_gives_the_steps_of_the_driver(setting, tmp_path):
         assert run.logged()[name] == pytest.approx(plain.logged()[name], rel=1e-3, abs=1e-6), name
 
 
+def grpo(folder, groups=PROMPTS):
+    return Controlled(folder, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(groups))
+
+
 def test_a_step_may_come_in_chunks_and_is_recorded_as_one(tmp_path):
-    run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(1))
+    run = grpo(tmp_path, groups=1)
     manager, chunks = run.controller._rollout_manager, run.policy.trained
     rollout = manager.run_rollout
 
-    async def one_after_the_other(sample: Any) -> Any:
+    async def one_after_the_other(sample):
         while len(chunks) < int(sample["idx"]):
             await asyncio.sleep(0.002)
         return await rollout(sample)
@@ -215,11 +212,12 @@ def test_a_step_may_come_in_chunks_and_is_recorded_as_one(tmp_path):
 
 
 def test_a_signal_saves_and_the_next_start_goes_on(tmp_path):
+    loss_fn = {"variant": "tr_grpo", "weighting": "random", "reference_policy_kl_penalty": 0.0}
     settings = ("grpo.max_num_steps=5", "checkpointing.save_period=100", controlled(PROMPTS, 1))
-    run = Controlled(tmp_path, {"variant": "tr_grpo", "weighting": "random"} | NO_PENALTY, *settings)
+    run = Controlled(tmp_path, loss_fn, *settings)
     finish = run.policy.finish_train_step
 
-    def finish_and_be_asked_to_stop() -> Any:
+    def finish_and_be_asked_to_stop():
         if len(run.policy.losses) == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         return finish()
@@ -232,7 +230,7 @@ def test_a_signal_saves_and_the_next_start_goes_on(tmp_path):
     assert json.loads((folder / "training_info.json").read_text())["current_step"] == 2
     assert (folder / "replay_buffer.pt").exists()
 
-    again = Controlled(tmp_path, {"variant": "tr_grpo", "weighting": "random"} | NO_PENALTY, *settings)
+    again = Controlled(tmp_path, loss_fn, *settings)
     assert again.controller._advantage_estimator.step == 2
     stop = again.train()
     assert len(again.policy.losses) == 3, "steps 3 to 5"
@@ -241,12 +239,9 @@ def test_a_signal_saves_and_the_next_start_goes_on(tmp_path):
     assert files == [f"train_data_step{step}.jsonl" for step in (3, 4, 5)]
 
 
-NO_PENALTY = {"reference_policy_kl_penalty": 0.0}
-
-
 def test_a_step_without_signal_is_no_update(tmp_path, monkeypatch):
     monkeypatch.setattr(Rollouts, "rewards", torch.ones(PROMPTS * GENERATIONS))
-    run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(PROMPTS))
+    run = grpo(tmp_path)
     start = run.policy.model.detach().clone()
     run.train()
     assert len(run.policy.losses) == 1, "the first update gives Adam its moments; the second step is dropped"
@@ -255,7 +250,7 @@ def test_a_step_without_signal_is_no_update(tmp_path, monkeypatch):
 
 
 def test_responses_to_a_prompt_that_was_cut_do_not_train(tmp_path):
-    run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(PROMPTS))
+    run = grpo(tmp_path)
     for cut in run.controller._dataloader.dataset[::PROMPTS]:  # the first of a step, whose rewards differ
         cut["loss_multiplier"] = 0.0
     start = run.policy.model.detach().clone()
@@ -267,7 +262,7 @@ def test_responses_to_a_prompt_that_was_cut_do_not_train(tmp_path):
 
 def test_responses_without_a_reward_do_not_train(tmp_path, monkeypatch):
     monkeypatch.setattr(Rollouts, "rewards", torch.tensor(NO_REWARD))
-    run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(PROMPTS))
+    run = grpo(tmp_path)
     run.train()
     rows, _ = run.logger.log_batched_dict_as_jsonl.call_args_list[0].args
     assert [math.isnan(reward) for reward in rows["rewards"]] == [
@@ -278,7 +273,7 @@ def test_responses_without_a_reward_do_not_train(tmp_path, monkeypatch):
 
 
 def test_an_error_of_a_worker_ends_the_run(tmp_path):
-    run = Controlled(tmp_path, {"variant": "grpo"}, "checkpointing.enabled=false", controlled(PROMPTS))
+    run = grpo(tmp_path)
     run.policy.finish_train_step = MagicMock(side_effect=RuntimeError("a worker has died"))
     with pytest.raises(RuntimeError, match="a worker has died"):
         run.train()
@@ -287,21 +282,14 @@ def test_an_error_of_a_worker_ends_the_run(tmp_path):
 PENALIZED = {"variant": "grpo", "reference_policy_kl_penalty": 0.1}
 
 
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
+def test_what_the_controller_or_nemo_rl_cannot_do_is_an_error_of_the_recipe(tmp_path):
+    for override, reason in (
         ("data.use_multiple_dataloader=true", "reads a single data loader"),
         ("grpo.skip_reference_policy_logprobs_calculation=true", "needs these logprobs"),
-    ],
-)
-def test_what_the_controller_cannot_do_is_an_error_of_the_recipe(override, reason, tmp_path):
-    with pytest.raises(UserError, match=reason):
-        Controlled(tmp_path, PENALIZED, f"++{override}", controlled(PROMPTS))
-
-
-def test_what_nemo_rl_refuses_is_an_error_of_the_recipe(tmp_path):
+    ):
+        with pytest.raises(UserError, match=reason):
+            Controlled(tmp_path, PENALIZED, f"++{override}", controlled(PROMPTS))
     config = Controlled(tmp_path, PENALIZED, controlled(PROMPTS)).run.master_config
     config.grpo.skip_reference_policy_logprobs_calculation = True
-    reason = "requires reference_policy_logprobs"
-    with pytest.raises(UserError, match=f"refuses the configuration: .*{reason}"):
+    with pytest.raises(UserError, match=r"refuses the configuration: .*requires reference_policy_logprobs"):
         single_controller.check(config)

@@ -3,10 +3,7 @@
 The data plane is NeMo-RL's reference of it, in this process: the TransferQueue is a package of its own.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -35,7 +32,7 @@ ON = (
     "num_storage_units: 1, claim_meta_poll_interval_s: 0.1, global_segment_size: 1, local_buffer_size: 1}"
 )
 PENALIZED = {"reference_policy_kl_penalty": 0.1, "kl_weighting": "none"}
-CARRIED: dict[str, dict[str, Any]] = {
+CARRIED = {
     **{name: SETTINGS[name] for name in SETTINGS if SETTINGS[name]["variant"] != "erpo"},
     "group_token_mean": {"variant": "grpo", "aggregation": "group_token_mean"},
     "tr_grpo_random": {"variant": "tr_grpo", "weighting": "random", **PENALIZED},
@@ -49,10 +46,10 @@ class PlanePolicy(ToyPolicy):
 
     tq_partition_id = "train"
 
-    def __init__(self, plane: NoOpDataPlaneClient, **arguments: Any) -> None:
+    def __init__(self, plane, **arguments):
         super().__init__()
         self.dp_client, self.dp_cfg = plane, arguments["dp_cfg"]
-        self.evaluated: list[bool] = []
+        self.evaluated = []
 
     _stamp_pad_seqlen = tq_policy.TQPolicy._stamp_pad_seqlen
     read_from_dataplane = tq_policy.TQPolicy.read_from_dataplane
@@ -62,24 +59,22 @@ class PlanePolicy(ToyPolicy):
     _router_replay_enabled = False
     prepare_step = tq_policy.TQPolicy.prepare_step
 
-    def _packing_args(self, _stage: str) -> tuple[None, None]:
+    def _packing_args(self, _stage):
         return None, None
 
-    def read(self, meta: Any, fields: Any) -> Any:
+    def read(self, meta, fields):
         self._stamp_pad_seqlen(meta)
         return read_columns(self.dp_client, meta, select_fields=list(fields), pad_value_dict={"input_ids": 0})
 
-    def get_logprobs_from_meta(self, meta: Any, timer: Any = None) -> None:
+    def get_logprobs_from_meta(self, meta, timer=None):
         found = ToyPolicy.get_logprobs(self, self.read(meta, LP_SEED_FIELDS))
         write_columns(self.dp_client, meta, fields={"prev_logprobs": found["logprobs"]})
 
-    def get_reference_policy_logprobs_from_meta(self, meta: Any, timer: Any = None) -> None:
+    def get_reference_policy_logprobs_from_meta(self, meta, timer=None):
         found = self.get_reference_policy_logprobs(self.read(meta, LP_SEED_FIELDS))
         write_columns(self.dp_client, meta, fields={"reference_policy_logprobs": found["reference_logprobs"]})
 
-    def train_from_meta(
-        self, meta: Any, loss_fn: Any, timer: Any = None, eval_mode: bool = False, train_fields: Any = ()
-    ) -> Any:
+    def train_from_meta(self, meta, loss_fn, timer=None, eval_mode=False, train_fields=()):
         self.evaluated.append(eval_mode)
         before = self.model.detach().clone()
         fields = [name for name in train_fields or DP_TRAIN_FIELDS if name in self.columns(meta)]
@@ -88,14 +83,12 @@ class PlanePolicy(ToyPolicy):
             self.model = before.requires_grad_()
         return trained
 
-    def columns(self, meta: Any) -> set[str]:
+    def columns(self, meta):
         return set(self.dp_client._partitions[meta.partition_id].rows[meta.sample_ids[0]])
 
 
 class LocalActor:
-    """NeMo-RL's rollout actor in this process, called as one."""
-
-    def __init__(self, plane: NoOpDataPlaneClient, arguments: dict[str, Any]) -> None:
+    def __init__(self, plane, arguments):
         of_ray = sync_rollout_actor.SyncRolloutActor.__ray_metadata__
         with patch("nemo_rl.data_plane.build_data_plane_client", return_value=plane):
             self.actor = of_ray.modified_class(**arguments)
@@ -104,38 +97,33 @@ class LocalActor:
 
 
 @contextmanager
-def on_the_plane(plane: NoOpDataPlaneClient, rewards: Any = None) -> Iterator[None]:
-    """`grpo_train_sync` with made-up rollouts, which its own actor writes to the plane."""
-    draws: list[int] = []
+def on_the_plane(plane, rewards=None):
+    draws = []
 
-    def rollout(**_: Any) -> tuple[Any, dict[str, float]]:
+    def rollout(**_):
         draws.append(len(draws))
         batch = rollouts(draws[-1])
         if rewards is not None:
             batch["total_reward"] = torch.tensor(rewards)
         return batch, {"mean_gen_tokens_per_sample": 3.0}
 
-    def write_tensors(batch: Any, **named: Any) -> Any:  # the reference takes no texts
+    def write_tensors(batch, **named):  # the reference takes no texts
         tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
         return kv_first_write(BatchedDataDict(tensors), **named)
 
     actor = MagicMock()
     actor.options.return_value.remote = lambda **arguments: LocalActor(plane, arguments)
-    with ExitStack() as stack:
-        for name in ("run_multi_turn_rollout", "run_async_multi_turn_rollout"):
-            stack.enter_context(patch.object(sync_rollout_actor, name, side_effect=rollout))
-        stack.enter_context(patch.object(sync_rollout_actor, "kv_first_write", write_tensors))
-        stack.enter_context(patch(f"{GRPO_SYNC}.SyncRolloutActor", actor))
-        stack.enter_context(patch(f"{GRPO_SYNC}.make_actor_runtime_env", return_value={}))
-        stack.enter_context(patch(f"{GRPO_SYNC}.refit_policy_generation", return_value={}))
-        stack.enter_context(patch(f"{GRPO_SYNC}.print_performance_metrics", return_value={}))
+    turns = dict.fromkeys(("run_multi_turn_rollout", "run_async_multi_turn_rollout"), rollout)
+    nothing = ("make_actor_runtime_env", "refit_policy_generation", "print_performance_metrics")
+    with (
+        patch.multiple(sync_rollout_actor, kv_first_write=write_tensors, **turns),
+        patch.multiple(GRPO_SYNC, SyncRolloutActor=actor, **dict.fromkeys(nothing, lambda *_, **__: {})),
+    ):
         yield
 
 
 class PlaneRun(Run):
-    """A driver's run on the data plane, its policy made by the driver's factory."""
-
-    def __init__(self, folder: Path, loss_fn: dict[str, Any], *overrides: str) -> None:
+    def __init__(self, folder, loss_fn, *overrides):
         super().__init__(folder, loss_fn, *overrides)
         self.plane = NoOpDataPlaneClient()
         toy = patch.object(tq_policy, "TQPolicy", type("Toy", (PlanePolicy,), {}))
@@ -145,12 +133,12 @@ class PlaneRun(Run):
         loss = ObjectiveLoss(self.run.recipe.loss_fn, folded=True)
         self.parts = self.parts._replace(policy=self.policy, policy_generation=Generation(), loss_fn=loss)
 
-    def train(self, rewards: Any = None) -> None:  # type: ignore[override]
+    def train(self, rewards=None):
         with on_the_plane(self.plane, rewards):
             run_grpo.run_trainer(self.ready())
 
 
-def started(folder: Path, loss_fn: dict[str, Any], *overrides: str) -> PlaneRun:
+def started(folder, loss_fn, *overrides):
     folder.mkdir(exist_ok=True)
     return PlaneRun(folder, loss_fn, ON, "checkpointing.enabled=false", *overrides)
 

@@ -21,6 +21,7 @@ from nemo_grpo.rehearsal import checks, stages
 from nemo_grpo.rehearsal.environment import find_stack
 from nemo_grpo.rehearsal.run_output import Recorded
 
+pytestmark = pytest.mark.timeout(900)
 RECIPES = Path(__file__).parents[2] / "recipes"
 ONE, TWO, FOUR = (f"cluster.gpus_per_node={n}" for n in (1, 2, 4))
 TP2 = "policy.megatron_cfg.tensor_model_parallel_size=2"
@@ -64,20 +65,18 @@ WHOLE = {
 }
 
 
-def rehearsed(tmp_path: Path, recipe: str, *overrides: str) -> stages.Rehearsal:
+def rehearsed(tmp_path, recipe, *overrides):
     sampler = os.environ.get(STAND_IN) == "1"
     stack = find_stack(None, Path(sys.executable), None, sampler=sampler)
     return stages.prepare(RECIPES / recipe, overrides, stack, tmp_path / "run", 4)
 
 
-def proved(rehearsal: stages.Rehearsal) -> Recorded:
-    """Its output, once every stage has passed and its numbers were computed again."""
+def proved(rehearsal):
     failed = [stage for stage in (*checks.stages(rehearsal), *oracle.prove(rehearsal)) if not stage.ok]
     assert not failed, failed
     return Recorded(rehearsal)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", WHOLE.values(), ids=WHOLE)
 def test_a_recipe_trains_stops_resumes_and_exports(tmp_path, case):
     if ASYNC[0] in case and os.environ.get(STAND_IN) == "1":
@@ -93,7 +92,6 @@ def test_a_recipe_trains_stops_resumes_and_exports(tmp_path, case):
         assert own[0] == pytest.approx(sampled[0], rel=0.35), "NeMo-RL's is an estimate from sampled tokens"
 
 
-@pytest.mark.timeout(900)
 def test_a_recipe_with_images_trains_stops_resumes_and_exports(tmp_path):
     """In a process that has torchvision from its start."""
     stack = find_stack(None, Path(sys.executable), None)
@@ -110,7 +108,6 @@ def test_a_recipe_with_images_trains_stops_resumes_and_exports(tmp_path):
     assert any("equal those of Megatron-Bridge's export, bit for bit" in proof for proof in proofs)
 
 
-@pytest.mark.timeout(900)
 def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path, monkeypatch):
     monkeypatch.setenv(STAND_IN, "1")  # vLLM's random state does not survive a restart
     settings = (GRPO, ONE)
@@ -122,7 +119,6 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(tmp_path, monkeypatch):
         assert resumed[name] == pytest.approx(unbroken[name], rel=1e-6, abs=1e-9), name
 
 
-@pytest.mark.timeout(900)
 def test_a_run_that_never_had_a_signal_resumes(tmp_path):
     """Its checkpoint has Adam's moments, of an update by weight decay alone."""
     same = tmp_path / "same.py"
@@ -133,7 +129,6 @@ def test_a_run_that_never_had_a_signal_resumes(tmp_path):
     assert list(Recorded(rehearsal).steps) == [1, 2, 3]
 
 
-@pytest.mark.timeout(900)
 def test_overlapped_gathering_of_parameters_is_seen_as_stale_rollouts(tmp_path):
     """NeMo-RL's default with DP 2; the driver corrects it, which is taken out here."""
     key = "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
@@ -176,7 +171,6 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.timeout(900)
 def test_wrong_row_factors_and_a_refit_that_is_skipped_are_seen(tmp_path):
     """Planted in the driver of a run that ends with exit code 0."""
     rehearsal = rehearsed(tmp_path, ERPO, ONE, "policy.megatron_cfg.peft.enabled=false")
@@ -188,7 +182,6 @@ def test_wrong_row_factors_and_a_refit_that_is_skipped_are_seen(tmp_path):
     assert "is logged" in proofs["update"].proof
 
 
-@pytest.mark.timeout(900)
 def test_merge_of_adapters_that_is_dropped_is_seen(tmp_path, monkeypatch):
     rehearsal = rehearsed(tmp_path, *WHOLE["sft_lora"])
     stages.train(rehearsal)

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron_without_gpu import our_worker, stock_worker
-from torch import Tensor
 
 from nemo_grpo.engine.launch import free_port
 
 VOCAB, LENGTHS, WIDTH = 16, [5, 8, 3], 10
 
 
-def rows() -> tuple[Tensor, Tensor]:
+def rows():
     """([3, WIDTH] right-padded token ids, [VOCAB, VOCAB] logits of the token behind each token)."""
     generator = torch.Generator().manual_seed(0)
     table = 2 * torch.randn(VOCAB, VOCAB, generator=generator)
@@ -27,7 +26,7 @@ def rows() -> tuple[Tensor, Tensor]:
     return ids, table
 
 
-def expected(ids: Tensor, table: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def expected(ids, table, temperature):
     """(logprobs at the temperature, entropies at temperature 1), [3, WIDTH]; index 0 is 0."""
     logits = table[ids[:, :-1]]
     scaled = torch.log_softmax(logits / temperature, -1)
@@ -36,11 +35,11 @@ def expected(ids: Tensor, table: Tensor, temperature: float) -> tuple[Tensor, Te
     return tuple(torch.nn.functional.pad(x, (1, 0)) for x in pairs)
 
 
-def sampling(temperature: float) -> types.SimpleNamespace:
+def sampling(temperature):
     return types.SimpleNamespace(temperature=temperature, top_k=None, top_p=1.0)
 
 
-def join(rank: int, tensor: int, context: int, port: int) -> None:
+def join(rank, tensor, context, port):
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
@@ -51,7 +50,7 @@ def join(rank: int, tensor: int, context: int, port: int) -> None:
     )
 
 
-def score_on_a_rank(rank: int, layout: tuple[int, int, bool, float], port: int, folder: str) -> None:
+def score_on_a_rank(rank, layout, port, folder):
     """One rank of `EntropyPostProcessor` on its shard of tokens and vocabulary; rank 0 writes the result."""
     tensor, context, packed, temperature = layout
     worker = our_worker()
@@ -90,8 +89,7 @@ def score_on_a_rank(rank: int, layout: tuple[int, int, bool, float], port: int, 
     dist.destroy_process_group()
 
 
-def assert_scored(found: dict[str, Tensor], temperature: float) -> None:
-    """Logprobs and entropies of every row's tokens are the `expected` ones."""
+def assert_scored(found, temperature):
     for name, wanted in zip(("logprobs", "entropies"), expected(*rows(), temperature), strict=True):
         for row, length in enumerate(LENGTHS):
             torch.testing.assert_close(found[name][row, :length], wanted[row, :length])
@@ -162,15 +160,10 @@ def worker_alone(monkeypatch):
 def test_worker_returns_entropies_beside_logprobs(worker_alone):
     worker, data, stock = worker_alone
     original = stock.LogprobsPostProcessor
-    assert_scored(worker.get_logprobs(data=data), 0.6)
-    assert stock.LogprobsPostProcessor is original
-
-
-def test_worker_gives_the_reference_no_entropies(worker_alone):
-    worker, data, _ = worker_alone
     assert set(worker.get_reference_policy_logprobs(data=data)) == {"reference_logprobs"}
     assert not worker.in_reference
-    assert "entropies" in worker.get_logprobs(data=data)
+    assert_scored(worker.get_logprobs(data=data), 0.6)
+    assert stock.LogprobsPostProcessor is original
 
 
 @pytest.mark.parametrize(("last", "scaled"), [(True, 2.0), (False, 1.0)])
@@ -178,41 +171,12 @@ def test_only_the_last_pipeline_stage_divides_its_output_by_the_temperature(monk
     ours = our_worker()
     from nemo_rl.models.megatron import train
 
-    class Scores(ours.LogprobsPostProcessor):
-        def __init__(self):
-            pass
-
-        def __call__(self, **_):
-            return None
-
+    no_scores = {"__init__": lambda self: None, "__call__": lambda self, **_: None}
+    scores = type("Scores", (ours.LogprobsPostProcessor,), no_scores)
     monkeypatch.setattr(train, "apply_temperature_scaling", ours.scale_logits_only)
     monkeypatch.setattr(train, "model_forward", lambda **_: torch.ones(1, 2, 4))
     monkeypatch.setattr(ours.parallel_state, "is_pipeline_last_stage", lambda **_: last)
     output, _ = train.forward_with_post_processing_fn(
-        iter([mock.Mock()]), torch.nn.Identity(), Scores(), sampling_params=sampling(0.5)
+        iter([mock.Mock()]), torch.nn.Identity(), scores(), sampling_params=sampling(0.5)
     )
     assert (output == scaled).all()
-
-
-def test_further_arguments_pass_and_rows_that_nemo_rl_has_padded_are_cut(worker_alone, monkeypatch):
-    ours = our_worker()
-    older = ours.LogprobsPostProcessor.__call__
-
-    def newer(self, data_dict, input_ids, cu_seqlens_padded, original_seq_length):
-        process = older(self, data_dict, input_ids, cu_seqlens_padded)
-        return lambda logits: (0.0, {"logprobs": process(logits)[1]["logprobs"][:, :original_seq_length]})
-
-    monkeypatch.setattr(ours.LogprobsPostProcessor, "__call__", newer)
-    ids, table = rows()
-    padded = torch.nn.functional.pad(ids, (0, 6))
-    config = {"sequence_packing": {"enabled": False}}
-    _, data, _ = worker_alone
-    process = ours.EntropyPostProcessor(cfg=config, sampling_params=sampling(1.0))(
-        data_dict=type(data)(input_ids=padded),
-        input_ids=padded,
-        cu_seqlens_padded=None,
-        original_seq_length=WIDTH,
-    )
-    _, found = process(table[padded])
-    assert found["entropies"].shape == found["logprobs"].shape == (len(LENGTHS), WIDTH)
-    assert_scored(found, 1.0)

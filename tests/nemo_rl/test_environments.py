@@ -3,7 +3,6 @@
 import functools
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,22 +31,31 @@ def tokenizer():
     return character_tokenizer()
 
 
-def environment(
-    section: dict[str, Any],
-    rewards: dict[str, float],
-    reserved: tuple[str, ...] = (),
-    own_files=None,
-    prompt: dict[str, Any] | None = None,
-) -> Any:
-    """The environment in this process, with the interface of its actor."""
+def environment(section, rewards, reserved=(), own_files=None, prompt=None):
     settings = {"task": section, "rewards": rewards, "reserved": reserved, "own_files": own_files or {}}
-    settings |= {"max_failed_rewards": 0.1, "num_generations": 2}
-    made = environments.TaskEnvironmentImpl(settings | {"prompt": prompt or {}})
+    settings |= {"max_failed_rewards": 0.1, "num_generations": 2, "prompt": prompt or {}}
+    made = environments.TaskEnvironmentImpl(settings)
     step = types.SimpleNamespace(remote=lambda *arguments: functools.partial(made.step, *arguments))
     return types.SimpleNamespace(step=step, made=made)
 
 
-def dataset(section: dict[str, Any], tokenizer: Any, size: int = 4, max_length: int = 500) -> Any:
+def log_of(said, asked="?"):
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+
+
+def observes(made, seen, *ends):
+    """Turns are kept in ``seen``; whether one ends its response comes from ``ends``."""
+    following = iter(ends)
+
+    def observe(episodes, turns, reserved):
+        seen.extend(turns)
+        said = None if next(following) else "A"
+        return [types.SimpleNamespace(observation=said, episode=episode) for episode in episodes]
+
+    made.task.observe = observe
+
+
+def dataset(section, tokenizer, size=4, max_length=500):
     task = parse_task(section).build()
     encode = environments.prompt_encoder(Prompt(), tokenizer, False, max_length)
     return environments.TaskDataset(lambda index: task.train_problem(index, 0), size, encode, task)
@@ -75,9 +83,7 @@ def test_a_prompt_that_is_too_long_is_cut_and_left_out_of_the_loss(tokenizer):
 
 def test_validation_rewards_are_the_accuracy_alone():
     right = "<think>one and one</think><answer>2</answer>"
-    logs = [
-        [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}] for text in (right, "2")
-    ]
+    logs = [log_of(right), log_of("2")]
     section = {"name": "knights_knaves"}
     trained = environment(section, {"accuracy": 1.0, "format": 0.5}).made.step(logs, [INFO, INFO])
     validated = environment(section, {"accuracy": 1.0}).made.step(logs, [INFO, INFO])
@@ -91,42 +97,30 @@ def test_a_reward_that_abstains_is_no_number_and_in_turns_waits_for_the_end(tmp_
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("def judge(response): return None if 'x' in response else 1.0\n")
     rewards = {"accuracy": 0.0, "mine.py:judge": 1.0}
-    logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": n}] for n in ("x", "2")]
+    logs = [log_of("x"), log_of("2")]
     made = environment({"name": "math"}, rewards).made
     found = made.step(logs, [INFO, INFO]).rewards
     assert found[1] == 1.0
     assert found[0].isnan()
     assert made.take_rewards()["reward/abstained"] == 0.5
     made = environment(SEARCH, rewards).made
-    ends = [False, True]
-    made.task.observe = lambda episodes, turns, reserved: [
-        types.SimpleNamespace(observation=None if ends[0] else "A", episode=episode) for episode in episodes
-    ]
+    observes(made, [], False, True)
     first = made.step([logs[0]], [INFO])
     assert first.rewards.tolist() == [0.0]
-    ends.reverse()
     assert made.step([logs[0]], first.metadata).rewards.isnan().all()
 
 
-def test_a_response_prefix_begins_the_text_that_is_graded():
+def test_a_response_prefix_begins_the_text_of_the_first_turn():
     prompt = {"response_prefix": "The answer is \\boxed{"}
-    logs = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": n}] for n in ("2}.", "3}.")]
-    step = environment({"name": "math"}, {"accuracy": 1.0}, prompt=prompt).made.step(logs, [INFO, INFO])
+    made = environment({"name": "math"}, {"accuracy": 1.0}, prompt=prompt).made
+    step = made.step([log_of("2}."), log_of("3}.")], [INFO, INFO])
     assert step.rewards.tolist() == [1.0, 0.0]
     assert step.answers == ["2", "3"]
-
-
-def test_a_response_prefix_begins_the_first_turn_alone():
-    turns = ["a</search>", "<search>b</search>"]
     made = environment(SEARCH, {"accuracy": 1.0}, prompt={"response_prefix": "<search>"}).made
-    seen = []
-    made.task.observe = lambda episodes, turns, reserved: (
-        seen.extend(turns)
-        or [types.SimpleNamespace(observation=None, episode=episode) for episode in episodes]
-    )
-    log = [{"role": "user", "content": "?"}, {"role": "assistant", "content": turns[0]}]
+    observes(made, seen := [], False, True)
+    log = log_of("a</search>")
     made.step([log], [INFO])
-    log += [{"role": "environment", "content": "A"}, {"role": "assistant", "content": turns[1]}]
+    log += [{"role": "environment", "content": "A"}, {"role": "assistant", "content": "<search>b</search>"}]
     made.step([log], [INFO])
     assert seen == ["<search>a</search>", "<search>b</search>"]
 
@@ -140,33 +134,27 @@ class Mine(KnightsKnavesConfig):
     def build(self): return KnightsKnaves(self)
 """
     files = {"r.py": "def length(response, prompt): return len(response) + len(prompt)", "t.py": task}
-    logs = [[{"role": "user", "content": "<chat>1 + 1?"}, {"role": "assistant", "content": "two"}]]
+    logs = [log_of("two", "<chat>1 + 1?")]
     made = environment({"name": "t.py:Mine"}, {"accuracy": 1.0, "r.py:length": 0.5}, own_files=files).made
     assert made.step(logs, [INFO]).rewards.tolist() == [0.5 * (3 + len("1 + 1?"))]
     made.shutdown()
 
 
 class Scripted:
-    """A generator whose turns are given."""
-
-    def __init__(self, tokenizer: Any, turns: list[str]) -> None:
+    def __init__(self, tokenizer, turns):
         self.tokenizer, self.turns, self.stop_strings = tokenizer, turns, []
 
-    def __call__(self, _policy: Any, data: Any, batch: Any, tokenizer: Any, **_: Any) -> Any:
+    def __call__(self, _policy, data, batch, tokenizer, **_):
         self.stop_strings.append(list(data["stop_strings"]))
         generated = []
         for log in batch["message_log"]:
-            said = sum(message["role"] == "assistant" for message in log)
-            text = self.turns[said]
-            ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-            log.append({"role": "assistant", "content": text, "token_ids": ids})
-            generated.append(ids)
-        truncated = torch.zeros(len(generated), dtype=torch.bool)
-        return batch, generated, {"_response_truncated": truncated}
+            text = self.turns[sum(message["role"] == "assistant" for message in log)]
+            generated.append(torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]))
+            log.append({"role": "assistant", "content": text, "token_ids": generated[-1]})
+        return batch, generated, {"_response_truncated": torch.zeros(len(generated), dtype=torch.bool)}
 
 
 def rollout(section, rewards, tokenizer, turns, monkeypatch, max_seq_len=2000, max_turns=3):
-    """NeMo-RL's own rollout of one problem with scripted turns."""
     from nemo_rl.data.collate_fn import rl_collate_fn
     from nemo_rl.experience import rollouts
 
@@ -259,32 +247,21 @@ def test_data_last_for_every_step_at_the_most_draws(variant, overrides, expected
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["grpo.val_period=1", "grpo.max_val_samples=10000", "grpo.val_batch_size=10000"],
-            "grpo.max_val_samples=10000: ",
-        ),
+        (["grpo.max_val_samples=10000", "grpo.val_batch_size=10000"], "grpo.max_val_samples=10000: "),
         (["nemo_grpo.task={name: math, train_files: [absent.jsonl]}"], "absent.jsonl is missing"),
         (["nemo_grpo.task={name: math}"], "no training problems"),
     ],
 )
 def test_what_the_tasks_files_lack_is_refused_before_ray_starts(overrides, message, tmp_path, monkeypatch):
-    def start():
-        raise AssertionError("Ray was started")
-
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.setattr(run_grpo, "model_config", lambda _run: None)
-    monkeypatch.setattr("nemo_rl.distributed.virtual_cluster.init_ray", start)
-    run = toy_run(tmp_path, {"variant": "grpo"}, *overrides)
+    monkeypatch.setattr("nemo_rl.distributed.virtual_cluster.init_ray", None)
+    run = toy_run(tmp_path, {"variant": "grpo"}, "grpo.val_period=1", *overrides)
     with pytest.raises(UserError, match=message):
         run_grpo.set_up(run)
 
 
-def test_image_prompts_have_no_prefix():
-    with pytest.raises(UserError, match="response_prefix"):
-        environments.check_image_prompt(Prompt(response_prefix="<think>"))
-
-
-def test_images_go_through_nemo_rls_own_encoder(monkeypatch, tmp_path: Path):
+def test_images_go_through_nemo_rls_own_encoder(monkeypatch, tmp_path):
     from PIL import Image
 
     from nemo_grpo.tasks import Problem
@@ -292,12 +269,10 @@ def test_images_go_through_nemo_rls_own_encoder(monkeypatch, tmp_path: Path):
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
 
     class Processor:
-        """What the function asks of a processor."""
-
         tokenizer = image_processor = feature_extractor = video_processor = None
         model_input_names = ("input_ids", "pixel_values")
 
-        def apply_chat_template(self, messages: Any, tokenize: bool, **_: Any) -> Any:
+        def apply_chat_template(self, messages, tokenize, **_):
             content = messages[0]["content"]
             if not tokenize:
                 return " ".join(part["type"] for part in content)
@@ -306,6 +281,8 @@ def test_images_go_through_nemo_rls_own_encoder(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(
         "nemo_rl.data.multimodal_utils.get_multimodal_keys_from_processor", lambda _: ["pixel_values"]
     )
+    with pytest.raises(UserError, match="response_prefix"):
+        environments.check_image_prompt(Prompt(response_prefix="<think>"))
     problem = Problem("1", "How many?", "2", {"images": [str(tmp_path / "a.png")]})
     row = environments.image_prompt(Prompt(template="{question} Count."), Processor(), problem, 100)
     assert row["vllm_content"] == "image text"

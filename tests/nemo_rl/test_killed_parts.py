@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,20 +39,18 @@ VICTIMS = {
 
 
 @pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory) -> stages.Rehearsal:
-    """Prepared once for all tests of this module."""
+def rehearsal(tmp_path_factory):
     stack = find_stack(None, Path(sys.executable), None, sampler=True)
     return stages.prepare(RECIPE, OVERRIDES, stack, tmp_path_factory.mktemp("killed") / "run", 1)
 
 
 @pytest.fixture(scope="module")
-def unbroken(rehearsal) -> dict[int, dict[str, float]]:
-    """Metrics by step of a run that nobody disturbs."""
+def unbroken(rehearsal):
     stages.train(rehearsal, stops=False)
     return Recorded(rehearsal).steps
 
 
-def processes(part: str) -> Iterator[int]:
+def processes(part):
     """Living processes of this test's rehearsals whose command line names the part."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -65,8 +62,7 @@ def processes(part: str) -> Iterator[int]:
             yield int(process.name)
 
 
-def wait_for(message: str, log: Path, number: int, training: threading.Thread) -> None:
-    """Until the driver has logged it so often."""
+def wait_for(message, log, number, training):
     while not log.exists() or log.read_text(errors="replace").count(message) < number:
         assert training.is_alive(), f"it ended before {message!r}: {stages.tail(log)}"
         time.sleep(0.01)
@@ -81,7 +77,7 @@ def test_killed_part_ends_the_run_with_its_cause_and_the_next_start_goes_on(
     shutil.rmtree(rehearsal.folder / "runs")
     log.unlink()
 
-    def train() -> None:
+    def train():
         try:
             stages.train(rehearsal, stops=False)
         except stages.Failed as failed:

@@ -1,7 +1,5 @@
 """Every variant's loss through NeMo-RL's sharding, packing and loss wrappers is the unsharded loss."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +10,7 @@ from nemo_rl_steps import LENGTH, ROWS, counts, current_logprobs, embedding, los
 from nemo_grpo.nemorl.loss import EXTREMES, build_loss
 from nemo_grpo.variants import VARIANTS
 
-SETTINGS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in VARIANTS} | {
+SETTINGS = {name: {"variant": name} for name in VARIANTS} | {
     "dr_grpo": {"variant": "dr_grpo", "max_response_length": 9},
     "gpg_sequence_mean": {"variant": "gpg", "aggregation": "sequence_mean"},
     "group_token_mean": {"variant": "grpo", "aggregation": "group_token_mean"},
@@ -40,21 +38,19 @@ PACKED = {
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):
-    """A tensor-parallel group of one."""
     store = tmp_path_factory.mktemp("rendezvous") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-def step() -> Any:
+def step():
     weights = 0.5 + torch.rand(ROWS, LENGTH, generator=torch.Generator().manual_seed(3))
     factors = 0.5 + torch.rand(ROWS, generator=torch.Generator().manual_seed(4))
     return loss_data(token_weights=weights, row_factors=factors, idx=torch.arange(ROWS))
 
 
-def unsharded(setting: str) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """Loss, its gradient in the model, metrics; all rows at once, without NeMo-RL's wrappers."""
+def unsharded(setting):
     model, data = embedding().requires_grad_(), step()
     loss, metrics = build_loss(SETTINGS[setting])(current_logprobs(data, model), data, **counts(data))
     loss.backward()
@@ -87,27 +83,3 @@ def test_packed_and_sharded_loss_equals_the_unsharded_one(setting, fused, group)
     assert gradient.abs().sum() > 0
     for name in set(metrics) - set(EXTREMES):
         assert summed[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), name
-
-
-def test_split_normalisation_equals_the_global_one():
-    """Some trainers run every microbatch with denominators of 1 and divide at the end, as the loss says."""
-    interfaces = pytest.importorskip("nemo_rl.algorithms.loss.interfaces")
-    if not hasattr(interfaces, "MetricNormalizer"):
-        return  # 0.7.0 has no such trainer
-    data = step()
-    sizes = counts(data)
-    for setting in SETTINGS.values():
-        loss_fn = build_loss(setting)
-        table = loss_fn.metric_normalizations
-        one = torch.ones(())
-        logprobs = current_logprobs(data)
-        _, raw = loss_fn(logprobs, data, global_valid_seqs=one, global_valid_toks=one)
-        _, metrics = loss_fn(logprobs, data, **sizes)
-        assert set(metrics) <= set(table)
-        divisors = {
-            interfaces.MetricNormalizer.TOKENS: float(sizes["global_valid_toks"]),
-            interfaces.MetricNormalizer.SEQUENCES: float(sizes["global_valid_seqs"]),
-            interfaces.MetricNormalizer.NONE: 1.0,
-        }
-        for name, number in raw.items():
-            assert number / divisors[table[name]] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name

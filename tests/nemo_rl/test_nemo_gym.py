@@ -16,7 +16,7 @@ from toy_gym import ANSWER, ASKED, SAID, TOLD, Gym
 from toy_training import GENERATIONS, GRPO, PROMPTS, RECIPE, Generation, Run, character_tokenizer
 
 from nemo_grpo.nemorl import run_grpo
-from nemo_grpo.nemorl.config import ClusterRun, load_run
+from nemo_grpo.nemorl.config import load_run
 from nemo_grpo.nemorl.nemo_rl_batches import configure_gym, fix_video_frames, gym_environments, set_up_data
 from nemo_grpo.support.dotted import value_of
 
@@ -25,23 +25,20 @@ pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")
 BASE = Path(next(iter(nemo_rl.__path__))).parent / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
 
 
-def gym_run(folder: Path) -> ClusterRun:
+def gym_run(folder):
     """A stock recipe with NeMo-Gym's environments, one more line, and a file of four problems."""
     problem = {"responses_create_params": {"input": [{"role": "user", "content": "?"}]}}
     rows = "".join(json.dumps(problem | {"agent_ref": {"name": "tools"}}) + "\n" for _ in range(4))
     (folder / "problems.jsonl").write_text(rows)
     data = {"dataset_name": "NemoGymDataset", "processor": "nemo_gym_data_processor", "env_name": "nemo_gym"}
     path = {"_override_": True, "data_path": str(folder / "problems.jsonl"), **data}
-    validation = {"max_val_samples": None, "val_batch_size": None, "max_num_steps": 1}
     recipe = {
         "defaults": str(BASE),
         "loss_fn": {"variant": "tr_grpo"},
-        "grpo": {**RECIPE["grpo"], **validation},
+        "grpo": RECIPE["grpo"] | {"max_val_samples": None, "val_batch_size": None, "max_num_steps": 1},
         "policy": {
-            "train_global_batch_size": PROMPTS * GENERATIONS,
-            "train_micro_batch_size": 2,
-            "max_total_sequence_length": 16,
-            "generation": {"max_new_tokens": 8},
+            **{"train_global_batch_size": PROMPTS * GENERATIONS, "train_micro_batch_size": 2},
+            **{"max_total_sequence_length": 16, "generation": {"max_new_tokens": 8}},
         },
         "env": {"should_use_nemo_gym": True, "nemo_gym": {"config_paths": []}},
         "data": {"train": path, "validation": path, "default": None},
@@ -54,7 +51,6 @@ def gym_run(folder: Path) -> ClusterRun:
 
 @pytest.fixture
 def gym(tmp_path):
-    """A run whose configuration and data are those of the driver, with NeMo-Gym's actor."""
     run, tokenizer = gym_run(tmp_path), character_tokenizer()
     config = run.master_config
     config.policy["generation"] |= {"stop_token_ids": [2]}  # as NeMo-RL fills it in from the tokenizer

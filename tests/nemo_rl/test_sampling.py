@@ -1,7 +1,6 @@
 """The replacement of `dynamic_sampling`: NeMo-RL's signature, batches and call, our rule."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from nemo_grpo.variants import parse_loss_fn
 P, G = 3, 2
 
 
-def draw(*rewards: tuple[float, float], first: int = 0, **further: Any) -> BatchedDataDict[Any]:
+def draw(*rewards, first=0, **further):
     """One draw of prompts; ``idx`` numbers them from ``first``."""
     flat = torch.tensor(rewards).flatten()
     numbers = [first + i // G for i in range(len(flat))]
@@ -27,9 +26,7 @@ def draw(*rewards: tuple[float, float], first: int = 0, **further: Any) -> Batch
 class Trainer:
     """Calls the function as `grpo_train` does, with a dictionary (0.7.0) or an object (HEAD) of settings."""
 
-    def __init__(
-        self, use_dynamic_sampling: bool = True, overlong_filtering: bool = False, **loss_fn: Any
-    ) -> None:
+    def __init__(self, use_dynamic_sampling=True, overlong_filtering=False, **loss_fn):
         settings = {
             "use_dynamic_sampling": use_dynamic_sampling,
             "num_prompts_per_step": P,
@@ -42,7 +39,7 @@ class Trainer:
         self.function = dynamic_sampling_for(parse_loss_fn(loss_fn), self.context)
         self.cache, self.draws = None, 0
 
-    def __call__(self, batch: BatchedDataDict[Any]) -> tuple[Any, bool]:
+    def __call__(self, batch):
         self.draws += 1
         std = torch.zeros(batch.size)  # of no interest to our rule
         config = self.configs[self.draws % 2]

@@ -1,7 +1,5 @@
 """Where NeMo-RL's own loss can express a variant, ours is the same number with the same gradient."""
 
-from typing import Any
-
 import pytest
 import torch
 from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
@@ -14,7 +12,7 @@ BOUNDS = {"truncated_importance_sampling_ratio": 1.02, "truncated_importance_sam
 CORRECTED = {"use_importance_sampling_correction": True, **NO_KL}
 FORCED = {"force_on_policy_ratio": True}
 SEQUENCES = {"token_level_loss": False, "sequence_level_importance_ratios": True}
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+CASES = {
     "grpo": ({"variant": "grpo"}, NO_KL),
     "grpo_kl": (
         {"variant": "grpo", "reference_policy_kl_penalty": 0.1, "kl_score_function_gradient": True},
@@ -87,7 +85,7 @@ def test_loss_and_gradient_equal_clipped_pg_loss(case):
         assert metrics[name] == pytest.approx(stock_metrics[name], rel=1e-4, abs=2e-6), name
 
 
-def _other_meaning(stock: dict[str, Any]) -> set[str]:
+def _other_meaning(stock):
     """Metrics whose stock meaning follows a setting: ours are always of ratios, by k3, and token means."""
     if stock.get("disable_ppo_ratio"):  # the stock loss reports logprobs in their place
         return {"probs_ratio", "probs_ratio_clamped", *EXTREMES}

@@ -3,24 +3,27 @@
 import json
 import os
 import signal
-from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
+from nemo_rl.models.policy import lm_policy
 from toy_training import GENERATIONS, GRPO, PROMPTS, Loader, Run, rollouts, toy_run
 
 from nemo_grpo.nemorl import compat, run_grpo
 from nemo_grpo.nemorl.callbacks import ValidationSets, calling_back
 from nemo_grpo.nemorl.checkpoints import SideFiles, resume_carried
-from nemo_grpo.nemorl.exit_status import Ending, finished_steps, stop_after_step
+from nemo_grpo.nemorl.exit_status import finished_steps, stop_after_step
+from nemo_grpo.nemorl.policy import policy_factory
+from nemo_grpo.nemorl.step_context import StepContext
+from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants import VARIANTS
 
 pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")  # the trainers ask Ray for nodes
 
-SETTINGS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in VARIANTS} | {
+SETTINGS = {name: {"variant": name} for name in VARIANTS} | {
     "clip_cov": {"variant": "clip_cov", "covariance_min": 0.01},
     "tr_grpo_random": {"variant": "tr_grpo", "weighting": "random"},
     "group_token_mean": {"variant": "tr_grpo", "aggregation": "group_token_mean"},
@@ -42,9 +45,14 @@ def test_grpo_train_runs_with_every_variant(setting, tmp_path):
     assert advantages[GENERATIONS:].abs().sum() == 0, "a group without spread, though its prompt is the same"
     assert advantages[1][mask[1]].sum() < 0
     assert ("token_weights" in step) == (setting == "tr_grpo_random")
+    metrics = run.logged()
+    assert metrics["loss"] == pytest.approx(run.policy.losses[-1], rel=1e-5)
+    assert metrics["probs_ratio"] == pytest.approx(1.0, abs=1e-5)  # one update per step
+    assert {"gen_kl_error", "token_mult_prob_error", "approx_entropy"} <= set(metrics)
+    assert metrics.get("gpg/alpha") == (2.0 if setting == "gpg" else None)
 
 
-OTHERS: list[dict[str, Any]] = [
+OTHERS = [
     {"variant": "dr_grpo", "ratio_clip_c": 3.0},
     {"variant": "grpo", **dict.fromkeys(("ratio_clip_min", "ratio_clip_max"))},
     {"variant": "grpo", "use_importance_sampling_correction": True,
@@ -64,21 +72,11 @@ def test_nemo_rls_setup_makes_its_own_loss_of_every_section(section, tmp_path):
     ClippedPGLossFn(toy_run(tmp_path, section).master_config.loss_fn)
 
 
-def test_metrics_of_estimator_and_loss_are_logged(tmp_path):
-    run = Run(tmp_path, {"variant": "gpg"}, "checkpointing.enabled=false")
-    run.train()
-    metrics = run.logged()
-    assert metrics["gpg/alpha"] == 2.0
-    assert metrics["loss"] == pytest.approx(run.policy.losses[-1], rel=1e-5)
-    assert metrics["probs_ratio"] == pytest.approx(1.0, abs=1e-5)  # one update per step
-    assert {"gen_kl_error", "token_mult_prob_error", "approx_entropy"} <= set(metrics)
-
-
 NO_REWARD = [1.0, float("nan"), 0.0, 1.0, 1.0, 1.0]
 
 
 def test_a_response_without_a_reward_is_left_out_of_the_step(tmp_path):
-    def rolled_out(draw: int = 0) -> Any:
+    def rolled_out(draw=0):
         batch = rollouts(draw)
         batch["total_reward"] = torch.tensor(NO_REWARD)
         return batch
@@ -94,6 +92,29 @@ def test_a_response_without_a_reward_is_left_out_of_the_step(tmp_path):
         assert tokens.tolist() == pytest.approx([advantage] * len(tokens), rel=1e-4)
     assert run.logged()["reward/mean"] == pytest.approx(0.8)
     assert torch.tensor(run.policy.losses).isfinite().all()
+
+
+def test_step_without_signal_updates_if_it_is_the_first_or_nemo_rl_adds_a_loss(tmp_path, monkeypatch):
+    class Stock:
+        def __init__(self, optimizer_path=None):
+            pass
+
+        def train(self, _data, _loss_fn, eval_mode=False):
+            return eval_mode
+
+    monkeypatch.setattr(lm_policy, "Policy", Stock)
+    recipe = load_recipe(
+        "cw_grpo/grpo-r1-distill-qwen-1.5b-1n8g", ["loss_fn.reference_policy_kl_penalty=0.0"]
+    )
+
+    def evaluated(draft=False, **arguments):
+        run = SimpleNamespace(recipe=recipe, master_config={"policy": {"draft": {"enabled": draft}}})
+        policy = policy_factory(run, StepContext())(**arguments)
+        return [policy.train({"advantages": torch.zeros(2, 3)}, None) for _ in range(2)]
+
+    assert evaluated() == [False, True], "the first update gives Adam its moments"
+    assert evaluated(optimizer_path="step_1/policy/optimizer") == [True, True]
+    assert evaluated(draft=True) == [False, False]
 
 
 def test_gpg_draws_until_its_threshold(tmp_path):
@@ -132,7 +153,7 @@ def test_a_signal_saves_and_asks_for_another_start(tmp_path):
     run = Run(tmp_path, {"variant": "tr_grpo", "weighting": "random"}, *settings)
     train = run.policy.train
 
-    def train_and_be_asked_to_stop(*args: Any, **kwargs: Any) -> Any:
+    def train_and_be_asked_to_stop(*args, **kwargs):
         if len(run.policy.trained) == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
         return train(*args, **kwargs)
@@ -204,7 +225,7 @@ def test_checkpoints_are_ranked_by_the_accuracy_of_one_validation_set(tmp_path):
     )
     run.parts = run.parts._replace(val_dataloader=Loader())
 
-    def validate(*_: Any, step: int, **__: Any) -> tuple[dict[str, float], dict[str, float]]:
+    def validate(*_, step, **__):
         lines = (json.dumps({"rewards": [reward]}) + "\n" for reward in accuracies[step])
         (tmp_path / f"val_data_step{step}.jsonl").write_text("".join(lines))
         return {"accuracy": sum(accuracies[step]) / 2}, {}
@@ -219,7 +240,7 @@ def test_checkpoints_are_ranked_by_the_accuracy_of_one_validation_set(tmp_path):
     assert info["val_reward"] == 0.375
 
 
-def asynchronous(tmp_path: Path, loss_fn: dict[str, Any]) -> tuple[Run, Any]:
+def asynchronous(tmp_path, loss_fn):
     """Two steps of asynchronous training without checkpoints, on a buffer that always gives one group."""
     from tests.unit.algorithms.test_grpo import mock_async_grpo_infrastructure
 
@@ -236,8 +257,7 @@ def asynchronous(tmp_path: Path, loss_fn: dict[str, Any]) -> tuple[Run, Any]:
     return run, mock_async_grpo_infrastructure(group, {"mean_gen_tokens_per_sample": 3.0})
 
 
-def train_asynchronously(run: Run, infrastructure: Any) -> Ending:
-    """Returns: how it ended."""
+def train_asynchronously(run, infrastructure):
     with infrastructure, stop_after_step(run.run.recipe.grpo) as stop, calling_back([stop], run.logger):
         run_grpo.run_trainer(run.ready())
     return stop
@@ -247,7 +267,7 @@ def test_asynchronous_training_error_without_checkpoints_is_a_failure(tmp_path):
     run, infrastructure = asynchronous(tmp_path, {"variant": "grpo"})
     train = run.policy.train
 
-    def fail_in_the_second_step(*args: Any, **kwargs: Any) -> Any:
+    def fail_in_the_second_step(*args, **kwargs):
         if run.policy.trained:
             raise RuntimeError("a worker has died")
         return train(*args, **kwargs)

@@ -1,7 +1,5 @@
 """NeMo-Gym's actor in the tests, which a worker of Ray's imports."""
 
-from typing import Any
-
 import newer_python  # noqa: F401 - before NeMo-RL
 from nemo_rl.environments.nemo_gym import NemoGym
 
@@ -12,8 +10,8 @@ ASKED, SAID, TOLD, ANSWER = [1, 2, 3], [4, 5], [6], [7]
 class Servers:
     """NeMo-Gym's rollouts as its HTTP servers give them: the first response of each problem is right."""
 
-    def run_examples(self, examples: list[dict[str, Any]], head_server_config: Any) -> list[Any]:
-        async def answered(row: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def run_examples(self, examples, head_server_config):
+        async def answered(row):
             turns = [(ASKED, SAID), (ASKED + SAID + TOLD, ANSWER)]
             output = [
                 {
@@ -38,11 +36,11 @@ class Servers:
 class Gym(NemoGym.__ray_metadata__.modified_class):
     """NeMo-RL's actor, whose servers are `Servers`."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer):
         super().__init__({"model_name": "toy", "base_urls": [], "initial_global_config_dict": {}})
         self.rch, self.head_server_config = Servers(), None
         self.rollout_max_attempts_to_avoid_lp_nan = 1
         self._tokenizer = tokenizer
 
-    def _require_spinup(self) -> None:
+    def _require_spinup(self):
         pass

@@ -1,11 +1,9 @@
 """What NeMo-RL's trainer is given in the tests: a policy that really learns, on rollouts that are made up."""
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
@@ -15,46 +13,37 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.utils.checkpoint import CheckpointManager
 from nemo_rl_steps import VOCAB, counts, embedding
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from nemo_grpo.nemorl import compat, run_grpo
-from nemo_grpo.nemorl.config import ClusterRun, load_run
-from nemo_grpo.nemorl.exit_status import Ending, exit_code, finished_steps, last_step
+from nemo_grpo.nemorl.config import load_run
+from nemo_grpo.nemorl.exit_status import exit_code, finished_steps, last_step
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.nemorl.step_context import StepContext
 
 GRPO = "nemo_rl.algorithms.grpo"
 PROMPTS, GENERATIONS = 2, 3
 BASE = Path(__file__).parents[2] / "recipes" / "base" / "cluster.yaml"
-RECIPE = {
-    "grpo": {
-        "num_prompts_per_step": PROMPTS,
-        "num_generations_per_prompt": GENERATIONS,
-        "max_num_steps": 2,
-        "val_period": 0,
-        "val_at_start": False,
-        "val_at_end": False,
-    },
-    "policy": {
-        "model_name": "toy",
-        "max_total_sequence_length": 16,
-        "generation": {"max_new_tokens": 8, "vllm_cfg": {"enable_vllm_metrics_logger": False}},
-    },
-    "checkpointing": {"save_period": 1, "metric_name": None},
-    "cluster": {"gpus_per_node": 2},
-    "nemo_grpo": {"run_name": "toy", "task": {"name": "knights_knaves"}},
-}
+RECIPE = yaml.safe_load(f"""
+grpo: {{num_prompts_per_step: {PROMPTS}, num_generations_per_prompt: {GENERATIONS}, max_num_steps: 2,
+        val_period: 0, val_at_start: false, val_at_end: false}}
+policy:
+  model_name: toy
+  max_total_sequence_length: 16
+  generation: {{max_new_tokens: 8, vllm_cfg: {{enable_vllm_metrics_logger: false}}}}
+checkpointing: {{save_period: 1, metric_name: null}}
+cluster: {{gpus_per_node: 2}}
+nemo_grpo: {{run_name: toy, task: {{name: knights_knaves}}}}
+""")
 
 
-def toy_run(folder: Path, loss_fn: dict[str, Any], *overrides: str) -> ClusterRun:
-    """A small cluster recipe, read as the driver reads one."""
+def toy_run(folder, loss_fn, *overrides):
     path = folder / "toy.yaml"
     path.write_text(yaml.safe_dump({"defaults": str(BASE), "loss_fn": loss_fn, **RECIPE}))
     return load_run(path, [f"nemo_grpo.runs_dir={folder}", *overrides])
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
+def character_tokenizer():
     """One token per character; the chat template adds nothing."""
     characters = {chr(code): code for code in range(32, 127)} | {"\n": 0, "<pad>": 1, "<eos>": 2}
     base = Tokenizer(models.WordLevel(characters, unk_token="<pad>"))
@@ -67,38 +56,38 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
 class ToyPolicy:
     """A table of logits for each token as NeMo-RL's policy; ``train`` is SGD on microbatches of 2."""
 
-    def __init__(self, context: Any = None) -> None:
+    def __init__(self, context=None):
         self.model = embedding().requires_grad_()
         self.context = context
-        self.trained: list[dict[str, Tensor]] = []
-        self.losses: list[float] = []
+        self.trained = []
+        self.losses = []
         self.sharding_annotations = MagicMock()
         self.sharding_annotations.get_axis_size.return_value = 1
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         """Everything that only moves a real policy between devices."""
         if name.startswith(("prepare_", "offload_", "finish_", "start_", "stop_", "finalize_", "clear_")):
             return lambda *_, **__: None
         raise AttributeError(name)
 
-    def logprobs(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def logprobs(self, ids):
         """Of the tokens and full-vocabulary entropies, [B, S]."""
         table = self.model[ids[:, :-1]].log_softmax(-1)
         entropy = -(table.exp() * table).sum(-1)
         chosen = table.gather(-1, ids[:, 1:, None]).squeeze(-1)
         return torch.nn.functional.pad(chosen, (1, 0)), torch.nn.functional.pad(entropy, (1, 0))
 
-    def get_logprobs(self, data: Any, timer: Any = None) -> Any:
+    def get_logprobs(self, data, timer=None):
         with torch.no_grad():
             logprobs, entropies = self.logprobs(data["input_ids"])
         if self.context is not None:
             self.context.entropies = entropies
         return BatchedDataDict(logprobs=logprobs)
 
-    def get_reference_policy_logprobs(self, data: Any, timer: Any = None) -> Any:
+    def get_reference_policy_logprobs(self, data, timer=None):
         return BatchedDataDict(reference_logprobs=self.logprobs(data["input_ids"])[0].detach() - 0.05)
 
-    def train(self, data: Any, loss_fn: Any, timer: Any = None) -> dict[str, Any]:
+    def train(self, data, loss_fn, timer=None):
         if self.context is not None:
             data.update(self.context.take_train_tensors())
         self.trained.append({name: value.clone() for name, value in data.items() if torch.is_tensor(value)})
@@ -118,12 +107,12 @@ class ToyPolicy:
         metrics |= {name: [float(size)] for name, size in sizes.items()}
         return {"loss": torch.tensor(total), "grad_norm": gradient.norm(), "all_mb_metrics": dict(metrics)}
 
-    def save_checkpoint(self, weights_path: str, **_: Any) -> None:
+    def save_checkpoint(self, weights_path, **_):
         Path(weights_path).mkdir(parents=True)
         torch.save(self.model.detach(), Path(weights_path) / "model.pt")
 
 
-def rollouts(draw: int = 0) -> BatchedDataDict[Any]:
+def rollouts(draw=0):
     """One draw: 2 prompts (alike) with 3 responses each; the first group's rewards differ."""
     generator = torch.Generator().manual_seed(draw)
     rows = PROMPTS * GENERATIONS
@@ -149,51 +138,42 @@ def rollouts(draw: int = 0) -> BatchedDataDict[Any]:
 class Loader:
     """A data loader of empty draws; the rollouts bring what is in them."""
 
-    def __iter__(self) -> Iterator[BatchedDataDict[Any]]:
+    def __iter__(self):
         for _ in range(len(self)):
             yield rollouts().select_indices([0, GENERATIONS])
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 10
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"position": 3}
 
 
 class Generation(SimpleNamespace):
-    """A generation engine that is never asked."""
-
     LACKS = ("snapshot_step_metrics", "get_step_metrics", "requires_kv_scale_sync", "weight_synchronizer")
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         if name in self.LACKS:
             raise AttributeError(name)
         return (lambda *_, **__: {}) if name.startswith("get_") else (lambda *_, **__: None)
 
 
 @contextmanager
-def made_up_rollouts() -> Iterator[list[int]]:
-    """Rollouts without an engine, and nothing to refit; yields the draws so far."""
-    draws: list[int] = []
+def made_up_rollouts(draws):
+    """Rollouts without an engine, and nothing to refit; ``draws`` gets a number for each."""
 
-    def rollout(**_: Any) -> tuple[Any, dict[str, float]]:
+    def rollout(**_):
         draws.append(len(draws))
         return rollouts(draws[-1]), {"mean_gen_tokens_per_sample": 3.0}
 
-    with ExitStack() as stack:
-        for name in ("run_multi_turn_rollout", "run_async_multi_turn_rollout"):
-            stack.enter_context(patch(f"{GRPO}.{name}", side_effect=rollout))
-        stack.enter_context(patch(f"{GRPO}.refit_policy_generation", return_value={}))
-        stack.enter_context(patch(f"{GRPO}.print_performance_metrics", return_value={}))
-        yield draws
+    nothing = dict.fromkeys(("refit_policy_generation", "print_performance_metrics"), lambda *_, **__: {})
+    made_up = dict.fromkeys(("run_multi_turn_rollout", "run_async_multi_turn_rollout"), rollout)
+    with patch.multiple(GRPO, **nothing, **made_up):
+        yield
 
 
 class Run:
-    """A driver's run on the toy policy."""
-
-    def __init__(
-        self, folder: Path, loss_fn: dict[str, Any], *overrides: str, run: ClusterRun | None = None
-    ) -> None:
+    def __init__(self, folder, loss_fn, *overrides, run=None):
         self.run = run or toy_run(folder, loss_fn, *overrides)
         self.context = StepContext()
         self.policy = ToyPolicy(self.context)
@@ -216,25 +196,24 @@ class Run:
             alias_to_group_alias={},
         )
 
-    def ready(self) -> run_grpo.Ready:
-        """As the driver's `set_up` leaves it."""
+    def ready(self):
         tokenizer = MagicMock(pad_token_id=0, decode=lambda ids: f"<{ids[0]}>")
         run_grpo.install(self.run, self.context, finished_steps(self.parts), tokenizer)
         last = last_step(self.run, self.parts)
         return run_grpo.Ready(self.parts, tokenizer, None, [{}, {}], None, last)
 
-    def train(self) -> list[int]:
+    def train(self):
         """Returns: the draws of prompts."""
-        with made_up_rollouts() as draws:
+        draws = []
+        with made_up_rollouts(draws):
             run_grpo.run_trainer(self.ready())
         if hasattr(self.checkpointer, "shutdown"):
             self.checkpointer.shutdown()
         return draws
 
-    def exit_code(self, ending: Ending) -> int:
+    def exit_code(self, ending):
         return exit_code(self.run, self.parts, last_step(self.run, self.parts), ending)
 
-    def logged(self) -> dict[str, Any]:
-        """The newest step's training metrics."""
+    def logged(self):
         calls = [c for c in self.logger.log_metrics.call_args_list if c.kwargs.get("prefix") == "train"]
         return calls[-1].args[0]

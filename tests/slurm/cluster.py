@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +55,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 Preempt
 """
 
 
-def missing() -> str | None:
+def missing():
     """Why no Slurm can be started here; None: it can."""
     if os.geteuid() != 0:
         return "needs root, as Slurm's daemons do"
@@ -64,18 +63,18 @@ def missing() -> str | None:
     return f"{', '.join(absent)} not found: apt-get install {PACKAGES}" if absent else None
 
 
-def namespaces_are_allowed() -> bool:
+def namespaces_are_allowed():
     """Whether this machine lets nodes have networks, mounts and processes of their own."""
     tried = ["unshare", "--net", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     return subprocess.run(tried, capture_output=True).returncode == 0
 
 
-def search_path() -> str:
+def search_path():
     """PATH with the folders of daemons."""
     return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
-def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
+def wait_for(condition, seconds, what):
     """Poll until the condition is true; fails with ``what`` after too many seconds."""
     end = time.monotonic() + seconds
     while not condition():
@@ -88,22 +87,20 @@ class Cluster:
 
     has_namespaces = True
 
-    def __init__(self, state: Path, num_nodes: int, shared: Sequence[Path]) -> None:
+    def __init__(self, state, num_nodes, shared):
         self.state = state
         self.nodes = [f"n{i + 1}" for i in range(num_nodes)]
         prefixes = [Path(sys.prefix), Path(sys.base_prefix), *map(Path, sys.path)]
-        outermost: list[Path] = []
+        outermost = []
         for path in sorted({state, ROOT, *shared, *(p for p in prefixes if p.is_dir())}):
             if path.is_dir() and not any(path.is_relative_to(other) for other in outermost):
                 outermost.append(path)
         self.shared = outermost
         self.environment = {**os.environ, "SLURM_CONF": str(state / "slurm.conf"), "PATH": search_path()}
-        self._spaces: dict[str, subprocess.Popen[bytes]] = {}
-        self._munged: subprocess.Popen[bytes] | None = None
+        self._spaces = {}
+        self._munged = None
 
-    # ------------------------------------------------------------------ up and down
-
-    def up(self) -> None:
+    def up(self):
         """Start everything and wait until all nodes are idle."""
         self._write_config()
         self._start_munge()
@@ -112,7 +109,7 @@ class Cluster:
             self.boot(node)
         wait_for(lambda: self.idle() == len(self.nodes), 30, "all nodes idle")
 
-    def down(self) -> None:
+    def down(self):
         """End every process of the cluster."""
         for space in self._spaces.values():
             space.kill()
@@ -121,24 +118,22 @@ class Cluster:
             self._munged.terminate()
             self._munged.wait()
 
-    def _write_config(self) -> None:
+    def _write_config(self):
         for folder in ("controller", "dev", *(f"spool.{node}" for node in self.nodes)):
             (self.state / folder).mkdir()
         for number in range(GPUS):
             os.mknod(self.state / f"dev/gpu{number}", 0o666 | 0o020000, os.makedev(1, 3))
         (self.state / "gres.conf").write_text(f"Name=gpu File={self.state}/dev/gpu[0-{GPUS - 1}]\n")
-        text = CONFIG.format(state=self.state, controller=self._controller(), nodes=self._node_lines())
-        (self.state / "slurm.conf").write_text(text.lstrip())
+        (self.state / "slurm.conf").write_text(CONFIG.format(state=self.state, **self._places()).lstrip())
         hosts = {"localhost": "127.0.0.1", "ctl": f"{NETWORK}.1", **{n: self.address(n) for n in self.nodes}}
         (self.state / "hosts").write_text("".join(f"{ip} {name}\n" for name, ip in hosts.items()))
 
-    def _controller(self) -> str:
-        return f"ctl({NETWORK}.1)"
+    def _places(self):
+        """The controller and the nodes in `CONFIG`."""
+        nodes = f"NodeName=n[1-{len(self.nodes)}] {RESOURCES}"
+        return {"controller": f"ctl({NETWORK}.1)", "nodes": nodes}
 
-    def _node_lines(self) -> str:
-        return f"NodeName=n[1-{len(self.nodes)}] {RESOURCES}"
-
-    def _start_munge(self) -> None:
+    def _start_munge(self):
         if subprocess.run(["munge", "-n"], capture_output=True).returncode == 0:
             return
         folder = Path("/run/munge")
@@ -150,7 +145,7 @@ class Cluster:
             lambda: subprocess.run(["munge", "-n"], capture_output=True).returncode == 0, 20, "munged answers"
         )
 
-    def _start(self, log: str, *command: str) -> subprocess.Popen[bytes]:
+    def _start(self, log, *command):
         with (self.state / log).open("ab") as file:
             return subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *command],  # nothing outlives the tests
@@ -161,7 +156,7 @@ class Cluster:
                 start_new_session=True,
             )
 
-    def _spawn(self, name: str, address: str) -> None:
+    def _spawn(self, name, address):
         up = self.state / f"up.{name}"
         up.unlink(missing_ok=True)
         program = [str(Path(__file__).with_name("node.sh")), name, address, str(self.state)]
@@ -173,7 +168,7 @@ class Cluster:
             self._plug_in(name)
         wait_for(up.exists, 20, f"{name} is up; see console.{name}")
 
-    def _plug_in(self, name: str) -> None:
+    def _plug_in(self, name):
         wait_for(lambda: self._children(self._spaces[name].pid), 10, f"process 1 of {name}")
         inside = ["nsenter", "-t", str(self.pid("ctl")), "-n", "ip", "link"]
         subprocess.run([*inside, "del", f"v{name}"], capture_output=True, env=self.environment)
@@ -183,39 +178,37 @@ class Cluster:
         ):
             subprocess.run([*inside, *action], check=True, env=self.environment)
 
-    # ------------------------------------------------------------------ nodes
-
-    def address(self, node: str) -> str:
+    def address(self, node):
         return f"{NETWORK}.{10 + int(node[1:])}"
 
-    def pid(self, name: str) -> int:
+    def pid(self, name):
         """Process 1 of a node, as this machine numbers it."""
         return self._children(self._spaces[name].pid)[0]
 
-    def boot(self, node: str) -> None:
+    def boot(self, node):
         self._spawn(node, self.address(node))
 
-    def power_off(self, node: str) -> None:
+    def power_off(self, node):
         """The node vanishes with all its processes."""
         os.kill(self.pid(node), signal.SIGKILL)
         self._spaces[node].wait()
 
-    def kill(self, node: str, program: str) -> None:
+    def kill(self, node, program):
         """Kill a program on a node, and nothing like it elsewhere."""
         self.run("pkill", "-9", "-x", program, node=node)
 
-    def idle(self) -> int:
+    def idle(self):
         shown = self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).stdout
         return len(set(shown.split()))  # a node has a line for each partition
 
     def run(
         self,
-        *command: str,
-        node: str = "ctl",
-        cwd: Path | None = None,
-        check: bool = True,
-        **environment: str,
-    ) -> subprocess.CompletedProcess[str]:
+        *command,
+        node="ctl",
+        cwd=None,
+        check=True,
+        **environment,
+    ):
         """Run a command on a node."""
         done = subprocess.run(
             [*self._enter(node), "env", "-C", str(cwd or self.state), *command],
@@ -227,9 +220,9 @@ class Cluster:
         assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done
 
-    def _enter(self, node: str) -> list[str]:
+    def _enter(self, node):
         return ["nsenter", "-t", str(self.pid(node)), "-m", "-u", "-n", "-p", "--"]
 
     @staticmethod
-    def _children(pid: int) -> list[int]:
+    def _children(pid):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

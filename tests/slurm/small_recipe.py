@@ -14,7 +14,7 @@ from nemo_grpo.rehearsal.stages import prepare
 MOST_RANKS = 2
 
 
-def main(recipe: Path, folder: Path, nemo_rl: Path) -> None:
+def main(recipe, folder, nemo_rl):
     prepare(recipe, [], Stack(Path(sys.executable), nemo_rl, None), folder, MOST_RANKS)
 
 

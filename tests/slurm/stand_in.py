@@ -21,12 +21,12 @@ GPUS = 8
 
 @ray.remote(num_cpus=1, num_gpus=GPUS)
 class Worker:
-    def place(self) -> tuple[str, int]:
+    def place(self):
         return socket.gethostname(), len(ray.get_gpu_ids())
 
 
-def main() -> int:
-    stop: list[int] = []
+def main():
+    stop = []
     signal.signal(signal.SIGUSR1, lambda number, _frame: stop.append(number))
     num_nodes, folder = int(os.environ["SLURM_JOB_NUM_NODES"]), Path(os.environ["FOLDER"])
     ray.init(address="auto", log_to_driver=False)

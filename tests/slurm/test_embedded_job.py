@@ -13,31 +13,16 @@ from torch.testing import assert_close
 MINUTE = 60
 TINY = """
 defaults: {root}/recipes/quickstart.yaml
-grpo:
-  num_prompts_per_step: 4
-  num_generations_per_prompt: 4
-  max_num_steps: 40
-  val_period: 0
-policy:
-  train_micro_batch_size: 8
-  generation:
-    max_new_tokens: 28
-logger:
-  tensorboard_enabled: false
-checkpointing:
-  save_period: 1000             # only at the end, and when the run is asked to stop
+grpo: {{num_prompts_per_step: 4, num_generations_per_prompt: 4, max_num_steps: 40, val_period: 0}}
+policy: {{train_micro_batch_size: 8, generation: {{max_new_tokens: 28}}}}
+logger: {{tensorboard_enabled: false}}
+checkpointing: {{save_period: 1000}}  # only at the end, and when the run is asked to stop
 nemo_grpo:
   run_name: tiny
   runs_dir: {folder}
   rewards: {{format: 1.0, accuracy: 1.0}}
-  evaluation:
-    num_problems: 4
-    num_samples: 2
-  warm_start:
-    intermediate_size: 256
-    num_steps: 100
-    batch_size: 16
-    cache_dir: {folder}/cache
+  evaluation: {{num_problems: 4, num_samples: 2}}
+  warm_start: {{intermediate_size: 256, num_steps: 100, batch_size: 16, cache_dir: {folder}/cache}}
 """
 ENVIRONMENT = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
 
@@ -63,10 +48,6 @@ def unbroken(folder, recipe):
     return load_file(folder / "unbroken/hf/model.safetensors")
 
 
-def assert_equal(weights, expected):
-    assert_close(weights, expected, rtol=0, atol=0)
-
-
 def test_run_requeued_at_its_time_limit_ends_with_the_weights_of_an_uninterrupted_run(
     slurm, folder, recipe, unbroken
 ):
@@ -88,7 +69,7 @@ def test_run_requeued_at_its_time_limit_ends_with_the_weights_of_an_uninterrupte
     assert first[2:4] + first[6:] == ["time limit", "75", "retry"]
     assert 3 <= int(first[5]) < 40
     assert second[2:6] == ["finished", "0", first[5], "40"]
-    assert_equal(load_file(folder / "requeued/hf/model.safetensors"), unbroken)
+    assert_close(load_file(folder / "requeued/hf/model.safetensors"), unbroken, rtol=0, atol=0)
 
 
 def test_pipeline_trains_converts_and_evaluates(slurm, folder, recipe, unbroken):
@@ -97,7 +78,7 @@ def test_pipeline_trains_converts_and_evaluates(slurm, folder, recipe, unbroken)
     assert evaluation.wait(5 * MINUTE) == "COMPLETED"
     assert training.state == "COMPLETED"
     assert (folder / "piped/hf-latest").readlink().name == "hf-step_000040"
-    assert_equal(load_file(folder / "piped/hf-latest/model.safetensors"), unbroken)
+    assert_close(load_file(folder / "piped/hf-latest/model.safetensors"), unbroken, rtol=0, atol=0)
     summary = json.loads((folder / "piped/eval/recipe/summary.json").read_text())
     assert summary["model"].endswith("piped/hf-latest")
 

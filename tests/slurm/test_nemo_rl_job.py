@@ -27,13 +27,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(6 * PATIENCE)]
 
 RECIPE = ROOT / "recipes/cw_grpo/cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"
 """Data parallel alone, so that each of the two nodes has a rank; its learning rate decays."""
-STEPS, PERIOD = 6, 2
-OVERRIDES = (
-    "cluster.num_nodes=2",
-    "cluster.gpus_per_node=1",
-    f"grpo.max_num_steps={STEPS}",
-    f"checkpointing.save_period={PERIOD}",
-)
+STEPS = 6
+OVERRIDES = ("cluster.num_nodes=2", "cluster.gpus_per_node=1")
+OVERRIDES += ("grpo.max_num_steps=6", "checkpointing.save_period=2")
 PER_NODE = {"RAY_CPUS": "12", "RAY_OBJECT_STORE_BYTES": "200000000"}
 """Actors of NeMo-RL's that want a CPU each, and no more memory than they need."""
 SAME = ("loss/total", "reward/mean", "grad_norm", "lr", "length/mean", "mismatch/kl")
@@ -71,10 +67,8 @@ def trained(folder):
 def unbroken(slurm, small):
     """The folder of a run of the same two-node job in which nothing fails, with its last checkpoint in hf."""
     name = "nemo_grpo.run_name=unbroken"
-    layout = ("--nodes=2", "--gpus-per-node=1")
-    job = submit(
-        slurm, small.folder, *layout, *small.options, str(small.recipe), *OVERRIDES, name, name="unbroken"
-    )
+    line = ("--nodes=2", "--gpus-per-node=1", *small.options, str(small.recipe), *OVERRIDES, name)
+    job = submit(slurm, small.folder, *line, name="unbroken")
     try:
         assert job.wait(2 * PATIENCE) == "COMPLETED", job.output[-5000:]
     finally:

@@ -1,8 +1,6 @@
 """A warm start's policy, made without megatron-core, which vLLM's environment does not have; vLLM on it."""
 
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,8 +10,7 @@ from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
 from nemo_grpo.recipe.own import WarmStart
 from nemo_grpo.rehearsal.model import Encoder, pretrain
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator
-from nemo_grpo.sampling.requests import Rollout, SamplingParams
-from nemo_grpo.tasks import Prompt, Task
+from nemo_grpo.sampling.requests import SamplingParams
 from nemo_grpo.tasks.base import stream
 
 SMALL = WarmStart(
@@ -23,8 +20,7 @@ SMALL = WarmStart(
 """Heads of 32, the least that vLLM takes on a CPU."""
 
 
-def taught(config: WarmStart, task: Task, prompt: Prompt, folder: Path) -> Path:
-    """The policy in a folder, trained by transformers."""
+def taught(config, task, prompt, folder):
     tokenizer = build_tokenizer(task, config.vocab_size, config.seed)
     policy = build_model(config, tokenizer)
     limit, key = config.max_position_embeddings, "max_position_embeddings"
@@ -40,20 +36,19 @@ def taught(config: WarmStart, task: Task, prompt: Prompt, folder: Path) -> Path:
     return folder
 
 
-def greedy(tokenizer: Any, max_tokens: int) -> SamplingParams:
+def greedy(tokenizer, max_tokens):
     return SamplingParams(max_tokens, greedy=True, stop_token_ids=(tokenizer.eos_token_id,))
 
 
-def vllm_of(folder: Path, max_model_len: int = 128, cache_bytes: int = 64 << 20) -> VLLMGenerator:
+def vllm_of(folder, max_model_len=128, cache_bytes=64 << 20):
     return VLLMGenerator(folder, "float32", max_model_len=max_model_len, cache_bytes=cache_bytes)
 
 
-def rows(rollout: Rollout) -> list[list[int]]:
-    """The responses' tokens."""
+def rows(rollout):
     return [tokens[:n].tolist() for tokens, n in zip(rollout.tokens, rollout.lengths.tolist(), strict=True)]
 
 
-def assert_same(found: Rollout, expected: Rollout, atol: float, rtol: float = 0.0) -> None:
+def assert_same(found, expected, atol, rtol=0.0):
     """The same tokens and, within the tolerances, the same logprobs."""
     assert rows(found) == rows(expected)
     torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=rtol, atol=atol)

@@ -41,7 +41,6 @@ def model(tmp_path_factory):
 
 
 def problem(folder, number, question, *colors):
-    """A line with pictures of different sizes."""
     names = [f"{number}-{i}.png" for i in range(len(colors))]
     for i, (name, color) in enumerate(zip(names, colors, strict=True)):
         Image.new("RGB", (56 + 28 * number, 84 + 28 * i), color).save(folder / name)

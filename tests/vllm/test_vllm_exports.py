@@ -34,8 +34,6 @@ LINEARS = {  # Megatron's layer -> (out, in)
 
 @pytest.fixture(scope="module")
 def base_of(model, tmp_path_factory):
-    """A family's model of random weights, with a tokenizer."""
-
     def make(family):
         changes = SIZES | ({"head_dim": 32} if "head_dim" in FAMILIES[family][1] else {})
         changes |= {"moe_intermediate_size": 128} if family == "qwen3-moe" else {}

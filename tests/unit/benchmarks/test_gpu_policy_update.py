@@ -48,13 +48,3 @@ def test_the_loop_runs_and_two_runs_start_from_the_same_weights(capsys):
     assert found["again"]["drift"]["abs_max"] == 0
     assert found["bf16"]["losses"] == results[0].losses
     assert "tokens/s" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the benchmark would run")
-def test_without_cuda_it_says_so_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(PATH)])
-    assert bench.main() == 2
-    assert capsys.readouterr() == (
-        "",
-        "gpu_policy_update: torch finds no CUDA device; run it on a GPU host\n",
-    )

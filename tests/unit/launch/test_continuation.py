@@ -36,7 +36,6 @@ def recipe(*overrides):
 
 
 def begin(*overrides, step=10):
-    """What a job leaves that saved a checkpoint after this step."""
     begun = recipe(*overrides)
     if step:
         (begun.checkpoint_dir / f"step_{step}").mkdir(parents=True)
@@ -129,24 +128,24 @@ def run(*arguments):
 
 @pytest.mark.parametrize("command", [["recipe", "check"], ["launch"], ["preflight"]])
 def test_every_command_before_a_job_refuses_it(command):
-    begun = begin()
-    record = (begun.run_dir / "recipe.resolved.yaml").read_text()
+    record = begin().run_dir / "recipe.resolved.yaml"
+    text = record.read_text()
     done = run(*command, CLUSTER, *FIRST, "policy.model_name=Qwen/Qwen2.5-7B")
     assert done.exit_code != 0
     said = f"{done.output} {done.exception}"
     assert "policy.model_name: Qwen/Qwen2.5-1.5B -> Qwen/Qwen2.5-7B" in said
-    assert (begun.run_dir / "recipe.resolved.yaml").read_text() == record
+    assert record.read_text() == text
 
 
 def test_the_driver_refuses_it_and_leaves_the_record_as_it_was(monkeypatch, capsys):
-    begun = begin()
-    record = (begun.run_dir / "recipe.resolved.yaml").read_text()
+    record = begin().run_dir / "recipe.resolved.yaml"
+    text = record.read_text()
     other = SimpleNamespace(recipe=recipe("policy.model_name=Qwen/Qwen2.5-7B"), master_config=None)
     monkeypatch.setattr(run_grpo.compat, "check", lambda: None)
     monkeypatch.setattr(run_grpo, "load_run", lambda *_: other)
     assert run_grpo.main(["--config", "x.yaml"]) == 2
     assert "policy.model_name: Qwen/Qwen2.5-1.5B -> Qwen/Qwen2.5-7B" in capsys.readouterr().err
-    assert (begun.run_dir / "recipe.resolved.yaml").read_text() == record
+    assert record.read_text() == text
 
 
 def test_corrected_own_code_resumes_with_a_warning_and_the_old_code_is_kept(caplog):
@@ -164,20 +163,18 @@ def test_corrected_own_code_resumes_with_a_warning_and_the_old_code_is_kept(capl
     assert "has changed" not in caplog.text
 
 
-WRONG = (
-    "from nemo_grpo.variants.base import RatioConfig\n\n\nclass Wrong(RatioConfig):\n"
-    "    def terms(self, prepared):\n        raise ValueError('no loss')\n"
-)
+WRONG = """
+from nemo_grpo.variants.base import RatioConfig
+class Wrong(RatioConfig):
+    def terms(self, prepared): raise ValueError("no loss")
+"""
 LOSS, NO_START = "loss.py:Wrong", "nemo_grpo.warm_start=null"
 FAULTS = {
     "reward": (["nemo_grpo.rewards={mine.py:nothing: 1.0}"], "a str instead of a number"),
     "loss": (["~loss_fn", f"loss_fn.variant={LOSS}"], "no loss"),
     "data": (["nemo_grpo.task.train_files=[gone.jsonl]"], "gone.jsonl is missing"),
     "adapters": (["policy.megatron_cfg.peft={enabled: true, target_modules: [v_proj]}"], "use [linear_qkv]"),
-    "Megatron": (
-        [NO_START, "policy.model_name=megatron"],
-        "convert it with `nemo-grpo convert megatron-to-hf",
-    ),
+    "Megatron": ([NO_START, "policy.model_name=megatron"], "convert it with `nemo-grpo convert megatron-"),
     "Hub name": ([NO_START, "policy.model_name=Qwen/Qwen2.5-0.5B"], "`hf download Qwen/Qwen2.5-0.5B --local"),
     "no model": ([NO_START, "policy.model_name=models/x/y"], "'models/x/y' is not a folder; give a"),
 }
@@ -208,9 +205,7 @@ def test_every_command_refuses_the_same(command, fault, monkeypatch):
     if command == "compare" and fault == "loss":
         arguments, overrides = [*arguments[:3], LOSS, *arguments[4:]], []
     Path("loss.py").write_text(WRONG)
-    Path("mine.py").write_text(
-        "def brevity(response):\n    return 1\n\n\ndef nothing(response):\n    return ''\n"
-    )
+    Path("mine.py").write_text("def brevity(response): return 1\ndef nothing(response): return ''\n")
     Path("megatron/iter_0000010").mkdir(parents=True)
     Path("megatron/iter_0000010/.metadata").touch()
     monkeypatch.setattr(sys, "argv", ["nemo-grpo", *map(str, arguments)])

@@ -69,9 +69,11 @@ def environment(place, script, variables):
     }
 
 
-def run(place, script, *arguments, **variables):
+def run(place, script, *arguments, code=0, **variables):
     command = shlex.join([str(place / "my repo/slurm" / script), *arguments])
-    return bash(f"bash {command}", check=False, cwd=place, env=environment(place, script, variables))
+    done = bash(f"bash {command}", check=False, cwd=place, env=environment(place, script, variables))
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
 
 
 def calls(place):
@@ -86,23 +88,20 @@ def calls(place):
     ],
 )  # fmt: skip
 def test_logs_of_a_job_lie_in_a_folder_of_the_logs(place, job, folder):
-    done = run(place, "eval.sbatch", "run/hf", "aime24", SLURM_JOB_NAME=job, SLURM_ARRAY_TASK_ID="0")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(place, "eval.sbatch", "run/hf", "aime24", SLURM_JOB_NAME=job, SLURM_ARRAY_TASK_ID="0")
     assert [path.name for path in (place / "logs").iterdir()] == [folder]
     assert (place / "logs" / folder / "latest").resolve() == place / "logs" / folder / "7/attempt-0"
 
 
 def test_last_array_task_finds_a_repository_path_with_a_space(place):
-    done = run(place, "eval.sbatch", "run/hf", "aime24,math500", SLURM_ARRAY_TASK_ID="1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(place, "eval.sbatch", "run/hf", "aime24,math500", SLURM_ARRAY_TASK_ID="1")
     assert calls(place) == [
         "-m nemo_grpo.cli eval --model run/hf --out run/eval/math500 --benchmarks math500"
     ]
 
 
 def test_conversion_follows_links_and_resumes_another_jobs_conversion(place):
-    done = run(place, "convert.sbatch", "x.yaml")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(place, "convert.sbatch", "x.yaml")
     words = calls(place)[0].split()
     assert words[words.index("--megatron-checkpoint") + 1] == f"{place}/run/checkpoints/step_000020"
     assert "--resume" in words
@@ -113,8 +112,7 @@ def test_conversion_follows_links_and_resumes_another_jobs_conversion(place):
 def test_model_of_an_older_checkpoint_of_the_same_step_is_converted_again(place, made):
     (place / "run" / made).mkdir()
     os.utime(place / "run" / made, (1, 1))
-    done = run(place, "convert.sbatch", "x.yaml")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(place, "convert.sbatch", "x.yaml")
     assert "--force" in calls(place)[0].split()
     assert "--resume" not in calls(place)[0].split()
 
@@ -122,26 +120,24 @@ def test_model_of_an_older_checkpoint_of_the_same_step_is_converted_again(place,
 def test_every_kept_checkpoint_is_converted_or_the_one_that_is_named(place):
     for name in ("step_9", "step_100", "tmp_step_101"):
         (place / "disk" / name).mkdir()
-    assert run(place, "convert.sbatch", "x.yaml", STEP="20").returncode == 0
+    run(place, "convert.sbatch", "x.yaml", STEP="20")
     assert [line.split()[4].rpartition("/")[2] for line in calls(place)] == ["step_000020"]
     assert (place / "run/hf-latest").readlink() == Path("hf-step_000020")
     (place / "calls").write_text("")
     (place / "run/hf-step_000020").mkdir()
-    assert run(place, "convert.sbatch", "x.yaml", STEP="20").returncode == 0
+    run(place, "convert.sbatch", "x.yaml", STEP="20")
     assert calls(place) == [], "the model is there"
     (place / "run/hf-step_000020").rmdir()
-    assert run(place, "convert.sbatch", "x.yaml").returncode == 0
-    assert [line.split()[4].rpartition("/")[2] for line in calls(place)] == [
-        *("step_9", "step_000020", "step_100")
-    ]
+    run(place, "convert.sbatch", "x.yaml")
+    converted = [line.split()[4].rpartition("/")[2] for line in calls(place)]
+    assert converted == ["step_9", "step_000020", "step_100"]
     assert (place / "run/hf-latest").readlink() == Path("hf-step_100")
 
 
 def test_pipeline_chains_its_jobs_and_leaves_nothing_behind_when_a_stage_is_refused(place):
     assert run(place, "pipeline.sh", "x.yaml", "aime24").stdout == "train 11, convert 11, evaluate 11\n"
     assert "--dependency=afterok:11 " in calls(place)[1], "the number alone, without the cluster's name"
-    done = run(place, "pipeline.sh", "x.yaml", "aime24", REFUSED="convert.sbatch")
-    assert done.returncode == 1
+    done = run(place, "pipeline.sh", "x.yaml", "aime24", code=1, REFUSED="convert.sbatch")
     assert calls(place)[-1] == "scancel 11"
     assert "cancelled those before it: 11" in done.stderr
 

@@ -17,18 +17,20 @@ RECIPE = Path(__file__).parents[3] / "recipes/cw_grpo/cw_grpo-qwen2.5-math-7b-in
 GIB = 1 << 30
 
 
+HEALTHY = {
+    "clock": 1000.5,
+    "gpus": ["NVIDIA H100 80GB HBM3"] * 8,
+    "interfaces": ["lo", "eth0", "ib0"],
+    "hcas": ["mlx5_0", "mlx5_1"],
+    "memlock": -1,
+    "shm_free": 100 * GIB,
+    "environment": {},
+    "versions": {"ray": "2.55"},
+}
+
+
 def facts(node="n1", **changes):
-    return {
-        "node": node,
-        "clock": 1000.5,
-        "gpus": ["NVIDIA H100 80GB HBM3"] * 8,
-        "interfaces": ["lo", "eth0", "ib0"],
-        "hcas": ["mlx5_0", "mlx5_1"],
-        "memlock": -1,
-        "shm_free": 100 * GIB,
-        "environment": {},
-        "versions": {"ray": "2.55"},
-    } | changes
+    return {"node": node, **HEALTHY, **changes}
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +52,6 @@ def verdicts(*all_facts, nodes=("n1", "n2"), overrides=("cluster.num_nodes=2",))
 
 
 def healthy(*overrides):
-    """Verdicts on two nodes without a fault."""
     return verdicts(facts("n1"), facts("n2"), overrides=("cluster.num_nodes=2", *overrides))
 
 
@@ -87,37 +88,23 @@ def test_clock_within_the_duration_of_the_query_is_accepted():
     assert "clocks" not in refused(verdicts(facts("n1", clock=998.5), facts("n2", clock=1002.5)))
 
 
-def test_other_number_of_nodes_than_the_recipe_is_refused():
-    found = verdicts(facts("n1"), facts("n2"), overrides=())
-    assert found["nodes"] == (
-        "refused",
-        "cluster.num_nodes=1, the job has 2; use sbatch --nodes=1 or that override",
-    )
-
-
-def test_plan_that_does_not_fit_is_refused():
+def test_other_number_of_nodes_than_the_recipe_and_a_plan_that_does_not_fit_are_refused():
+    verdict, found = verdicts(facts("n1"), facts("n2"), overrides=())["nodes"]
+    assert verdict == "refused"
+    assert found == "cluster.num_nodes=1, the job has 2; use sbatch --nodes=1 or that override"
     small = "policy.generation.vllm_cfg.gpu_memory_utilization=0.1"  # less than the weights
     assert "plan" in refused(healthy(small))
 
 
-@pytest.fixture
-def small_disk(monkeypatch):
+def test_checkpoint_that_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _folder: type("Usage", (), {"free": 50 * GIB}))
-
-
-@pytest.mark.usefixtures("small_disk")
-def test_checkpoint_that_does_not_fit_is_refused():
     found = healthy()
     assert "free space" in refused(found)  # 7.6e9 parameters x 14 bytes = 99 GiB
     assert "50.0 GiB" in found["free space"][1]
     assert "99.3 GiB" in found["free space"][1]
     assert "free space" not in refused(healthy("checkpointing.save_optimizer=false"))
-
-
-@pytest.mark.usefixtures("small_disk")
-def test_adapters_are_not_refused_for_the_size_of_the_whole_model():
     lora = "policy.megatron_cfg.peft={enabled: true, dim: 32, alpha: 64, target_modules: [linear_qkv]}"
-    assert healthy(lora)["free space"][0] == "note"
+    assert healthy(lora)["free space"][0] == "note", "adapters are smaller than the model"
 
 
 @pytest.mark.parametrize(

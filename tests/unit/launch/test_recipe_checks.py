@@ -48,14 +48,14 @@ def test_the_remedy_for_missing_sets_is_one_command():
 def test_counts_are_compared_with_what_the_recipe_draws():
     write("train.jsonl", 8)
     write("validation.jsonl", 3)
-    checked = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", [*MINE, "grpo.max_val_samples=4"]))
+    checked = check_data(load_recipe("quickstart", [*MINE, "grpo.max_val_samples=4"]))
     assert checked.errors == (
         "grpo.max_val_samples=4: nemo_grpo.task.validation_files has 3 problems; use 3 or fewer",
     )
-    few = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", [*MINE, "grpo.max_val_samples=3"]))
+    few = check_data(load_recipe("quickstart", [*MINE, "grpo.max_val_samples=3"]))
     assert few.notes[0].startswith("grpo.num_prompts_per_step=16: nemo_grpo.task.train_files has 8 problems")
     fitting = ["grpo.max_val_samples=3", "grpo.num_prompts_per_step=8"]
-    good = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", [*MINE, *fitting]))
+    good = check_data(load_recipe("quickstart", [*MINE, *fitting]))
     assert good.errors == good.notes == ()
     assert good.found == "8 problems in train_files, 3 problems in validation_files: 160 epochs of training"
 
@@ -64,7 +64,7 @@ def test_questions_of_training_in_the_validation_are_noted():
     write("train.jsonl", 8)
     Path("validation.jsonl").write_text("\n".join(Path("train.jsonl").read_text().splitlines()[2:5]))
     fitting = [*MINE, "grpo.max_val_samples=3", "grpo.num_prompts_per_step=8"]
-    repeated, dropped = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", fitting)).notes
+    repeated, dropped = check_data(load_recipe("quickstart", fitting)).notes
     assert "grpo.num_prompts_per_step=8: nemo_grpo.task.train_files has 5 problems" in repeated
     assert dropped == (
         "nemo_grpo.task.train_files: 3 of 8 problems are in validation_files, too; "
@@ -74,28 +74,22 @@ def test_questions_of_training_in_the_validation_are_noted():
 
 def test_files_that_a_run_would_refuse_are_refused():
     write("train.jsonl", 8)
-    write("validation.jsonl", 8)
     Path("empty.jsonl").touch()
+    Path("array.jsonl").write_text(json.dumps([{"question": "a?", "answer": 1}], indent=1))
     for files, said in (
         ("name: math, train_files: [train.jsonl], validation_files: [train.jsonl]", "no training problems"),
         ("name: math, train_files: [empty.jsonl], validation_files: [train.jsonl]", "no training problems"),
         ("name: math, train_files: [], validation_files: [train.jsonl]", "no training problems"),
         ("name: math, train_files: [train.jsonl], validation_files: []", "name files that have some"),
+        ("name: logic, train_files: [train.jsonl], validation_files: [train.jsonl]", "gives nobody's role"),
         (
-            "name: logic, train_files: [train.jsonl], validation_files: [validation.jsonl]",
-            "gives nobody's role",
+            "name: math, train_files: [train.jsonl], validation_files: [array.jsonl]",
+            "array.jsonl:1: a JSON array; write one object per line",
         ),
     ):
         changes = ["grpo.max_val_samples=8", f"nemo_grpo.task={{{files}}}"]
-        (error,) = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", changes)).errors
+        (error,) = check_data(load_recipe("quickstart", changes)).errors
         assert said in error
-
-
-def test_an_array_in_place_of_lines_is_named():
-    write("train.jsonl", 8)
-    Path("validation.jsonl").write_text(json.dumps([{"question": "a?", "answer": 1}], indent=1))
-    (error,) = check_data(load_recipe(ROOT / "recipes/quickstart.yaml", MINE)).errors
-    assert "validation.jsonl:1: a JSON array; write one object per line" in error
 
 
 def test_recipe_check_names_missing_data_once_for_all_recipes_and_passes():
@@ -121,7 +115,7 @@ def test_the_preflight_refuses_a_job_without_its_data():
     assert [row.verdict for row in recipe_and_data(load_recipe(CLUSTER), job)] == ["refused"]
     write("train.jsonl", 20)
     write("validation.jsonl", 256)
-    (row,) = recipe_and_data(load_recipe(ROOT / "recipes/quickstart.yaml", MINE), job)
+    (row,) = recipe_and_data(load_recipe("quickstart", MINE), job)
     assert (row.verdict, row.found) == (
         "ok",
         "20 problems in train_files, 256 problems in validation_files: 128 epochs of training",

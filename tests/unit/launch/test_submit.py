@@ -2,6 +2,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -102,10 +103,7 @@ def test_missing_data_are_named_and_nothing_is_submitted(monkeypatch, tmp_path):
     [
         ((QUICKSTART, "--nodes", "2", "--dry-run"), "the embedded engine runs on one node"),
         ((CLUSTER, "policy.generation.vllm_cfg.gpu_memory_utilization=0.1", "--dry-run"), "the plan refuses"),
-        (
-            (CLUSTER, "--mounts", "/a:/a", "--dry-run"),
-            "--mounts /a:/a: nothing is mounted without a container",
-        ),
+        ((CLUSTER, "--mounts", "/a:/a", "--dry-run"), "--mounts /a:/a: nothing is mounted without a"),
         ((CLUSTER, "--gpu", "h1000", "--dry-run"), "`nemo-grpo plan --hardware FILE` takes others"),
         ((QUICKSTART,), "sbatch is not on this machine"),
     ],
@@ -166,13 +164,12 @@ def test_other_options_are_passed_on(option, passed):
 
 
 def test_submission_names_the_job_and_how_to_follow_it(monkeypatch):
-    def sbatch(command, **_options):
-        assert command[:2] == ["sbatch", "--parsable"]
-        return subprocess.CompletedProcess(command, 0, "41;cluster\n", "")
-
+    accepts, refuses = (0, "41;cluster\n", ""), (1, "", "sbatch: error: invalid partition\n specified: x\n")
+    sbatch = Mock(return_value=subprocess.CompletedProcess([], *accepts))
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.setattr("subprocess.run", sbatch)
     done = launch(QUICKSTART)
+    assert sbatch.call_args.args[0][:2] == ["sbatch", "--parsable"]
     assert done.stdout.splitlines() == [
         "job 41 (quickstart)",
         "  status  nemo-grpo launch status quickstart",
@@ -183,12 +180,7 @@ def test_submission_names_the_job_and_how_to_follow_it(monkeypatch):
         lines = launch(QUICKSTART, *arguments, **environment).stdout.splitlines()
         assert shlex.split(lines[1])[-2:] == ["--logs", "/my logs"]
         assert shlex.split(lines[2])[-1] == "/my logs/quickstart/latest/driver.log"
-
-
-def test_refusal_of_sbatch_is_passed_on(monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: name)
-    refusal = subprocess.CompletedProcess([], 1, "", "sbatch: error: invalid partition\n specified: x\n")
-    monkeypatch.setattr("subprocess.run", lambda *_a, **_k: refusal)
+    sbatch.return_value = subprocess.CompletedProcess([], *refuses)
     done = launch(QUICKSTART, "--partition", "x")
     assert str(done.exception) == "sbatch refuses: sbatch: error: invalid partition specified: x"
 

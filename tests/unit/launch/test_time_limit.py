@@ -19,13 +19,13 @@ SHORT = [
 LARGE = RECIPES / "gpg" / "gpg-qwen2.5-32b-4n8g.yaml"
 
 
-def test_time_without_a_start_a_step_and_a_checkpoint_is_refused() -> None:
+def test_time_without_a_start_a_step_and_a_checkpoint_is_refused():
     recipe = load_recipe(LARGE)
     found = plan_recipe(recipe).forecast
     assert found is not None
     step, save = found.step.seconds, found.step.checkpoint
 
-    def verdict(seconds: float, signal: str = "B:USR1@1") -> tuple[bool, str]:
+    def verdict(seconds, signal="B:USR1@1"):
         return time_verdict(recipe, "h100", timedelta(seconds=seconds), signal)
 
     least = 85 + step / (1 + found.error.worst) + save
@@ -36,7 +36,7 @@ def test_time_without_a_start_a_step_and_a_checkpoint_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("signal", "lead"), [(None, 300), ("B:USR1@3000", 3000), ("B:USR1", 60)])
-def test_steps_begin_before_the_signal_to_stop(signal: str | None, lead: int) -> None:
+def test_steps_begin_before_the_signal_to_stop(signal, lead):
     """The job scripts' own signal comes 300 s before the limit, one of sbatch without a time 60 s."""
     recipe = load_recipe(SMALL, SHORT)
     found = plan_recipe(recipe).forecast
@@ -50,17 +50,14 @@ def test_steps_begin_before_the_signal_to_stop(signal: str | None, lead: int) ->
     assert f"{lead} s before the limit" in said
 
 
-def test_embedded_recipes_are_not_compared_with_steps() -> None:
+def test_embedded_recipes_are_not_compared_with_steps():
     recipe = load_recipe(RECIPES / "quickstart.yaml")
     assert time_verdict(recipe, "h100", timedelta(minutes=6))[0]
     assert not time_verdict(recipe, "h100", timedelta(minutes=5))[0]
     assert time_verdict(recipe, "h100", timedelta(minutes=1), "B:USR1@30")[0]
 
 
-def test_gpus_are_known_by_their_longest_name() -> None:
-    assert kind_of("NVIDIA GB200") == "gb200"
-    assert kind_of("NVIDIA B200") == "b200"
-    assert kind_of("NVIDIA H200") == "h200"
-    assert kind_of("NVIDIA A100-SXM4-80GB") == "a100"
-    assert kind_of("NVIDIA A100-SXM4-40GB") is None
-    assert kind_of("NVIDIA A30") is None
+def test_gpus_are_known_by_their_longest_name():
+    kinds = {"NVIDIA GB200": "gb200", "NVIDIA B200": "b200", "NVIDIA H200": "h200"}
+    kinds |= {"NVIDIA A100-SXM4-80GB": "a100", "NVIDIA A100-SXM4-40GB": None, "NVIDIA A30": None}
+    assert {name: kind_of(name) for name in kinds} == kinds

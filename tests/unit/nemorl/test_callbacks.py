@@ -3,10 +3,8 @@
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace as Of
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ from nemo_grpo.nemorl.callbacks import (
     name_of,
 )
 from nemo_grpo.nemorl.exit_status import LAST_PREFIX, Ending
-from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.recipe import load_recipe
 from nemo_grpo.report.runs import read_run
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.base import NOT_FINITE
@@ -38,12 +36,10 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "cluster-quickstart.yaml"
 class Logger:
     """Keeps what reaches it: (metrics, step, prefix, further arguments by name)."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[dict[str, Any], int, str | None, dict[str, Any]]] = []
+    def __init__(self):
+        self.calls = []
 
-    def log_metrics(
-        self, metrics: Mapping[str, Any], step: int, prefix: str | None = "", **named: Any
-    ) -> None:
+    def log_metrics(self, metrics, step, prefix="", **named):
         self.calls.append((dict(metrics), step, prefix, named))
 
 
@@ -68,7 +64,7 @@ def test_callbacks_hear_what_others_add_until_the_block_ends():
     assert logger.log_metrics == plain
 
 
-def test_validation_sets_are_told_apart_by_the_order_of_their_problems(tmp_path: Path):
+def test_validation_sets_are_told_apart_by_the_order_of_their_problems(tmp_path):
     """a: p0 and p2, b: p1; two responses to each of the first validation's problems, then NeMo-RL's one."""
     rewards = {5: [1, 0, 1, 1, 0, 0], 6: [1.0, 0.0, 0.0]}
     for step, some in rewards.items():
@@ -80,6 +76,10 @@ def test_validation_sets_are_told_apart_by_the_order_of_their_problems(tmp_path:
         logger.log_metrics({"accuracy": 0.3}, 6, prefix="validation")
         logger.log_metrics({"accuracy": 0.5}, 6, prefix="train")
         logger.log_metrics({"payload": 0.5}, 6, prefix="validation")
+    for names in ([], ["", ""], ["a", "a"]):
+        with calling_back([ValidationSets(names, tmp_path, 1)], single := Logger()):
+            single.log_metrics({"accuracy": 0.3}, 6, prefix="validation")
+        assert single.calls[0][0] == {"accuracy": 0.3}, "a single set changes nothing"
     of_sets = {"a/accuracy": 0.25, "a/pass_k": 0.5, "b/accuracy": 1.0, "b/pass_k": 1.0}
     assert theirs == {"accuracy": 0.625, "pass_k": 0.75, "avg_length": 7.0} | of_sets, "it ranks checkpoints"
     assert [metrics for metrics, *_ in logger.calls][1:] == [
@@ -87,15 +87,7 @@ def test_validation_sets_are_told_apart_by_the_order_of_their_problems(tmp_path:
     ]  # fmt: skip
 
 
-def test_a_single_validation_set_changes_nothing(tmp_path: Path):
-    for names in ([], ["", ""], ["a", "a"]):
-        logger = Logger()
-        with calling_back([ValidationSets(names, tmp_path, 1)], logger):
-            logger.log_metrics({"accuracy": 0.3}, 6, prefix="validation")
-        assert logger.calls[0][0] == {"accuracy": 0.3}
-
-
-def ending(metric: str | None = None, threshold: float | None = None) -> Ending:
+def ending(metric=None, threshold=None):
     overrides = [f"grpo.stop_at_validation_metric={metric}", f"grpo.stop_at_validation_threshold={threshold}"]
     return Ending(StopRequest(), load_recipe(RECIPE, overrides if metric else []).grpo)
 
@@ -120,25 +112,26 @@ def test_a_goal_is_reached_by_the_validation_alone():
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
+def recipe(tmp_path):
     return load_recipe(RECIPE, [f"nemo_grpo.runs_dir={tmp_path}", "grpo.seed=3"])
 
 
-def rows(recipe: Recipe) -> list[dict[str, Any]]:
+def rows(recipe):
     return [json.loads(line) for line in (recipe.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_metrics_get_the_embedded_engines_names_where_it_has_them():
-    assert name_of("train", "reward") == "reward/mean"
-    assert name_of("train", "gen_kl_error") == "mismatch/kl"
-    assert name_of("timing/train", "total_step_time") == "time/step"
-    assert name_of("validation", "accuracy") == "validation/accuracy"
-    assert name_of("train", "covariance/p1") == "covariance/p1"  # from the variant's estimator
-    assert name_of("train", "approx_entropy") == "train/approx_entropy"  # not the embedded entropy/mean
-    assert name_of("", "x") == "x"
+    names = {
+        ("train", "gen_kl_error"): "mismatch/kl",
+        ("timing/train", "total_step_time"): "time/step",
+        ("train", "covariance/p1"): "covariance/p1",  # from the variant's estimator
+        ("train", "approx_entropy"): "train/approx_entropy",  # not the embedded entropy/mean
+        ("", "x"): "x",
+    }
+    assert {given: name_of(*given) for given in names} == names
 
 
-def test_every_call_is_a_row_and_still_reaches_nemo_rl(recipe: Recipe):
+def test_every_call_is_a_row_of_a_run_and_still_reaches_nemo_rl(recipe):
     logger = Logger()
     with calling_back([RunRecord(recipe)], logger):
         logger.log_metrics({"accuracy": 0.25}, 0, prefix="validation")
@@ -152,20 +145,12 @@ def test_every_call_is_a_row_and_still_reaches_nemo_rl(recipe: Recipe):
         {"step": 1, "reward/mean": 0.5, "lr": 1.0},
         {"step": 2, "loss/total": 0.5},
     ]
+    run = read_run(recipe.run_dir)
+    assert (run.engine, run.variant, run.seed) == ("NeMo-RL", "grpo", "3")
+    assert (run.points("reward/mean"), run.points("validation/accuracy")) == ({1: 0.5}, {0: 0.25})
     assert logger.calls[0] == ({"accuracy": 0.25}, 0, "validation", {})
     assert logger.calls[1][1:] == (1, "train", {"step_metric": "s"})
     assert logger.calls[1][0]["texts"] == ["a"]
-
-
-def test_the_folder_reads_back_as_a_run_of_nemo_rl(recipe: Recipe):
-    logger = Logger()
-    with calling_back([RunRecord(recipe)], logger):
-        logger.log_metrics({"reward": 0.5}, 1, "train")
-        logger.log_metrics({"accuracy": 0.75}, 1, "validation")
-    run = read_run(recipe.run_dir)
-    assert (run.engine, run.variant, run.seed) == ("NeMo-RL", "grpo", "3")
-    assert run.points("reward/mean") == {1: 0.5}
-    assert run.points("validation/accuracy") == {1: 0.75}
 
 
 HOLDER = """
@@ -179,7 +164,7 @@ with alone(load_recipe(sys.argv[1], sys.argv[2:])):
 """
 
 
-def test_a_folder_in_use_is_refused_until_the_run_that_uses_it_is_dead(tmp_path: Path):
+def test_a_folder_in_use_is_refused_until_the_run_that_uses_it_is_dead(tmp_path):
     shared = [f"checkpointing.checkpoint_dir={tmp_path}/shared", f"nemo_grpo.runs_dir={tmp_path}"]
     other = load_recipe(RECIPE, [*shared, "nemo_grpo.run_name=two"])
     command = [sys.executable, "-c", HOLDER, str(RECIPE), *shared]
@@ -198,7 +183,6 @@ def settings_of(fp8=False, ahead=0):
 
 
 def logged(settings, error):
-    """The training metrics that reach the logger for a step."""
     logger = Logger()
     with calling_back([RolloutCheck(settings)], logger):
         logger.log_metrics({"gen_kl_error": error, "loss": 1.0}, 7, prefix="train", step_finished=True)
@@ -260,7 +244,7 @@ def test_a_mean_with_responses_without_a_reward_is_that_of_the_others(monkeypatc
     assert [metrics["reward"] for metrics, *_ in logger.calls] == [0.5, 0.25]
 
 
-def scores(accuracy: float, form: float = 1.0) -> dict[str, float]:
+def scores(accuracy, form=1.0):
     return {"accuracy": accuracy, "format": form}
 
 
@@ -291,16 +275,12 @@ def test_the_last_turn_of_a_response_counts():
 
 def test_a_part_of_a_group_waits_for_its_rest():
     drawn = RolloutRewards(3)
+    off = RolloutRewards(0)  # validation
+    off.note("a", scores(1))
+    assert not off.by_problem
     first, *_ = [drawn.note("a", scores(1)) for _ in range(4)]
     assert drawn.take()["reward/accuracy"] == 1
     drawn.note("a", scores(0), first)  # a late turn of a group that was taken
     for _ in range(2):
         drawn.note("a", scores(0))
     assert drawn.take()["reward/accuracy"] == pytest.approx(1 / 3)
-
-
-def test_validation_keeps_nothing():
-    drawn = RolloutRewards(0)
-    drawn.note("a", scores(1))
-    assert not drawn.by_problem
-    assert drawn.take() == {}

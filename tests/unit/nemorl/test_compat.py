@@ -10,7 +10,7 @@ import pytest
 
 from nemo_grpo.nemorl import compat, policy
 from nemo_grpo.nemorl.config import load_run
-from nemo_grpo.nemorl.doctor import Diagnosis, diagnose, recorded
+from nemo_grpo.nemorl.doctor import diagnose, recorded
 from nemo_grpo.nemorl.host_api import (
     ENTROPIES,
     EVERY_RUN,
@@ -37,7 +37,7 @@ def install(monkeypatch):
     monkeypatch.setattr(compat, "import_name", lambda _: MagicMock)
     monkeypatch.setattr(compat, "package_folder", lambda: Path("/RL/nemo_rl"))
 
-    def with_changes(changes: dict[str, dict | None]) -> Diagnosis:
+    def with_changes(changes):
         interface = {k: v for k, v in {**recorded(HEAD), **changes}.items() if v is not None}
         found = diagnose(interface)
         monkeypatch.setattr(compat, "installed", lambda: found)
@@ -69,14 +69,12 @@ def test_frames_of_a_video_are_nemo_rls_to_fix_where_it_has_videos(has_videos, m
     assert asked == [("policy", "data")] * has_videos
 
 
-def test_a_tested_version_is_named(install, caplog):
+def test_a_tested_version_is_named_and_another_warned_of_with_its_differences(install, caplog):
     caplog.set_level("INFO")
     install({})
     assert compat.check() == HEAD
     assert caplog.messages == ["NeMo-RL has the interface of the commit 7ea279abf"]
-
-
-def test_an_untested_version_is_warned_of_with_its_differences(install, caplog):
+    caplog.clear()
     install({"policy": recorded(V0_7_0)["policy"], "controller rows": None})
     compat.check()
     (record,) = caplog.records
@@ -87,22 +85,19 @@ def test_an_untested_version_is_warned_of_with_its_differences(install, caplog):
     assert "gone nemo_rl.experience.payload:record_to_train_batch" in text
 
 
-def test_a_broken_version_is_refused_with_the_reason(install):
+def test_a_broken_version_or_one_without_a_name_is_refused_with_the_reason(install, monkeypatch):
     install({"nemo_rl.utils.config:load_config": None})
     with pytest.raises(
         UserError, match=r"does not fit \(every run\): gone nemo_rl\.utils\.config:load_config; use"
     ):
         compat.check()
-
-
-def test_names_that_do_not_import_are_refused(install, monkeypatch):
     install({})
     monkeypatch.setattr(compat, "has_name", lambda name: not name.endswith(":init_ray"))
     with pytest.raises(UserError, match=r"lacks nemo_rl\.distributed\.virtual_cluster:init_ray; use a"):
         compat.check()
 
 
-def broken(key: str) -> dict[str, dict]:
+def broken(key):
     return {key: {**recorded(HEAD)[key], "kind": "value"}}
 
 
@@ -128,22 +123,20 @@ def test_only_runs_that_need_the_broken_part_are_refused(install, key, part, cap
         assert "is broken" in caplog.text
 
 
-def run(recipe: str, *overrides: str) -> MagicMock:
-    loaded = load_recipe(RECIPES / recipe, [*overrides, "nemo_grpo.run_name=x"])
-    return MagicMock(recipe=loaded, master_config=loaded.to_dict())
-
-
 def test_a_policy_with_entropies_asks_for_its_parts(install):
     install(broken("post-processor call"))
-    policy.policy_factory(run("cluster-quickstart.yaml"), MagicMock())
+
+    def make(recipe):
+        loaded = load_recipe(recipe, ["nemo_grpo.run_name=x"])
+        policy.policy_factory(MagicMock(recipe=loaded, master_config=loaded.to_dict()), MagicMock())
+
+    make("cluster-quickstart")
     with pytest.raises(UserError, match="variants with entropies"):
-        policy.policy_factory(run("erpo/erpo-qwen2.5-7b-1n8g.yaml"), MagicMock())
+        make("erpo/erpo-qwen2.5-7b-1n8g")
 
 
 @pytest.fixture
 def modules(monkeypatch):
-    """Two modules that bind one function, and a class with a method."""
-
     class Manager:
         @staticmethod
         def find(path):

@@ -5,6 +5,7 @@ import os
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace as Of
+from unittest.mock import Mock
 
 import pytest
 from transformers import Qwen2Config
@@ -17,11 +18,14 @@ from nemo_grpo.nemorl.pretrained import load_tokenizer, model_config
 from nemo_grpo.support.errors import UserError
 
 GRPO = Of(max_num_steps=100, use_dynamic_sampling=False, is_async=False)
-RUN = Of(
-    recipe=Of(
-        grpo=GRPO, nemo_grpo=Of(task="math"), checkpointing=Of(enabled=True), has_single_controller=False
-    )
-)
+
+
+def run_of(task="math", saves=True):
+    own, saving = Of(task=task), Of(enabled=saves)
+    return Of(recipe=Of(grpo=GRPO, nemo_grpo=own, checkpointing=saving, has_single_controller=False))
+
+
+RUN = run_of()
 
 
 def ended(total, current, is_async=False):
@@ -57,20 +61,24 @@ def test_exit_code_is_0_only_for_a_finished_run(parts, how, code):
     assert exit_code(RUN, parts, 100, how) == code
 
 
+def test_without_checkpoints_the_logged_steps_tell():
+    run, nothing_saved = run_of(saves=False), ended(0, 0, is_async=True)
+    assert exit_code(run, nothing_saved, 100, stop(last_step=100)) == 0
+    assert exit_code(run, nothing_saved, 100, stop(last_step=30)) == 1
+    assert exit_code(run, nothing_saved, 100, stop(True, last_step=30)) == 1  # it cannot go on
+
+
 def test_data_of_nemo_rl_end_a_run_with_their_last_epoch():
-    recipe = Of(**{**vars(RUN.recipe), "nemo_grpo": Of(task=None)})
-    parts = ended(6, 6)
+    run, parts = run_of(task=None), ended(6, 6)
     parts.master_config["grpo"]["max_num_epochs"] = 3
     parts.dataloader = range(10)
-    run = Of(recipe=recipe)
-    last = last_step(run, parts)
-    assert last == 6 + 3 * 10 - 6
+    assert (last := last_step(run, parts)) == 6 + 3 * 10 - 6
     assert exit_code(run, ended(30, 0), last, stop()) == 0
     assert exit_code(run, ended(29, 9), last, stop()) == 1
 
 
 def test_workers_end_before_the_exit_code_is_judged(monkeypatch):
-    closed, how = [], stop(True)
+    closed, how, trainer = [], stop(True), Mock()
     monkeypatch.setattr(run_grpo, "close", lambda parts, _: closed.append(parts))
     monkeypatch.setattr(run_grpo, "RunRecord", lambda _recipe: Callback())
     monkeypatch.setattr(run_grpo, "calling_back", lambda *_: nullcontext())
@@ -78,31 +86,24 @@ def test_workers_end_before_the_exit_code_is_judged(monkeypatch):
     parts = ended(40, 40)
     parts.logger = parts.checkpointer = None
     ready = run_grpo.Ready(parts, None, None, [], None, last_step=100)
-    monkeypatch.setattr(run_grpo, "run_trainer", lambda *_: None)
+    monkeypatch.setattr(run_grpo, "run_trainer", trainer)
     assert run_grpo.train(RUN, ready) == 75
     assert closed == [parts]
-
-    def fail(_ready):
-        raise RuntimeError("a worker died")
-
-    monkeypatch.setattr(run_grpo, "run_trainer", fail)
+    trainer.side_effect = RuntimeError("a worker died")
     with pytest.raises(RuntimeError, match="a worker died"):
         run_grpo.train(RUN, ready)
     assert closed == [parts, parts]
 
 
-def of_model(folder, *, trusted=False, tokenizer=None, stops=None):
+def of_model(folder, *, trusted=False, stops=None):
     generation = Of(stop_token_ids=stops)
-    policy = Of(model_name=str(folder), tokenizer=Of(name=tokenizer), generation=generation)
+    policy = Of(model_name=str(folder), tokenizer=Of(name=None), generation=generation)
     return Of(recipe=Of(policy=policy, nemo_grpo=Of(trust_remote_code=trusted)))
 
 
-def test_a_model_folder_without_a_config_is_refused(tmp_path):
+def test_a_model_without_a_config_and_a_stop_token_beyond_its_vocabulary_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"policy.model_name=\S+ has no config.json .*; give a Hugging Face"):
         model_config(of_model(tmp_path))
-
-
-def test_a_stop_token_beyond_the_models_vocabulary_is_refused(tmp_path):
     Qwen2Config(vocab_size=300).save_pretrained(tmp_path)
     model_config(of_model(tmp_path, stops=[299]))
     with pytest.raises(UserError, match=r"stop_token_ids=\[2, 300\]: 300 is not below vocab_size=300 of /"):
@@ -155,14 +156,6 @@ def test_vllm_loads_the_model_where_there_are_images(monkeypatch, has_images, lo
     assert policy["generation"]["vllm_cfg"] == {"async_engine": False, "load_format": load_format}
 
 
-def test_without_checkpoints_the_logged_steps_tell():
-    run = Of(recipe=Of(**{**vars(RUN.recipe), "checkpointing": Of(enabled=False)}))
-    nothing_saved = ended(0, 0, is_async=True)
-    assert exit_code(run, nothing_saved, 100, stop(last_step=100)) == 0
-    assert exit_code(run, nothing_saved, 100, stop(last_step=30)) == 1
-    assert exit_code(run, nothing_saved, 100, stop(True, last_step=30)) == 1  # it cannot go on
-
-
 @pytest.mark.parametrize(
     ("epochs", "batches", "state", "is_refused"),
     [
@@ -186,50 +179,42 @@ def test_too_few_epochs_are_refused_before_the_first_step(epochs, batches, state
         last_step(RUN, parts)
 
 
-def refuse(*_arguments):
-    raise UserError("data/x.jsonl: No such file or directory; prepare it")
-
-
 @pytest.fixture
-def checked(monkeypatch):
-    """A recipe that NeMo-RL and our rules have accepted."""
-    run = Of(recipe=Of(loss_fn=None), master_config={"policy": {}})
-    monkeypatch.setattr(run_grpo.compat, "check", lambda: None)
-    monkeypatch.setattr(run_grpo, "load_run", lambda *_: run)
-    monkeypatch.setattr(run_grpo, "alone", lambda _recipe: nullcontext())
+def main(monkeypatch):
+    """The driver with a recipe that NeMo-RL and our rules have accepted, and steps in place of its own."""
+
+    def start(**steps):
+        run = Of(recipe=Of(loss_fn=None), master_config={"policy": {}})
+        nothing = {"load_run": lambda *_: run, "alone": lambda _: nullcontext(), "set_up": lambda _: None}
+        for name, step in (nothing | steps).items():
+            monkeypatch.setattr(run_grpo, name, step)
+        monkeypatch.setattr(run_grpo.compat, "check", lambda: None)
+        return run_grpo.main(["--config", "x.yaml"])
+
+    return start
 
 
-def test_refusal_after_ray_has_started_is_one_line_and_exit_code_2(checked, monkeypatch, capsys):
-    monkeypatch.setattr(run_grpo, "set_up", refuse)
-    assert run_grpo.main(["--config", "x.yaml"]) == 2
+def test_a_refusal_before_training_is_one_line_and_exit_code_2(main, capsys, caplog):
+    refuse = Mock(side_effect=UserError("data/x.jsonl: No such file or directory; prepare it"))
+    assert main(set_up=refuse) == 2
     assert capsys.readouterr().err == "error: data/x.jsonl: No such file or directory; prepare it\n"
-
-
-def test_error_of_a_task_while_training_is_no_refusal(checked, monkeypatch, caplog):
-    monkeypatch.setattr(run_grpo, "set_up", lambda _run: None)
-    monkeypatch.setattr(run_grpo, "train", refuse)
-    assert run_grpo.main(["--config", "x.yaml"]) == 1  # a retriever may be back when the job tries again
+    assert main(train=refuse) == 1  # a retriever may be back when the job tries again
     assert "data/x.jsonl: No such file or directory" in caplog.text
 
 
 @pytest.mark.parametrize("failing", ["set_up", "train"])
-def test_what_a_failure_held_is_freed_before_the_driver_ends(checked, monkeypatch, failing):
+def test_what_a_failure_held_is_freed_before_the_driver_ends(main, monkeypatch, failing):
     """NeMo-RL's policy calls Ray when it is freed, which at the interpreter's end waits for ever."""
-
-    class Workers:
-        """Known to be freed by a weak reference."""
 
     held = []
 
     def fail(*_):
-        workers = Workers()
+        workers = set()
         held.append(weakref.ref(workers))
         raise RuntimeError(workers)
 
-    monkeypatch.setattr(run_grpo, "set_up", lambda _run: None)
-    monkeypatch.setattr(run_grpo, failing, fail)
     monkeypatch.setattr(run_grpo.log, "exception", lambda _text: None)  # pytest keeps what is logged
-    assert run_grpo.main(["--config", "x.yaml"]) == 1
+    assert main(**{failing: fail}) == 1
     assert held[0]() is None
 
 

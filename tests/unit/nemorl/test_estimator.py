@@ -1,5 +1,6 @@
 """The step-level part as NeMo-RL calls it, with plain dictionaries in place of NeMo-RL's batches."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -9,11 +10,12 @@ import torch
 
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.random import response_ids
-from nemo_grpo.nemorl.advantage import VariantEstimator, group_ids
+from nemo_grpo.nemorl.advantage import StepDiagnostics, VariantEstimator, group_ids, predicted_tokens
 from nemo_grpo.nemorl.callbacks import calling_back
 from nemo_grpo.nemorl.checkpoints import CARRIED, SideFiles, resume_carried
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.report.tokens import token_diagnostics
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants import parse_loss_fn
 
@@ -22,22 +24,19 @@ PROMPTS = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4]])
 MASK = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0], [0, 0, 1, 1], [0, 0, 1, 1]]).float()
 
 
-def estimator(context: StepContext | None = None, **loss_fn: object) -> VariantEstimator:
+def estimator(context=None, **loss_fn):
     return VariantEstimator(parse_loss_fn(loss_fn), num_generations=2, context=context or StepContext())
 
 
-def advantages(made: VariantEstimator, *rewards: float, mask: torch.Tensor = MASK, **given: object):
+def advantages(made, *rewards, mask=MASK, **given):
     """Of a step with these rewards; the policy's logprobs are 0 unless they are given."""
     logprobs = {"logprobs_policy": torch.zeros(4, 4)} | given
     return made.compute_advantage(PROMPTS, torch.tensor(rewards), mask, **logprobs)
 
 
-def test_group_ids_tell_duplicate_prompts_apart():
-    prompts = torch.tensor([[1, 2]] * 4 + [[5, 0]] * 2 + [[1, 2]] * 2)
-    assert group_ids(prompts, 2).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
 def test_advantages_of_grpo_by_hand():
+    prompts = torch.tensor([[1, 2]] * 4 + [[5, 0]] * 2 + [[1, 2]] * 2)  # the same prompt twice, and later
+    assert group_ids(prompts, 2).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     # std of (1, 0) with ddof 1 is 0.7071, so +-0.5 / 0.7071; the second group has no spread.
     found = advantages(estimator(variant="grpo", advantage_eps=0.0), 1.0, 0.0, 1.0, 1.0)
     a = 0.5**0.5
@@ -69,9 +68,7 @@ def test_a_response_without_a_reward_is_left_out_of_group_and_loss():
     assert context.train_tensors["sample_mask"].tolist() == [1, 0, 1, 1]
     assert made.last_metrics["reward/mean"] == pytest.approx(1 / 3)
     context.take_train_tensors()
-    made.compute_advantage(
-        prompts, torch.tensor([1.0, 0.0, 0.0, 0.0]), MASK, logprobs_policy=torch.zeros(4, 4)
-    )
+    made.compute_advantage(prompts, rewards.nan_to_num(0), MASK, logprobs_policy=torch.zeros(4, 4))
     assert "sample_mask" not in context.train_tensors
 
 
@@ -105,7 +102,7 @@ def test_an_outlier_is_safe_and_an_implausible_advantage_is_named(folds, caplog)
     made = VariantEstimator(parse_loss_fn(settings), num_generations=4, folds=folds)
     prompts, mask = torch.ones(4, 2, dtype=torch.int64), torch.tensor([[0.0, 1.0, 1.0]] * 4)
 
-    def found(*rewards: float) -> torch.Tensor:
+    def found(*rewards):
         return made.compute_advantage(prompts, torch.tensor(rewards), mask, logprobs_policy=torch.zeros(4, 3))
 
     assert found(0.05, 1.4, 1.4, 1.4)[0].tolist() == pytest.approx([0, -1.35, -1.35])
@@ -114,25 +111,19 @@ def test_an_outlier_is_safe_and_an_implausible_advantage_is_named(folds, caplog)
     assert "step 2: group 0 has an advantage of -2" in caplog.text
 
 
-def test_mismatch_is_reported_only_where_the_samplers_logprobs_are_given():
-    e, rewards = estimator(variant="grpo"), (1.0, 0.0, 1.0, 1.0)
-    advantages(e, *rewards)
-    assert not [name for name in e.last_metrics if name.startswith("mismatch/")], "a 0 would say: no mismatch"
-    advantages(e, *rewards, generation_logprobs=torch.full((4, 4), -0.5))
-    assert e.last_metrics["mismatch/logprob_abs_mean"] == 0.5
-
-
 @pytest.mark.parametrize("threshold", [None, 2.0])
 def test_metrics_of_scored_logprobs_stay_where_the_threshold_needs_a_scoring_pass(threshold):
     forced = ["loss_fn.force_on_policy_ratio=true", f"grpo.seq_logprob_error_threshold={threshold or 'null'}"]
     recipe = load_recipe(RECIPES / "cluster-quickstart.yaml", forced)
     e = VariantEstimator.of(recipe, StepContext())
+    advantages(e, 1.0, 0.0, 1.0, 1.0)
+    assert not [name for name in e.last_metrics if name.startswith("mismatch/")], "a 0 would say: no mismatch"
     advantages(e, 1.0, 0.0, 1.0, 1.0, generation_logprobs=torch.full((4, 4), -0.5))
-    assert ("mismatch/logprob_abs_mean" in e.last_metrics) == (threshold is not None)
+    assert e.last_metrics.get("mismatch/logprob_abs_mean") == (threshold and 0.5)
 
 
 def test_draws_follow_the_step_and_resume_where_they_were():
-    def weights(first_step: int, num_steps: int) -> torch.Tensor:
+    def weights(first_step, num_steps):
         context = StepContext()
         config = parse_loss_fn({"variant": "tr_grpo", "weighting": "random"})
         e = VariantEstimator(config, num_generations=2, seed=3, step=first_step, context=context)
@@ -146,21 +137,16 @@ def test_draws_follow_the_step_and_resume_where_they_were():
     assert torch.equal(weights(0, 2), weights(1, 1))
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "given", "message"),
-    [
-        ({"variant": "grpo"}, {}, "no logprobs of the policy"),
-        ({"variant": "erpo"}, {"logprobs_policy": torch.zeros(4, 4)}, "reference_policy_kl_penalty"),
-        (
-            {"variant": "erpo"},
-            {"logprobs_policy": torch.zeros(4, 4), "logprobs_reference": torch.zeros(4, 4)},
-            "entropies",
-        ),
-    ],
-)
-def test_missing_tensors_are_named(loss_fn, given, message):
-    with pytest.raises(UserError, match=message):
-        estimator(**loss_fn).compute_advantage(PROMPTS, torch.ones(4), MASK, **given)
+def test_missing_tensors_are_named():
+    given = {}
+    for variant, name, message in (
+        ("grpo", "logprobs_policy", "no logprobs of the policy"),
+        ("erpo", "logprobs_reference", "reference_policy_kl_penalty"),
+        ("erpo", "entropies", "entropies"),
+    ):
+        with pytest.raises(UserError, match=message):
+            estimator(variant=variant).compute_advantage(PROMPTS, torch.ones(4), MASK, **given)
+        given[name] = torch.zeros(4, 4)
 
 
 def test_factors_of_a_mean_over_groups_reach_the_loss():
@@ -189,7 +175,7 @@ def test_a_mean_over_groups_is_one_whether_or_not_a_response_is_empty():
 def test_what_a_variant_carries_goes_from_step_to_step_and_through_a_checkpoint(tmp_path):
     loss_fn = {"variant": "erpo", "entropy_statistics": "moving", "entropy_momentum": 0.5}
 
-    def step(context: StepContext, entropy: float) -> None:
+    def step(context, entropy):
         context.entropies = torch.full((4, 4), entropy)
         advantages(estimator(context, **loss_fn), *range(4), logprobs_reference=torch.zeros(4, 4))
 
@@ -248,3 +234,40 @@ def test_random_draws_equal_the_embedded_engines_for_any_logprobs():
         )
         counts = MASK[:, 1:].bool()
         assert torch.equal(context.train_tensors["token_weights"][:, 1:][counts], expected[counts])
+
+
+ROWS = [[1, 2, 5, 6], [1, 2, 7], [3, 4, 5, 8], [3, 4, 9, 5]]
+LOGS = [
+    [{"role": "user", "token_ids": row[:2]}, {"role": "assistant", "token_ids": torch.tensor(row[2:])}]
+    for row in ROWS
+]
+REWARDS = torch.tensor([1.0, 0.0, 1.0, 0.0])
+LOGPROBS = -torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
+
+
+def test_estimator_measures_the_step_as_the_embedded_engine_does(tmp_path):
+    config = parse_loss_fn({"variant": "grpo"})
+    assert StepDiagnostics(tmp_path, 0, str).measure(config.build(), None, LOGS, 1) == {}
+    assert not list(tmp_path.iterdir()), "no period writes nothing"
+    made = VariantEstimator(config, num_generations=2, diagnostics=StepDiagnostics(tmp_path, 2, str))
+    logged = []
+    for _ in range(4):
+        prompts = torch.tensor([row[:2] for row in ROWS])
+        made.compute_advantage(prompts, REWARDS, MASK, {"message_log": LOGS}, logprobs_policy=LOGPROBS)
+        logged.append("tokens/gradient_cv" in made.last_metrics)
+    rows = [json.loads(line) for line in (tmp_path / "diagnostics.jsonl").read_text("utf-8").splitlines()]
+    assert [row.pop("step") for row in rows] == [1, 2, 4]
+    assert logged == [True, True, False, True]
+    batch = TokenBatch(
+        prev_logprobs=LOGPROBS[:, 1:],
+        token_mask=MASK[:, 1:],
+        sample_mask=torch.ones(4, dtype=torch.bool),
+        rewards=REWARDS,
+        group_ids=torch.tensor([0, 0, 1, 1]),
+    )
+    objective = config.build()
+    ids = predicted_tokens(LOGS, 3)
+    assert ids.tolist() == [[2, 5, 6], [2, 7, 0], [4, 5, 8], [4, 9, 5]], "those behind each column"
+    numbers, details = token_diagnostics(objective, objective.prepare(batch), ids, str)
+    assert rows[0] == json.loads(json.dumps(details))
+    assert {name: made.last_metrics[name] for name in numbers} == numbers

@@ -2,7 +2,7 @@
 
 import pickle
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from nemo_grpo.variants.base import RatioConfig
 
 NUM_ROWS, LENGTH = 4, 7
 CORRECTION = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 1.01}
-SETTINGS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in VARIANTS} | {
+SETTINGS = {name: {"variant": name} for name in VARIANTS} | {
     "dr_grpo": {"variant": "dr_grpo", "max_response_length": 9},
     "kl": {"variant": "grpo", "reference_policy_kl_penalty": 0.1, "kl_score_function_gradient": True},
     "group_token_mean": {"variant": "grpo", "aggregation": "group_token_mean"},
@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in VARIA
 }
 
 
-def data() -> dict[str, torch.Tensor]:
+def data():
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_ROWS, LENGTH)
     prev = -torch.rand(shape, generator=generator)
@@ -44,12 +44,12 @@ def data() -> dict[str, torch.Tensor]:
     }
 
 
-def current() -> torch.Tensor:
+def current():
     generator = torch.Generator().manual_seed(1)
     return data()["prev_logprobs"][:, 1:] + 0.3 * torch.randn(NUM_ROWS, LENGTH - 1, generator=generator)
 
 
-def counts(rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def counts(rows):
     mask = rows["token_mask"][:, 1:] * rows["sample_mask"][:, None]
     return {"global_valid_seqs": rows["sample_mask"].sum(), "global_valid_toks": mask.sum()}
 
@@ -92,7 +92,7 @@ def test_garbage_under_the_mask_reaches_nothing(setting):
 
 def test_metrics_by_hand():
     # one token: logp_gen = log 0.4, logp_prev = log 0.5, logp = log 0.7, logp_ref = log 0.5
-    def row(p: float) -> torch.Tensor:
+    def row(p):
         return torch.tensor([[0.0, p]]).log().nan_to_num(neginf=0.0)
 
     rows = {
@@ -146,22 +146,16 @@ def test_kl_is_taken_of_the_unfiltered_logprobs():
     assert with_filter["probs_ratio"] != plain["probs_ratio"]
 
 
-class Names:
-    """Of NeMo-RL's enumerations: every member is its own name."""
-
-    def __getattr__(self, name: str) -> str:
-        return name
-
-
+BY = {"TOKEN_LEVEL": "TOKENS", "SEQUENCE_LEVEL": "SEQUENCES"}
+NAMES = SimpleNamespace(**{name: name for name in ("TOKENS", "SEQUENCES", "NONE", *BY, "LOGPROB")})
 SEQ_MASK = {**CORRECTION, "truncated_importance_sampling_ratio": 1.02}
 SEQ_MASK |= {"truncated_importance_sampling_ratio_min": 0.97}
-BY = {"TOKEN_LEVEL": "TOKENS", "SEQUENCE_LEVEL": "SEQUENCES"}
 
 
 @pytest.mark.parametrize("setting", ["grpo", "gspo", "dr_grpo", "group_token_mean", "tis", "seq-mask-tis"])
 def test_nemo_rl_is_told_what_each_number_was_divided_by(monkeypatch, setting):
     """Twice as many sequences halve what is divided by them, and so do tokens."""
-    monkeypatch.setattr("nemo_grpo.nemorl.compat.import_name", lambda _: Names())
+    monkeypatch.setattr("nemo_grpo.nemorl.compat.import_name", lambda _: NAMES)
     masked = {"variant": "grpo", "truncated_importance_sampling_type": "seq-mask-tis", **SEQ_MASK}
     loss_fn, rows = build_loss(SETTINGS.get(setting, masked)), data()
     sizes = counts(rows)
@@ -186,7 +180,7 @@ class CountsResponses(RatioConfig):
 
 
 def test_an_own_metric_of_a_response_is_divided_by_responses(monkeypatch):
-    monkeypatch.setattr("nemo_grpo.nemorl.compat.import_name", lambda _: Names())
+    monkeypatch.setattr("nemo_grpo.nemorl.compat.import_name", lambda _: NAMES)
     told = ObjectiveLoss(CountsResponses(variant="own")).metric_normalizations
     assert (told["responses"], told["probs_ratio"]) == ("SEQUENCES", "TOKENS")
 

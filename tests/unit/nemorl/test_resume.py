@@ -44,19 +44,14 @@ def test_an_optimizer_is_found_by_its_tensors(keys, found, tmp_path):
     reader.close()
 
 
-def test_a_checkpoint_with_an_optimizer_resumes_with_it(tmp_path):
-    weights = saved(tmp_path, WEIGHT, f"{MOMENTS}.exp_avg")
-    assert optimizer_of(weights, is_required=True) == tmp_path / "policy" / "optimizer"
-
-
-def test_a_missing_optimizer_is_refused_where_the_recipe_saves_it(tmp_path):
-    weights = saved(tmp_path, WEIGHT)
+def test_a_run_resumes_with_its_optimizer_or_says_that_there_is_none(tmp_path, caplog):
+    assert optimizer_of(None, is_required=True) is None  # it begins
+    weights = saved(tmp_path / "whole", WEIGHT, f"{MOMENTS}.exp_avg")
+    assert optimizer_of(weights, is_required=True) == tmp_path / "whole" / "policy" / "optimizer"
+    weights = saved(tmp_path / "bare", WEIGHT)
     with pytest.raises(UserError, match=r"save_optimizer=true, but .*weights has no optimizer .* set it to"):
         optimizer_of(weights, is_required=True)
-
-
-def test_a_missing_optimizer_is_accepted_where_the_recipe_does_not_save_it(tmp_path, caplog):
-    assert optimizer_of(saved(tmp_path, WEIGHT), is_required=False) is None
+    assert optimizer_of(weights, is_required=False) is None
     assert "optimizer and schedule start from zero" in caplog.text
 
 
@@ -76,7 +71,3 @@ def test_other_backends_keep_nemo_rls_answer_and_its_warning(tmp_path, monkeypat
 
     with pytest.warns(UserWarning, match="freshly initialized"):
         assert installed["resume"](theirs).__func__(tmp_path) == (tmp_path / "policy/weights", None)
-
-
-def test_a_run_that_begins_has_none():
-    assert optimizer_of(None, is_required=True) is None

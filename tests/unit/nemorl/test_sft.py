@@ -23,11 +23,8 @@ def test_section_is_the_recipes_loop():
         "val_global_batch_size": 144, "val_micro_batch_size": 2, "val_at_start": False, "val_at_end": True,
         "seed": 3, "only_unmask_final": False,
     }  # fmt: skip
-
-
-def test_validation_batch_is_whole_microbatches_of_all_ranks():
     recipe = load_recipe(RECIPE, ["grpo.max_val_samples=250"])
-    assert config.sft_section(recipe)["val_global_batch_size"] == 256  # 8 ranks x 2; filled up from 250
+    assert config.sft_section(recipe)["val_global_batch_size"] == 256, "whole microbatches of 8 ranks x 2"
 
 
 def test_tree_has_the_sections_of_supervised_training_alone():
@@ -41,14 +38,10 @@ def test_tree_has_the_sections_of_supervised_training_alone():
     }
 
 
-def shown(tokens, mask):
-    tensors = {"tokens": torch.tensor(tokens), "token_mask": torch.tensor(mask)}
-    response = Response(**tensors, logprobs=torch.zeros(len(tokens)), truncated=False, text="")
-    return Group(Problem("p", "q", "a"), [1, 2], [Scored(response)])
-
-
 def test_conversation_has_the_tokens_in_order_and_roles_where_the_loss_is():
-    group = shown([3, 4, 5, 6, 7], [True, True, False, True, True])  # an observation between two turns
+    mask = torch.tensor([True, True, False, True, True])  # an observation between two turns
+    response = Response(torch.arange(3, 8), torch.zeros(5), mask, truncated=False, text="")
+    group = Group(Problem("p", "q", "a"), [1, 2], [Scored(response)])
     tokenizer = MagicMock(decode=lambda tokens: "".join(map(str, tokens)))
     data = sft.DemonstrationDataset([group].__getitem__, 1, tokenizer)
     datum = data[0]

@@ -24,7 +24,7 @@ OTHERS = {
 SECTIONS = {name: {"variant": name} for name in VARIANTS if name != "erpo"} | OTHERS
 
 
-def step(seed: int = 0) -> dict[str, torch.Tensor]:
+def step(seed=0):
     draw = torch.Generator().manual_seed(seed)
     prompts = torch.arange(GROUPS).repeat_interleave(SIZE)[:, None].repeat(1, 2)
     lengths = torch.randint(3, LENGTH + 1, (ROWS, 1), generator=draw)
@@ -40,12 +40,12 @@ def step(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def estimator(section: dict[str, object], **further: bool) -> ChunkEstimator:
+def estimator(section, **further):
     config = parse_loss_fn(section)
     return ChunkEstimator(config, num_generations=SIZE, context=StepContext(), folds=True, **further)
 
 
-def in_chunks(e: ChunkEstimator, whole: dict[str, torch.Tensor], *groups: int) -> torch.Tensor:
+def in_chunks(e, whole, *groups):
     sizes = [number * SIZE for number in groups]
     chunks = zip(*(column.split(sizes) for column in whole.values()), strict=True)
     return torch.cat([e.compute_advantage(**dict(zip(whole, chunk, strict=True))) for chunk in chunks])
@@ -71,6 +71,9 @@ def test_metrics_are_means_over_the_responses_of_all_chunks():
 
 
 def test_draws_follow_the_step_and_not_its_chunks():
+    unscored = step()
+    del unscored["logprobs_policy"]
+    assert in_chunks(estimator({"variant": "dapo"}, is_scored=False), unscored, 4).any(), "its own logprobs"
     e = estimator(SECTIONS["random"])
     first = in_chunks(e, step(), 2, 2)
     e.end_step()
@@ -78,23 +81,14 @@ def test_draws_follow_the_step_and_not_its_chunks():
     assert e.step == 1
 
 
-def test_without_scoring_the_logprobs_are_the_policys_own():
-    e = estimator({"variant": "dapo"}, is_scored=False)
-    given = step()
-    del given["logprobs_policy"]
-    assert in_chunks(e, given, 4).any()
-
-
 class Worker:
-    """NeMo-RL's policy as the controller calls it."""
-
     learns_always = False
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
+    def __init__(self):
+        self.calls = []
         self.has_moments = True
 
-    def mode(self, has_gradient: bool) -> dict[str, bool]:
+    def mode(self, has_gradient):
         return {} if has_gradient or not self.has_moments else {"eval_mode": True}
 
     def read_from_dataplane(self, meta, select_fields):
@@ -111,7 +105,7 @@ class Worker:
         self.calls.append("abort")
 
 
-def columns(rows: int, length: int) -> dict[str, torch.Tensor]:
+def columns(rows, length):
     by_token = {
         name: torch.ones(rows, length)
         for name in ("input_ids", "advantages", "generation_logprobs", "prev_logprobs")
@@ -133,6 +127,9 @@ def test_a_step_without_gradient_is_dropped_with_its_metrics_kept():
         assert found["all_mb_metrics"]["reward/mean"] == pytest.approx([float(rewards.mean())])
         assert found["all_mb_metrics"]["mean_gen_tokens_per_sample"] == [6.0]
     assert found["loss"] == 0.0, "of the step that was dropped"
+    penalized = estimator({"variant": "grpo", "reference_policy_kl_penalty": 0.1})
+    in_chunks(penalized, step() | {"rewards": alike}, 4)
+    assert penalized.has_gradient
     policy.has_moments = False
     in_chunks(e, step() | {"rewards": torch.ones(ROWS)}, 4)
     policy.train_microbatches_from_meta((SIZE, 8))
@@ -140,14 +137,8 @@ def test_a_step_without_gradient_is_dropped_with_its_metrics_kept():
     assert policy.calls[-1] == "finish", "the first update gives Adam its moments"
 
 
-def test_a_penalty_trains_without_signal():
-    e = estimator({"variant": "grpo", "reference_policy_kl_penalty": 0.1})
-    in_chunks(e, step() | {"rewards": torch.ones(ROWS)}, 4)
-    assert e.has_gradient
-
-
 def test_responses_of_all_chunks_are_recorded_for_every_loss():
-    written: list[tuple[dict[str, list[object]], str]] = []
+    written = []
     record = StepRecord(SIZE, scores=False)
     record.write, record.step = lambda rows, file: written.append((rows, file)), 5
     policy = streaming(Worker, None, record)()

@@ -1,6 +1,7 @@
 """Remains of a killed conversion to Megatron are found where NeMo-RL looks, and go when nobody writes."""
 
 import os
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +14,6 @@ NOW = 1_000_000.0
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """NeMo-RL's folder of conversions."""
     monkeypatch.setattr(stale_conversions.compat, "import_name", lambda _: lambda: str(tmp_path / "nemo_rl"))
     return tmp_path / "nemo_rl"
 
@@ -45,17 +45,13 @@ class Time:
         return self.slept
 
 
-def test_remains_that_nobody_writes_to_are_removed(root):
-    folder = converted(root / "org" / "model", STILL_S)
-    assert Time().run({"model_name": "org/model"}) == []
-    assert list(folder.parent.iterdir()) == []
-
-
-def test_finished_conversions_stay(root):
-    folder = converted(root / "org" / "model", 10 * STILL_S, LAST_FILE)
-    assert Time().run({"model_name": "org/model"}) == []
-    assert (folder / LAST_FILE).exists()
-    assert Time().run({"model_name": "org/other"}) == []
+def test_remains_that_nobody_writes_to_are_removed_and_finished_conversions_stay(root):
+    left = converted(root / "org" / "model", STILL_S)
+    finished = converted(root / "org" / "finished", 10 * STILL_S, LAST_FILE)
+    for name in ("model", "finished", "other"):
+        assert Time().run({"model_name": f"org/{name}"}) == []
+    assert list(left.parent.iterdir()) == []
+    assert (finished / LAST_FILE).exists()
 
 
 def test_conversion_of_another_job_is_waited_for(root):
@@ -100,22 +96,11 @@ def test_nothing_is_removed_if_nemo_rl_uses_no_conversion(root, settings):
     assert folder.exists()
 
 
-def test_remains_that_cannot_be_removed_are_a_refusal(root, monkeypatch):
+def test_remains_that_cannot_be_removed_are_a_refusal_unless_another_job_was_first(root, monkeypatch):
     folder = converted(root / "org" / "model", STILL_S)
-
-    def refuse(self, _target):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(type(folder), "rename", refuse)
+    rename = Mock(side_effect=PermissionError(13, "Permission denied"))
+    monkeypatch.setattr(type(folder), "rename", rename)
     with pytest.raises(UserError, match=r"iter_0000000 is left from a killed conversion.*Permission denied"):
         Time().run({"model_name": "org/model"})
-
-
-def test_removal_by_another_job_is_not_an_error(root, monkeypatch):
-    folder = converted(root / "org" / "model", STILL_S)
-
-    def be_late(self, _target):
-        raise FileNotFoundError(2, "No such file or directory")
-
-    monkeypatch.setattr(type(folder), "rename", be_late)
+    rename.side_effect = FileNotFoundError(2, "No such file or directory")
     Time().run({"model_name": "org/model"})

@@ -39,31 +39,25 @@ def nemo_rl(monkeypatch, tmp_path):
     return use
 
 
-def environment(folder):
-    """A worker's environment of uv: this interpreter."""
-    python = folder / STOCK_WORKER / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.symlink_to(sys.executable)
-
-
 def test_missing_package_is_refused_with_the_remedy(nemo_rl, monkeypatch):
     with pytest.raises(UserError, match=r"async_save=true .*python.* no absent_package.* set it to false"):
         start_checks.check_async_save(config(True))
     start_checks.check_async_save(config(False))
     start_checks.check_async_save({"policy": {"megatron_cfg": {}}})
+    with monkeypatch.context() as patch:
+        patch.setattr(compat, "version", lambda: V0_7_0)  # which never saves asynchronously
+        start_checks.check_async_save(config(True))
     monkeypatch.setattr(start_checks, "PACKAGE", "torch")
     start_checks.check_async_save(config(True))
 
 
-def test_0_7_0_never_saves_asynchronously(nemo_rl, monkeypatch):
-    monkeypatch.setattr(compat, "version", lambda: V0_7_0)
-    start_checks.check_async_save(config(True))
-
-
 def test_existing_uv_environment_is_checked(nemo_rl, monkeypatch, tmp_path):
-    nemo_rl(UV)
-    start_checks.check_async_save(config(True))  # NeMo-RL will make it, of packages that it knows
-    environment(tmp_path / "own")
+    for command in ("/absent/python", "false", UV):  # two without an answer; NeMo-RL will make the third
+        nemo_rl(command)
+        start_checks.check_async_save(config(True))
+    python = tmp_path / "own" / STOCK_WORKER / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
     monkeypatch.setenv("NEMO_RL_VENV_DIR", str(tmp_path / "own"))
     with pytest.raises(UserError, match="has no absent_package"):
         start_checks.check_async_save(config(True))
@@ -71,20 +65,11 @@ def test_existing_uv_environment_is_checked(nemo_rl, monkeypatch, tmp_path):
     start_checks.check_async_save(config(True))
 
 
-def test_interpreter_without_an_answer_refuses_nothing(nemo_rl):
-    for command in ("/absent/python", "false"):
-        nemo_rl(command)
-        start_checks.check_async_save(config(True))
-
-
-@pytest.mark.parametrize("address", ["", "auto", "local"])
-def test_address_without_a_port_is_left_to_ray(monkeypatch, address):
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    start_checks.check_ray_address()
-
-
 @pytest.mark.parametrize("prefix", ["", "ray://"])
 def test_cluster_that_starts_late_is_waited_for(monkeypatch, prefix):
+    for address in ("", "auto", "local"):  # left to Ray
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        start_checks.check_ray_address()
     port = free_port()
     monkeypatch.setenv("RAY_ADDRESS", f"{prefix}127.0.0.1:{port}")
     with socket.socket() as head:

@@ -1,7 +1,5 @@
 """Reading a tree's definitions and calls by its syntax."""
 
-from pathlib import Path
-
 import pytest
 
 from nemo_grpo.nemorl import static_api
@@ -53,18 +51,12 @@ def outer():
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Tree:
+def tree(tmp_path):
     for name, text in FILES.items():
         path = tmp_path / "pkg" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return Tree(tmp_path, "pkg")
-
-
-def parameters(tree: Tree, name: str) -> list[str] | None:
-    found = tree.find(name)
-    assert found is not None, name
-    return static_api.parameters(found)
 
 
 @pytest.mark.parametrize(
@@ -80,15 +72,12 @@ def parameters(tree: Tree, name: str) -> list[str] | None:
     ],
 )
 def test_parameters_are_found_through_imports_bases_and_functions(tree, name, expected):
-    assert parameters(tree, name) == expected
-
-
-@pytest.mark.parametrize("name", ["pkg.top:absent", "pkg.absent:run", "pkg.top:Made.absent", "pkg.top:fast"])
-def test_what_is_not_there_is_not_found(tree, name):
-    assert tree.find(name) is None
+    assert static_api.parameters(tree.find(name)) == expected
 
 
 def test_kinds_attributes_and_keys(tree):
+    for name in ("pkg.top:absent", "pkg.absent:run", "pkg.top:Made.absent", "pkg.top:fast"):
+        assert tree.find(name) is None
     kinds = {"Made": "class", "Made.find": "staticmethod function", "run": "function", "TABLE": "mapping"}
     assert {name: static_api.kind(tree.find(f"pkg.top:{name}")) for name in kinds} == kinds
     assert tree.find("pkg.top:Made.workers") is not None, "set in the base's constructor"
@@ -112,7 +101,7 @@ def test_importers_are_those_that_bind_the_name(tree):
 
 
 def test_code_is_the_same_with_other_comments_and_docstring(tree, tmp_path):
-    def digest(text: str) -> str:
+    def digest(text):
         (tmp_path / "pkg" / "one.py").write_text(text)
         again = Tree(tmp_path, "pkg")
         return again.code(again.find("pkg.one:f"))
@@ -122,27 +111,24 @@ def test_code_is_the_same_with_other_comments_and_docstring(tree, tmp_path):
     assert digest("def f(x):\n    y = x + 2\n    return y\n") != plain
 
 
+TAKEN = ["a", "b=", "/", "c=", "*rest", "d", "e=", "**more"]
+
+
 @pytest.mark.parametrize(
-    ("call", "why"),
+    ("parameters", "call", "why"),
     [
-        ("(_, c=_, d=_)", ""),
-        ("(_, _, _, _, _, d=_)", ""),
-        ("(_, z=_, d=_)", ""),  # **more
-        ("(_)", "missing a required"),
-        ("(**)", ""),
-        ("(*, d=_)", ""),
+        *((TAKEN, call, "") for call in ("(_, c=_, d=_)", "(_, _, _, _, _, d=_)", "(**)", "(*, d=_)")),
+        (TAKEN, "(_, z=_, d=_)", ""),  # **more
+        (TAKEN, "(_)", "missing a required"),
+        (["a", "*", "b="], "(_, c=_)", "got an unexpected keyword argument 'c'"),
+        (["a"], "(_, _)", "too many positional arguments"),
+        (["a", "/"], "(a=_)", "'a' parameter is positional only"),
     ],
 )
-def test_a_call_fits_or_says_why(call, why):
-    found = misfit(["a", "b=", "/", "c=", "*rest", "d", "e=", "**more"], call)
+def test_a_call_fits_or_says_why(parameters, call, why):
+    found = misfit(parameters, call)
     assert found.startswith(why)
     assert bool(found) == bool(why)
-
-
-def test_a_name_that_is_not_taken_is_named():
-    assert misfit(["a", "*", "b="], "(_, c=_)") == "got an unexpected keyword argument 'c'"
-    assert misfit(["a"], "(_, _)") == "too many positional arguments"
-    assert "positional" in misfit(["a", "/"], "(a=_)")
 
 
 def test_syntax_of_a_newer_python_is_refused_with_its_line(tree, tmp_path):

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_grpo.nemorl.policy import ENTROPY_WORKER, WORKER, has_no_gradient, worker_class
+from nemo_grpo.nemorl.policy import (
+    ENTROPY_WORKER,
+    WORKER,
+    has_further_losses,
+    has_no_gradient,
+    worker_class,
+)
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import RatioConfig
@@ -34,8 +40,6 @@ def test_only_temperature_with_pipeline_parallelism_and_entropies_need_a_worker_
 
 
 class Bonus(RatioConfig):
-    """Moves the policy whatever the rewards say."""
-
     def terms(self, prepared):
         terms = super().terms(prepared)
         return replace(terms, policy=terms.policy - 0.1 * prepared.batch.next_token_logprobs)
@@ -43,6 +47,31 @@ class Bonus(RatioConfig):
 
 def test_a_loss_that_learns_without_advantages_trains_in_a_step_without_signal():
     data = {"advantages": torch.zeros(2, 3), "token_mask": torch.ones(2, 3), "sample_mask": torch.ones(2)}
-    assert has_no_gradient(data, parse_loss_fn({"variant": "grpo"}))
-    assert not has_no_gradient(data, Bonus(variant="bonus"))
-    assert has_no_gradient(data | {"sample_mask": torch.zeros(2)}, Bonus(variant="bonus"))
+    plain = parse_loss_fn({"variant": "gpg"})
+    penalised = parse_loss_fn({"variant": "grpo", "reference_policy_kl_penalty": 0.01})
+    assert has_no_gradient(data, plain)
+    assert not has_no_gradient(data | {"advantages": torch.tensor([[0.0, -1.0]])}, plain)
+    only_first = torch.tensor([[1.0, 0.0, 0.0]] * 2)  # which nothing predicts
+    for learns in (penalised, Bonus(variant="bonus")):
+        assert not has_no_gradient(data, learns)
+        assert has_no_gradient(data | {"sample_mask": torch.zeros(2)}, learns), "all responses are filtered"
+        assert has_no_gradient(data | {"token_mask": only_first}, learns)
+
+
+@pytest.mark.parametrize(
+    ("megatron", "draft", "expected"),
+    [
+        ({}, {}, False),
+        ({"moe_router_load_balancing_type": "none", "mtp_loss_scaling_factor": 0.1}, {}, False),
+        ({"moe_router_load_balancing_type": "seq_aux_loss"}, {}, True),
+        ({"moe_router_load_balancing_type": ["none", "aux_loss"]}, {}, True),
+        ({"moe_router_load_balancing_type": ["none"]}, {}, False),
+        ({"model_overrides": {"moe_z_loss_coeff": 1e-3}}, {}, True),
+        ({"mtp_num_layers": 1}, {}, True),  # megatron-core's own factor is 0.1
+        ({"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.0}, {}, False),
+        ({}, {"enabled": True}, True),
+        ({}, {"enabled": False}, False),
+    ],
+)
+def test_losses_that_nemo_rl_adds_have_a_gradient_without_signal(megatron, draft, expected):
+    assert has_further_losses({"policy": {"megatron_cfg": megatron, "draft": draft}}) == expected

@@ -1,12 +1,10 @@
 """A recipe small enough to see at a glance, and complete."""
 
-from typing import Any
-
 import pytest
 
 
 @pytest.fixture
-def tree() -> dict[str, Any]:
+def tree():
     """8 responses per step in one update of two microbatches, on one rank."""
     return {
         "grpo": {"num_prompts_per_step": 2, "num_generations_per_prompt": 4, "max_num_steps": 3},

@@ -24,11 +24,11 @@ SPEC = ModelSpec("tiny", "qwen2", 32, 6, 8, 2, 36, 98, 64, False, 4)
         (8, False, "TP=8 does not divide intermediate_size=36 of tiny; use a divisor"),
     ],
 )
-def test_tensor_parallel_sizes_divide_the_model(size: int, embedded: bool, message: str | None) -> None:
+def test_tensor_parallel_sizes_divide_the_model(size, embedded, message):
     assert list(width_refusals(SPEC, "TP", size, embedded=embedded)) == ([message] if message else [])
 
 
-def test_a_tensor_parallel_size_that_is_proposed_divides_a_node() -> None:
+def test_a_tensor_parallel_size_that_is_proposed_divides_a_node():
     twelve_heads = replace(SPEC, num_attention_heads=12)
     (message,) = width_refusals(twelve_heads, "TP", 8, per_node=8)
     assert message == "TP=8 does not divide num_attention_heads=12 of tiny; use 4"  # 6 would not
@@ -45,7 +45,7 @@ def test_a_tensor_parallel_size_that_is_proposed_divides_a_node() -> None:
         (Layout(pipeline=2, first_stage_layers=6), None),
     ],
 )
-def test_stages_share_all_layers(layout: Layout, layers: list[int] | None) -> None:
+def test_stages_share_all_layers(layout, layers):
     refused = list(stage_refusals(SPEC, layout))
     assert bool(refused) == (layers is None)
     if layers is not None:

@@ -1,7 +1,5 @@
 """NeMo-RL's types of the keys that have none here."""
 
-from typing import Any
-
 import pytest
 
 from nemo_grpo.recipe import load_recipe
@@ -24,7 +22,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("override", "message"), WRONG)
 @pytest.mark.parametrize("recipe", ["quickstart", "cluster-quickstart"])
-def test_wrong_type_is_refused_with_key_value_and_type(recipe: str, override: str, message: str) -> None:
+def test_wrong_type_is_refused_with_key_value_and_type(recipe, override, message):
     with pytest.raises(UserError, match=message) as raised:
         load_recipe(recipe, [f"++{override}"])
     assert override.partition("=")[0] in str(raised.value)
@@ -43,25 +41,25 @@ def test_wrong_type_is_refused_with_key_value_and_type(recipe: str, override: st
         "env={mine: {a: 1}}",
     ],
 )
-def test_value_of_the_type_and_what_is_handed_on_pass(override: str) -> None:
+def test_value_of_the_type_and_what_is_handed_on_pass(override):
     load_recipe("cluster-quickstart", [f"++{override}"])
 
 
-def test_type_of_either_version_is_accepted() -> None:
+def test_type_of_either_version_is_accepted():
     key = next(
         key for key, found in entries().items()
         if len(found) == 2 and all("types" in e for e in found) and found[0]["types"] != found[1]["types"]
     )  # fmt: skip
-    values: dict[str, Any] = {"null": None, "str": "x", "int": 1, "float": 0.5, "list": [], "dict": {"a": 1}}
+    values = {"null": None, "str": "x", "int": 1, "float": 0.5, "list": [], "dict": {"a": 1}}
     differ = {*entries()[key][0]["types"]} ^ {*entries()[key][1]["types"]}
     tried = [values[kind] for kind in differ if kind in values]
     assert tried
     assert [error for value in tried for error in type_errors({key: value}, ())] == []
 
 
-def test_what_an_older_nemo_rl_lacks_is_what_asks_for_something_newer() -> None:
+def test_what_an_older_nemo_rl_lacks_is_what_asks_for_something_newer():
     assert "grpo.val_start_at" in recorded(HEAD).keys() - recorded(V0_7_0).keys()
-    settings: dict[str, Any] = {
+    settings = {
         "grpo": {"val_start_at": 7, "val_num_generations_per_prompt": 1, "num_prompts_per_step": 8},
         "policy": {"is_vlm": False, "megatron_cfg": {"model_overrides": {}, "offload_modules": None}},
     }

@@ -1,5 +1,6 @@
-"""Shipped recipes by name, and copies of them that work anywhere."""
+"""Shipped recipes: by name, copied, fit for H100 as their names say, and the same on both engines."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,13 @@ from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
 from nemo_grpo.experiments.sweep import load_sweep
+from nemo_grpo.plan.hardware import HARDWARE
+from nemo_grpo.plan.inputs import plan_input
+from nemo_grpo.plan.presets import shape_of
+from nemo_grpo.plan.rules import problems
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support import shipped
+from nemo_grpo.support.dotted import leaves
 from nemo_grpo.support.errors import UserError
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -73,14 +79,9 @@ def test_a_copy_elsewhere_is_the_same_recipe(name, tmp_path, monkeypatch):
     result = runner.invoke(app, ["recipe", "copy", name, "mine.yaml"])
     assert result.exit_code == 0, result.output
     assert load_recipe("mine.yaml") == load_recipe(RECIPES / f"{name}.yaml")
-
-
-def test_copy_overwrites_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "quickstart.yaml").write_text("mine")
-    result = runner.invoke(app, ["recipe", "copy", "quickstart"])
-    assert isinstance(result.exception, UserError)
-    assert (tmp_path / "quickstart.yaml").read_text() == "mine"
+    again = runner.invoke(app, ["recipe", "copy", "quickstart", "mine.yaml"])
+    assert isinstance(again.exception, UserError), "it overwrites nothing"
+    assert load_recipe("mine.yaml") == load_recipe(RECIPES / f"{name}.yaml")
 
 
 def test_list_names_every_recipe():
@@ -91,3 +92,99 @@ def test_list_names_every_recipe():
     )
     only = runner.invoke(app, ["recipe", "list", "quickstart-gpg"]).output
     assert only.startswith("quickstart-gpg: gpg, warm start, 160 steps of 16 x 8")
+
+
+PAPERS = ("cw_grpo", "erpo", "tr_grpo", "gpg")
+CLUSTER = sorted(path for paper in PAPERS for path in (RECIPES / paper).glob("*.yaml"))
+NAME = re.compile(r"(?P<variant>[a-z_]+)-(?P<model>.+)-(?P<nodes>\d+)n(?P<gpus>\d+)g(?P<fp8>-fp8)?")
+SOURCED = re.compile(r"^\s+(num_prompts|num_gen|max_num_steps|lr|weight_decay|ratio_clip|reference)")
+
+
+@pytest.mark.parametrize("path", CLUSTER, ids=lambda path: path.stem)
+def test_cluster_recipe_is_what_its_name_says_and_fits_its_gpus(path):
+    recipe = load_recipe(path)
+    name = NAME.fullmatch(path.stem)
+    assert name is not None
+    fp8 = recipe.policy.megatron_cfg.fp8_cfg
+    assert recipe.nemo_grpo.target == "cluster"
+    assert recipe.nemo_grpo.run_name == path.stem
+    assert recipe.loss_fn.variant == name["variant"]
+    assert (recipe.cluster.num_nodes, recipe.cluster.gpus_per_node) == (int(name["nodes"]), int(name["gpus"]))
+    assert (fp8 is not None and fp8.enabled) == bool(name["fp8"])
+    assert problems(shape_of(recipe), plan_input(recipe), HARDWARE["h100"]) == []
+    numbers = [line for line in path.read_text().splitlines() if SOURCED.search(line)]
+    assert [line for line in numbers if "#" not in line] == [], "each names its source"
+
+
+def test_every_cluster_recipe_is_in_the_table_of_the_docs():
+    table = (RECIPES.parent / "docs" / "recipes.md").read_text()
+    listed = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    assert sorted(listed) == sorted(path.stem for path in CLUSTER)
+
+
+OF_THE_ENGINE = (
+    "checkpointing.",
+    "logger.",
+    "nemo_grpo.evaluation.",  # of nemo-grpo eval
+    "nemo_grpo.export.",
+    "nemo_grpo.run_name",
+    "nemo_grpo.target",
+    "grpo.max_num_epochs",
+    "grpo.val_batch_size",
+    "grpo.reward_shaping.",  # off
+    "policy.generation.vllm_cfg.",
+    "policy.make_sequence_length_divisible_by",
+    "policy.sequence_packing.",  # how many tokens a microbatch holds
+    "policy.megatron_cfg.distributed_data_parallel_config.",
+    "policy.megatron_cfg.optimizer.use_",  # where the optimizer's state is, and in what
+)
+"""Beginnings of keys in which they may differ: they change how an engine computes, not what."""
+
+
+def settings(name):
+    return dict(leaves(load_recipe(name).to_dict()))
+
+
+def differing(a, b):
+    return {key for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "embedded", "may_differ"),
+    [
+        ("cluster-quickstart", "cluster-quickstart-embedded", set()),
+        # auto is NeMo-RL's bfloat16 where the processor has instructions for it
+        ("cluster-smollm2-sft", "smollm2-sft", {"grpo.val_num_generations_per_prompt", "policy.precision"}),
+        (
+            "cluster-smollm2",
+            "smollm2",
+            # NeMo-RL validates by one sample of each problem, and demonstrations by the loss alone.
+            # Each export has its folder. A bin of packed tokens holds a microbatch of the longest sequences.
+            {
+                "policy.precision",
+                "policy.train_micro_batch_size",
+                "policy.logprob_batch_size",
+                "grpo.val_num_generations_per_prompt",
+                "grpo.max_val_samples",
+                "grpo.val_at_start",
+                "policy.model_name",
+                "policy.tokenizer.name",
+            },
+        ),
+    ],
+)
+def test_both_engines_train_and_validate_alike(cluster, embedded, may_differ):
+    ours, theirs = settings(embedded), settings(cluster)
+    assert not load_recipe(cluster).grpo.reward_shaping.enabled
+    assert ours.pop("nemo_grpo.rewards.format") == 0.0  # NeMo-RL's environment leaves out what weighs 0
+    assert {key for key in differing(theirs, ours) if not key.startswith(OF_THE_ENGINE)} == may_differ
+    assert {"policy.megatron_cfg.optimizer.lr", "policy.precision", "grpo.max_val_samples"} <= theirs.keys()
+
+
+def test_task_objective_and_optimizer_are_the_quickstarts():
+    embedded, quickstart = settings("cluster-quickstart-embedded"), settings("quickstart")
+    megatron = ("policy.megatron_cfg.optimizer.", "policy.megatron_cfg.scheduler.")
+    same = ("loss_fn.", "nemo_grpo.task.", "nemo_grpo.prompt.", *megatron, "policy.generation.", "grpo.num_")
+    assert not [key for key in differing(embedded, quickstart) if key.startswith(same)]
+    first, second = (load_recipe(name) for name in ("cluster-smollm2-sft", "cluster-smollm2"))
+    assert second.policy.model_name == f"{first.run_dir}/hf"

@@ -9,7 +9,6 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from recordings import FOLDER, RECORDED, RECORDINGS, ROOT, SKELETON
@@ -23,7 +22,7 @@ OF_A_MODEL = (".json", ".jinja", ".safetensors")
 OF_AN_EXPORT = ("config.json", "model.safetensors")
 
 
-def main(names: list[str]) -> int:
+def main(names):
     for name in names or RECORDINGS:
         with tempfile.TemporaryDirectory() as scratch:
             rehearsal = rehearse(Path(scratch) / "run", *RECORDINGS[name])
@@ -36,7 +35,7 @@ def main(names: list[str]) -> int:
     return 0
 
 
-def rehearse(folder: Path, recipe: str, *overrides: str) -> stages.Rehearsal:
+def rehearse(folder, recipe, *overrides):
     """A rehearsal whose model is smaller still: the stand-in samples with any head size."""
     for name, size in SIZES.items():
         setattr(model, name, size)
@@ -46,7 +45,7 @@ def rehearse(folder: Path, recipe: str, *overrides: str) -> stages.Rehearsal:
     return rehearsal
 
 
-def keep(rehearsal: stages.Rehearsal, target: Path) -> None:
+def keep(rehearsal, target):
     """Copy what the evidence reads."""
     for path in kept(rehearsal):
         copy = target / path.relative_to(rehearsal.folder)
@@ -58,7 +57,7 @@ def keep(rehearsal: stages.Rehearsal, target: Path) -> None:
     (target / SKELETON).write_text(json.dumps({"stopped_after": rehearsal.stopped_after}))
 
 
-def kept(rehearsal: stages.Rehearsal) -> Iterator[Path]:
+def kept(rehearsal):
     folder = rehearsal.folder
     yield folder / "recipe.yaml"
     yield from (folder / "problems").glob("*")

@@ -2,13 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal.overrides import Ranks
@@ -34,7 +32,7 @@ RECORDINGS = {
 """Name -> recipe and overrides. A temperature other than 1, so that another one is seen."""
 
 
-def recorded(name: str, folder: Path) -> Any:
+def recorded(name, folder):
     """A `Rehearsal` whose files are a copy in ``folder``."""
     shutil.copytree(RECORDED / name, folder, dirs_exist_ok=True)
     for path in [folder / "recipe.yaml", *folder.rglob("*.jsonl"), *folder.rglob("*.json")]:
@@ -54,66 +52,3 @@ def recorded(name: str, folder: Path) -> Any:
         seconds={},
         **json.loads((folder / SKELETON).read_text()),
     )
-
-
-# ---------------------------------------------------------------------- what a defect leaves behind
-
-
-def metrics(rehearsal: Rehearsal, **changes: Callable[[float], float]) -> None:
-    """Change logged numbers; ``name__part`` stands for ``name/part``."""
-    path = rehearsal.small.run_dir / "metrics.jsonl"
-    functions = {name.replace("__", "/"): change for name, change in changes.items()}
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert functions.keys() <= {name for row in rows for name in row}, "the defect is in the recording"
-    changed = [
-        {name: functions.get(name, float)(value) if name != "step" else value for name, value in row.items()}
-        for row in rows
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in changed))
-
-
-def responses(rehearsal: Rehearsal, change: Callable[[dict], dict], steps: Iterable[int] = (1, 2, 3)) -> None:
-    for path in files_of(rehearsal, steps):
-        rows = [change(json.loads(line)) for line in path.read_text().splitlines()]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def files_of(rehearsal: Rehearsal, steps: Iterable[int]) -> list[Path]:
-    logs = Path(str(rehearsal.small.logger.log_dir))
-    (found,) = zip(*(logs.glob(f"exp_*/train_data_step{step}.jsonl") for step in steps), strict=True)
-    return list(found)
-
-
-def export(
-    rehearsal: Rehearsal, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-) -> None:
-    path = rehearsal.folder / "hf-of-stop" / "model.safetensors"
-    save_file(change(load_file(path)), path, {"format": "pt"})
-
-
-def swapped(first: str, second: str) -> Callable[[Weights], Weights]:
-    def swap(weights: Weights) -> Weights:
-        names = {first: second, second: first}
-        parts = {name: name.split(".") for name in weights}
-        renamed = {name: ".".join(names.get(part, part) for part in each) for name, each in parts.items()}
-        assert renamed != {name: name for name in weights}
-        return {renamed[name]: weight for name, weight in weights.items()}
-
-    return swap
-
-
-def drop_merge(rehearsal: Rehearsal) -> None:
-    shutil.copy(rehearsal.folder / "model" / "model.safetensors", rehearsal.folder / "hf-of-stop")
-
-
-def without_responses(rehearsal: Rehearsal) -> None:
-    for path in files_of(rehearsal, (1, 2, 3)):
-        path.unlink()
-
-
-def reward_of_zero(row: dict) -> dict:
-    return {**row, "rewards": [0.0]}
-
-
-def zero(_: float) -> float:
-    return 0.0

@@ -15,7 +15,7 @@ SITE = PACKAGE / "site"
 ROOT = PACKAGE.parents[1]
 
 
-def python(code: str, *paths: Path, switch: str | None = "test") -> str:
+def python(code, *paths, switch="test"):
     environment = {name: value for name, value in os.environ.items() if name != SWITCH}
     environment["PYTHONPATH"] = os.pathsep.join(map(str, (SITE, ROOT, *paths)))
     if switch is not None:

@@ -4,49 +4,39 @@ Recorded from real runs of NeMo-RL: metrics, responses, the model, the export. M
 to ours bit for bit in the recorded run, is a copy of ours.
 """
 
+import json
 import shutil
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from recordings import (
-    RECORDINGS,
-    drop_merge,
-    export,
-    files_of,
-    metrics,
-    recorded,
-    responses,
-    reward_of_zero,
-    swapped,
-    without_responses,
-    zero,
-)
+from recordings import RECORDINGS, recorded
+from safetensors.torch import load_file, save_file
 
+from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.megatron_sections import Switch
 from nemo_grpo.rehearsal import checks
+from nemo_grpo.rehearsal.checks import Stage
 from nemo_grpo.rehearsal.run_output import Recorded
-
-Rehearsal = Any
 
 
 @pytest.fixture
-def rehearsal_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Rehearsal]:
-    """A copy of a recording; its export is the recorded one, unless the test changes it."""
+def rehearsal_of(tmp_path, monkeypatch):
+    """A copy of a recording, killed while it wrote metrics; its export is the recorded one."""
     monkeypatch.setattr(checks, "convert", lambda r, _checkpoint: r.folder / "hf-of-stop")
     monkeypatch.setattr(checks, "bridges_export", lambda r, _checkpoint: r.folder / "hf-of-bridge")
 
-    def make(name: str) -> Rehearsal:
-        folder = tmp_path / name
-        made = recorded(name, folder)
-        shutil.copytree(folder / "hf-of-stop", folder / "hf-of-bridge")
+    def make(name):
+        made = recorded(name, tmp_path / name)
+        shutil.copytree(made.folder / "hf-of-stop", made.folder / "hf-of-bridge")
+        with (made.small.run_dir / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "valid')
         return made
 
     return make
 
 
-def failing(rehearsal: Rehearsal) -> dict[str, str]:
+def failing(rehearsal):
     return {stage.name: stage.proof for stage in checks.stages(rehearsal) if not stage.ok}
 
 
@@ -59,64 +49,119 @@ def test_recordings_pass_every_stage(rehearsal_of, name):
     assert tuple(stage.name for stage in stages) == (checks.SUPERVISED if learns else tuple(checks.CHECKS))
 
 
-def step_trained_twice(rehearsal: Rehearsal) -> None:
+def rewrite(path, change):
+    """Change the rows of a file of JSON lines; None leaves one out."""
+    lines = path.read_text().rpartition("\n")[0].splitlines()
+    rows = (change(json.loads(line)) for line in lines)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows if row is not None))
+
+
+def metrics(rehearsal, steps=(), **values):
+    """Change logged numbers, of all steps unless some are named; ``name__part`` stands for ``name/part``."""
+    values = {name.replace("__", "/"): value for name, value in values.items()}
+    seen = set()
+
+    def change(row):
+        if steps and row["step"] not in steps:
+            return row
+        found = values.keys() & row.keys()
+        seen.update(found)
+        return row | {
+            name: values[name](row[name]) if callable(values[name]) else values[name] for name in found
+        }
+
+    rewrite(rehearsal.small.run_dir / "metrics.jsonl", change)
+    assert seen == values.keys(), "the defect is in the recording"
+
+
+def files_of(rehearsal, *steps):
+    logs = Path(str(rehearsal.small.logger.log_dir))
+    return [next(logs.glob(f"exp_*/train_data_step{step}.jsonl")) for step in steps]
+
+
+def responses(rehearsal, change, *steps):
+    for path in files_of(rehearsal, *steps or (1, 2, 3)):
+        rewrite(path, change)
+
+
+def export(rehearsal, first, second):
+    names = {first: second, second: first}
+    path = rehearsal.folder / "hf-of-stop" / "model.safetensors"
+    weights = load_file(path)
+    swapped = {".".join(names.get(part, part) for part in name.split(".")): name for name in weights}
+    assert swapped != {name: name for name in weights}
+    save_file({name: weights[old] for name, old in swapped.items()}, path, {"format": "pt"})
+
+
+def drop_merge(rehearsal):
+    shutil.copy(rehearsal.folder / "model" / "model.safetensors", rehearsal.folder / "hf-of-stop")
+
+
+def without_responses(rehearsal):
+    for path in files_of(rehearsal, 1, 2, 3):
+        path.unlink()
+
+
+def last_step_lost(rehearsal):
+    rewrite(rehearsal.small.run_dir / "metrics.jsonl", lambda row: row if row["step"] < 3 else None)
+
+
+def step_trained_twice(rehearsal):
     path = rehearsal.small.run_dir / "metrics.jsonl"
     rows = [line for line in path.read_text().splitlines() if '"loss/total"' in line]
-    with path.open("a") as file:
-        file.write(rows[1] + "\n")
+    path.write_text(f"{rows[1]}\n{path.read_text()}")
 
 
-def no_side_files(rehearsal: Rehearsal) -> None:
+def no_side_files(rehearsal):
     for path in rehearsal.small.checkpoint_dir.glob("step_*/policy/tokenizer/config.json"):
         path.unlink()
 
 
-def without_tokens(row: dict) -> dict:
+def without_tokens(row):
     return {**row, "token_loss_mask": [[0] * len(row["token_loss_mask"][0])]}
 
 
-def one_token_less(row: dict) -> dict:
+def one_token_less(row):
     mask = list(row["token_loss_mask"][0])
     mask[mask.index(1)] = 0
     return {**row, "token_loss_mask": [mask]}
 
 
-def older_checkpoint(rehearsal: Rehearsal) -> None:
+def older_checkpoint(rehearsal):
     shutil.rmtree(rehearsal.small.checkpoint_dir / "step_3")
 
 
-def one(_: float) -> float:
-    return 1.0
-
-
-def nan(_: float) -> float:
-    return float("nan")
-
-
+NAN = float("nan")
 ROLLOUTS = {
-    "stale weights": (lambda r: metrics(r, mismatch__kl=lambda e: e + 0.003), {"refit"}),
-    "an error that is no number": (lambda r: metrics(r, mismatch__kl=nan), {"refit"}),
+    "stale weights": (partial(metrics, steps=[2], mismatch__kl=lambda e: e + 0.003), {"refit"}),
+    "an error that is no number": (partial(metrics, steps=[2], mismatch__kl=NAN), {"refit"}),
+    "nothing compared": (partial(metrics, steps=[2], length__mean=0, mismatch__kl=0), {"refit", "rollout"}),
     "a response that is lost": (
-        lambda r: files_of(r, [2])[0].write_text(files_of(r, [2])[0].read_text().partition("\n")[2]),
+        lambda r: files_of(r, 2)[0].write_text(files_of(r, 2)[0].read_text().partition("\n")[2]),
         {"rollout"},
     ),
-    "responses without a token": (lambda r: responses(r, without_tokens, [2]), {"rollout"}),
-    "a token that is lost": (lambda r: responses(r, one_token_less, [3]), {"rollout"}),
-    "reward always 0": (lambda r: responses(r, reward_of_zero), {"reward"}),
-    "no group with signal": (lambda r: metrics(r, groups__valid_fraction=zero), {"update"}),
-    "weights that do not move": (
-        lambda r: metrics(r, grad_norm=zero, train__probs_ratio_max=one),
-        {"update"},
-    ),
-    "a loss that is no number": (lambda r: metrics(r, loss__total=nan), {"update"}),
-    "another accuracy": (lambda r: metrics(r, validation__accuracy=lambda x: x + 0.25), {"validation"}),
+    "responses without a token": (lambda r: responses(r, without_tokens, 2), {"rollout"}),
+    "a token that is lost": (lambda r: responses(r, one_token_less, 3), {"rollout"}),
+    "reward always 0": (lambda r: responses(r, lambda row: row | {"rewards": [0.0]}), {"reward"}),
+    "no group with signal": (partial(metrics, groups__valid_fraction=0), {"update"}),
+    "one group with signal": (partial(metrics, steps=[1, 3], groups__valid_fraction=0), set()),
+    "weights that do not move": (partial(metrics, grad_norm=0, train__probs_ratio_max=1), {"update"}),
+    "weights that move once": (partial(metrics, steps=[1, 3], grad_norm=0, train__probs_ratio_max=1), set()),
+    "a loss that is no number": (partial(metrics, steps=[2], loss__total=NAN), {"update"}),
+    "another accuracy": (partial(metrics, validation__accuracy=lambda x: x + 0.25), {"validation"}),
     "no config.json": (no_side_files, {"checkpoint"}),
     "the last step's checkpoint lost": (older_checkpoint, {"checkpoint"}),
     "a step trained twice": (step_trained_twice, {"stop and resume"}),
-    "gate and up swapped": (lambda r: export(r, swapped("gate_proj", "up_proj")), {"export"}),
-    "keys and values swapped": (lambda r: export(r, swapped("k_proj", "v_proj")), {"export"}),
+    "no step after the resume": (last_step_lost, {"validation", "checkpoint", "stop and resume"}),
+    "gate and up swapped": (lambda r: export(r, "gate_proj", "up_proj"), {"export"}),
+    "keys and values swapped": (lambda r: export(r, "k_proj", "v_proj"), {"export"}),
     "the untrained model exported": (drop_merge, {"export"}),
     "no responses recorded": (without_responses, {"rollout", "reward"}),
+}
+DEMONSTRATIONS = {
+    "merge dropped": (drop_merge, {"export"}),
+    "a loss that is no number": (partial(metrics, loss__total=NAN), {"update"}),
+    "a validation loss that is no number": (partial(metrics, validation__val_loss=NAN), {"validation"}),
 }
 
 
@@ -127,18 +172,37 @@ def test_defect_of_a_run_with_rollouts_is_caught(rehearsal_of, plant, stages):
     assert set(failing(rehearsal)) == stages
 
 
-DEMONSTRATIONS = {
-    "merge dropped": (drop_merge, {"export"}),
-    "a loss that is no number": (lambda r: metrics(r, loss__total=nan), {"update"}),
-    "a validation loss that is no number": (lambda r: metrics(r, validation__val_loss=nan), {"validation"}),
-}
-
-
 @pytest.mark.parametrize(("plant", "stages"), DEMONSTRATIONS.values(), ids=DEMONSTRATIONS)
 def test_defect_of_a_run_on_demonstrations_is_caught(rehearsal_of, plant, stages):
     rehearsal = rehearsal_of("sft_lora")
     plant(rehearsal)
     assert set(failing(rehearsal)) == stages
+
+
+def test_a_drivers_failure_is_reported_at_the_first_incomplete_stage(rehearsal_of):
+    supervised, sampled = rehearsal_of("sft_lora"), rehearsal_of("erpo")
+    metrics(supervised, grad_norm=0)
+    without_responses(sampled)
+    for rehearsal, complete, at in ((supervised, 1, "update"), (sampled, 2, "rollout")):
+        *found, last = checks.stages(rehearsal, "it crashed")
+        assert [stage.ok for stage in found] == [True] * complete
+        assert last == Stage(at, False, "it crashed")
+
+
+def test_responses_are_scored_as_the_recipe_weights_them(rehearsal_of, tmp_path):
+    (tmp_path / "own.py").write_text("def short(response):\n    return float(len(response) < 5)\n")
+    own, rehearsal = f"{tmp_path}/own.py:short", rehearsal_of("erpo")
+    rewards = f"nemo_grpo.rewards={{_override_: true, accuracy: 1.0, format: 1.0, {own}: 0.5}}"
+    rehearsal.toy_recipe = rehearsal.small = load_recipe(rehearsal.folder / "recipe.yaml", [rewards])
+    found = Recorded(rehearsal)
+    problem = found.task.known[0]
+    right = f"so</think><answer>\\boxed{{{problem.answer}}}</answer>"
+    for step, path in enumerate(files_of(rehearsal, 1, 2, 3), 1):
+        texts = (right, "no", "no", right) if step == 1 else ()
+        rows = ({"content": [[problem.question, text]], "rewards": [2.0 * (text == right)]} for text in texts)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert checks.reward_components(found) == {"accuracy": 0.5, "format": 0.5, own: 0.5}
+    assert f"reward 2 (accuracy 1.00, format 1.00, cosine 1.00, {own} 0.00)" in checks.sample(found)
 
 
 def test_responses_through_the_data_plane_are_read_from_their_tokens(rehearsal_of):
@@ -153,5 +217,5 @@ def test_responses_through_the_data_plane_are_read_from_their_tokens(rehearsal_o
 
 def test_evidence_that_cannot_be_read_is_a_failure(rehearsal_of):
     rehearsal = rehearsal_of("erpo")
-    files_of(rehearsal, [2])[0].write_text("no json\n")
+    files_of(rehearsal, 2)[0].write_text("no json\n")
     assert "cannot be read" in failing(rehearsal)["reward"]

@@ -13,6 +13,7 @@ from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.environment import Stack, stack_for
 from nemo_grpo.rehearsal.model import RehearsalModel, small_config
 from nemo_grpo.rehearsal.tiny_data import problems_of
+from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -25,7 +26,7 @@ WITH_VLLM = Stack(Path("python"), Path("RL"), Path("vllm"))
 MODEL = RehearsalModel(Path("/models/small"), "made here", "qwen2", longest_prompt=100, longest_response=12)
 
 
-def made_small(path: Path, folder: Path, *overrides: str, max_ranks: int = 4):
+def made_small(path, folder, *overrides, max_ranks=4):
     recipe = load_recipe(path, overrides)
     task = problems_of(recipe, folder / "problems").task
     layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)
@@ -37,11 +38,11 @@ def made_small(path: Path, folder: Path, *overrides: str, max_ranks: int = 4):
 @pytest.mark.parametrize("path", CLUSTER, ids=[path.stem for path in CLUSTER])
 def test_a_shipped_recipe_stays_one_when_made_small(path, tmp_path):
     recipe, rehearsed, layout, changed = made_small(path, tmp_path)
-    assert rehearsed.loss_fn.variant == recipe.loss_fn.variant
-    assert rehearsed.nemo_grpo.rewards == recipe.nemo_grpo.rewards
-    assert rehearsed.nemo_grpo.prompt == recipe.nemo_grpo.prompt
-    assert rehearsed.grpo.use_dynamic_sampling == recipe.grpo.use_dynamic_sampling
-    assert rehearsed.policy.sequence_packing.enabled == recipe.policy.sequence_packing.enabled
+    for key in (
+        *("loss_fn.variant", "nemo_grpo.rewards", "nemo_grpo.prompt", "grpo.use_dynamic_sampling"),
+        "policy.sequence_packing.enabled",
+    ):
+        assert value_of(rehearsed, key) == value_of(recipe, key)
     assert rehearsed.world_size == layout.number <= 4
     assert rehearsed.num_updates_per_step == min(recipe.num_updates_per_step, 2)
     fp8 = rehearsed.policy.megatron_cfg.fp8_cfg
@@ -68,19 +69,19 @@ def test_a_rehearsal_keeps_the_clip_of_whoever_wrote_it(clip, kept, tmp_path):
     assert load_recipe(written).loss_fn.ratio_clip_max == kept
 
 
-LAYOUTS = [
-    (small.Ranks(8, 4, 1, 2, 1), 4, small.Ranks(2, 2, 1, 1, 1)),
-    (small.Ranks(2, 1, 2, 8, 8), 4, small.Ranks(2, 1, 2, 1, 2)),
-    (small.Ranks(1, 1, 1, 8, 1), 4, small.Ranks(1, 1, 1, 2, 1)),
-    (small.Ranks(2, 1, 1, 4, 1), 4, small.Ranks(2, 1, 1, 2, 1)),
-    (small.Ranks(2, 1, 1, 4, 1), 2, small.Ranks(2, 1, 1, 1, 1)),
-    (small.Ranks(1, 1, 1, 1, 1), 1, small.Ranks(1, 1, 1, 1, 1)),
-]
-
-
-@pytest.mark.parametrize(("layout", "ranks", "expected"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "ranks", "expected"),
+    [
+        ((8, 4, 1, 2, 1), 4, (2, 2, 1, 1, 1)),
+        ((2, 1, 2, 8, 8), 4, (2, 1, 2, 1, 2)),
+        ((1, 1, 1, 8, 1), 4, (1, 1, 1, 2, 1)),
+        ((2, 1, 1, 4, 1), 4, (2, 1, 1, 2, 1)),
+        ((2, 1, 1, 4, 1), 2, (2, 1, 1, 1, 1)),
+        ((1, 1, 1, 1, 1), 1, (1, 1, 1, 1, 1)),
+    ],
+)
 def test_every_parallel_dimension_stays_as_far_as_the_ranks_go(layout, ranks, expected):
-    assert small.reduced_ranks(layout, ranks) == expected
+    assert small.reduced_ranks(small.Ranks(*layout), ranks) == small.Ranks(*expected)
 
 
 def test_token_ids_of_the_full_models_tokenizer_are_left_out(tmp_path):
@@ -101,25 +102,17 @@ def test_images_without_torchvision_and_embedded_recipes_are_refused(name, messa
     path = RECIPES / f"{name}.yaml"
     with pytest.raises(UserError, match=message):
         stack_for(load_recipe(path), path, WITH_VLLM)
-
-
-def test_images_are_rehearsed_where_torchvision_is():
-    path = RECIPES / "gpg" / "gpg-qwen2.5-vl-3b-lisa-1n8g.yaml"
-    recipe, stack = load_recipe(path), replace(WITH_VLLM, torchvision=Path("torchvision"))
-    assert stack_for(recipe, path, stack) == replace(stack, sees_images=True)
-    assert stack_for(load_recipe(CW_GRPO), CW_GRPO, stack) == stack
+    if name != "quickstart":
+        stack = replace(WITH_VLLM, torchvision=Path("torchvision"))
+        assert stack_for(load_recipe(path), path, stack) == replace(stack, sees_images=True)
+        assert stack_for(load_recipe(CW_GRPO), CW_GRPO, stack) == stack
 
 
 @pytest.mark.parametrize(
     ("model", "overrides", "family", "why"),
     [
         ("Qwen/Qwen3-30B-A3B", (), "qwen3_moe", ""),
-        (
-            "moonshotai/Moonlight-16B-A3B",
-            (),
-            "qwen3_moe",
-            "because the layers of deepseek_v3 are not computed",
-        ),
+        ("moonshotai/Moonlight-16B-A3B", (), "qwen3_moe", "because the layers of deepseek_v3 are not"),
         ("openai/gpt-oss-20b", (), "qwen3_moe", "because the layers of gpt_oss are not computed on a CPU"),
         ("see/the-guide", (), "qwen2", "in place of see/the-guide, which is not known here"),
         ("see/the-guide", (EP8,), "qwen3_moe", "in place of see/the-guide, which is not known here"),

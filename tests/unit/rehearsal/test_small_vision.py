@@ -1,6 +1,5 @@
 """A rehearsal's small vision model, and its images."""
 
-from io import BytesIO
 from pathlib import Path
 
 import numpy
@@ -24,13 +23,15 @@ IMAGE_TOKENS = 4
 """Of such a picture: 2 x 2 patches are merged."""
 
 
-def made_tokenizer():
+@pytest.fixture(scope="module")
+def tokenizer():
     made = build_tokenizer(WordProblemsConfig().build(), 400, 0)
     made.add_tokens(list(vision.MARKS.values()), special_tokens=True)
     return made
 
 
-def made_model(tokenizer):
+@pytest.fixture(scope="module")
+def model(tokenizer):
     """Weights so large that a picture decides about the text."""
     config, _ = small_config(load_recipe(RECIPE), -(-len(tokenizer) // 8) * 8, tokenizer)
     torch.manual_seed(0)
@@ -41,24 +42,9 @@ def made_model(tokenizer):
     return made
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return made_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer):
-    return made_model(tokenizer)
-
-
-def picture(seed: int) -> dict[str, torch.Tensor]:
+def picture(seed):
     pixels = torch.randn(GRID[1] * GRID[2], PATCH, generator=torch.Generator().manual_seed(seed))
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([GRID])}
-
-
-def tokens_of(tokenizer, *numbers: int) -> torch.Tensor:
-    marked = [tokenizer.convert_tokens_to_ids(vision.MARKS["image_token_id"])] * IMAGE_TOKENS
-    return torch.tensor([5, *marked, *numbers])
 
 
 def test_the_small_model_is_the_recipes_family_in_small(model, tokenizer):
@@ -74,11 +60,10 @@ def test_the_small_model_is_the_recipes_family_in_small(model, tokenizer):
 
 
 def test_what_the_model_sees_changes_its_logits(model, tokenizer):
-    ids = tokens_of(tokenizer, 7, 8)[None]
     image_token = model.config.image_token_id
-    logits = [
-        model(ids, **vision.inputs_of(ids, image_token, [picture(seed)])).logits[0, -1] for seed in (0, 0, 1)
-    ]
+    ids = torch.tensor([[5, *[image_token] * IMAGE_TOKENS, 7, 8]])
+    inputs = (vision.inputs_of(ids, image_token, [picture(seed)]) for seed in (0, 0, 1))
+    logits = [model(ids, **given).logits[0, -1] for given in inputs]
     assert torch.equal(logits[0], logits[1])
     assert (logits[0] - logits[2]).abs().max() > 0.1
     rows = vision.inputs_of(ids.repeat(2, 1), image_token, [picture(0), picture(1)])
@@ -86,17 +71,9 @@ def test_what_the_model_sees_changes_its_logits(model, tokenizer):
     torch.testing.assert_close(both, torch.stack([logits[0], logits[2]]), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("of_bytes", [False, True])
-def test_a_picture_is_decoded_as_pillow_does(tmp_path, of_bytes):
+def test_a_picture_is_decoded_as_pillow_does(tmp_path):
     pixels = numpy.arange(5 * 7 * 3, dtype=numpy.uint8).reshape(5, 7, 3)
-    file = BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    (tmp_path / "a.png").write_bytes(file.getvalue())
-    source = (
-        torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-        if of_bytes
-        else str(tmp_path / "a.png")
-    )
-    found = decode_image(source, "RGB")
-    assert found.shape == (3, 5, 7)
-    assert torch.equal(found.permute(1, 2, 0), torch.from_numpy(pixels))
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    of_bytes = torch.frombuffer(bytearray((tmp_path / "a.png").read_bytes()), dtype=torch.uint8)
+    for source in (of_bytes, str(tmp_path / "a.png")):
+        assert torch.equal(decode_image(source, "RGB").permute(1, 2, 0), torch.from_numpy(pixels))

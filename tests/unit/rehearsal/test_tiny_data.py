@@ -65,7 +65,6 @@ PICTURES = {"dataset_name": "clevr-cogent", "processor": "vlm_hf_data_processor"
 
 
 def of_nemo_rl(**data):
-    """A recipe with NeMo-RL's own data."""
     sets = json.dumps({"train": data, "validation": data})
     environments = '{"clevr-cogent": {"num_workers": 8}}'
     own = "{_override_: true, runs_dir: runs, run_name: pictured}"

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ WARM = Path(environment.__file__).with_name("warm.py")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory):
     """With the socket of a server that has imported decimal."""
     folder = tmp_path_factory.mktemp("w")
     command = [sys.executable, "-P", str(WARM), "serve", str(folder / "policy"), "decimal"]
@@ -26,9 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def run(folder: Path | None, *arguments: str, **further: object) -> subprocess.CompletedProcess[str]:
+def run(folder, *arguments, **further):
     command = [*warm_command(sys.executable, "policy", str(folder) if folder else None), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **further)  # type: ignore[call-overload]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **further)
 
 
 def test_fork_has_the_requesters_arguments_environment_folder_and_streams(folder, tmp_path):
@@ -72,8 +71,7 @@ def test_signals_reach_the_fork(folder, tmp_path):
 def test_a_server_that_cannot_import_is_left_out(tmp_path):
     command = [sys.executable, "-P", str(WARM), "serve", str(tmp_path / "policy"), "no_such_module"]
     assert subprocess.run(command, capture_output=True, timeout=60).returncode == 1
-    (tmp_path / "script.py").write_text("import sys; print(sys.argv[1])")
-    assert run(tmp_path, str(tmp_path / "script.py"), "alone").stdout == "alone\n"
+    assert run(tmp_path, "-c", "import sys; print(sys.argv[1])", "alone").stdout == "alone\n"
 
 
 def test_a_background_process_ends_with_the_one_that_started_it(tmp_path):
@@ -94,7 +92,7 @@ def test_a_background_process_ends_with_the_one_that_started_it(tmp_path):
     assert has_ended(int(pid_file.read_text()))
 
 
-def has_ended(pid: int) -> bool:
+def has_ended(pid):
     """Wait for the end of a process, which nobody may have waited for yet."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:

@@ -8,15 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-LEFT_BEHIND = {
-    "PYTHONPATH": "/modules/lib",
-    "PYTHONHOME": "/modules",
-    "PIP_USER": "1",
-    "PIP_TARGET": "/home/me",
-}
+LEFT_BEHIND = dict.fromkeys(("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET"), "/modules")
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
 def test_environment_of_other_pythons_does_not_reach_the_virtual_environment():
     command = ["make", "--no-print-directory", "--eval", "probe: ; @env", "probe"]
     done = subprocess.run(
@@ -27,7 +24,6 @@ def test_environment_of_other_pythons_does_not_reach_the_virtual_environment():
     assert not names & set(LEFT_BEHIND)
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_python_in_a_folder_with_a_space_makes_the_virtual_environment(tmp_path):
     python = tmp_path / "my pythons/python"
     python.parent.mkdir()

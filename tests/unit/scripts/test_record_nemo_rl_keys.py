@@ -1,7 +1,5 @@
 """NeMo-RL's keys, read from its source."""
 
-from pathlib import Path
-
 from scripts.record_nemo_rl_keys import Source
 
 GRPO = """
@@ -55,7 +53,7 @@ policy: {extra: {a: 1}, backend: megatron}
 """
 
 
-def test_types_values_defaults_and_documentation_are_read(tmp_path: Path) -> None:
+def test_types_values_defaults_and_documentation_are_read(tmp_path):
     (tmp_path / "nemo_rl" / "algorithms").mkdir(parents=True)
     (tmp_path / "examples").mkdir()
     (tmp_path / "nemo_rl" / "algorithms" / "grpo.py").write_text(GRPO)
