@@ -1,8 +1,8 @@
 """The planner's step times against published ones, each model predicted by constants fitted without it.
 
     python -m benchmarks.plan_vs_published           # every row of published/nemo_rl.yaml
-    python -m benchmarks.plan_vs_published --fit     # constants of nemo_grpo/plan/efficiency.py
-    python -m benchmarks.plan_vs_published --errors  # intervals of nemo_grpo/plan/efficiency.py
+    python -m benchmarks.plan_vs_published --fit     # constants of nemo_grpo/plan/hardware.py
+    python -m benchmarks.plan_vs_published --errors  # intervals of nemo_grpo/plan/hardware.py
     python -m benchmarks.plan_vs_published --blind FILE   # a CSV of published/; never fitted
 
 A fit minimizes the squared logarithm of predicted / published over H100 rows and published phases, and keeps
@@ -22,7 +22,7 @@ from statistics import median
 import numpy as np
 
 from benchmarks.published_rows import Row, error, predicted, read_blind, read_rows
-from nemo_grpo.plan.efficiency import FITTED, PUBLISHED, Efficiency, PredictionError
+from nemo_grpo.plan.hardware import FITTED, PUBLISHED, Efficiency, PredictionError
 
 PRIOR = Efficiency(
     matrix=0.5,

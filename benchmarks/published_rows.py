@@ -18,14 +18,11 @@ from typing import Any
 
 import yaml
 
-from nemo_grpo.plan.efficiency import Efficiency
-from nemo_grpo.plan.hardware import HARDWARE
-from nemo_grpo.plan.inputs import PlanInput
+from nemo_grpo.plan.hardware import HARDWARE, Efficiency
+from nemo_grpo.plan.inputs import PRESETS, PlanInput
 from nemo_grpo.plan.lengths import of_mean
-from nemo_grpo.plan.presets import PRESETS
-from nemo_grpo.plan.scenario import Scenario
+from nemo_grpo.plan.scenario import ACCEPTANCE, Scenario, Workload
 from nemo_grpo.plan.step_time import ROLLOUT, UPDATE, StepTime, step_time
-from nemo_grpo.plan.workload import ACCEPTANCE, Workload
 from nemo_grpo.recipe.layout import Layout
 
 FOLDER = Path(__file__).parent / "published"

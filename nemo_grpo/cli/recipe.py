@@ -261,8 +261,7 @@ def rules() -> None:
 
     Example: nemo-grpo recipe rules | grep sequence_packing
     """
-    from nemo_grpo.recipe.registry import Scope
-    from nemo_grpo.recipe.tables import rows
+    from nemo_grpo.recipe.registry import Scope, rows
 
     for scope in Scope:
         for row in rows(scope):

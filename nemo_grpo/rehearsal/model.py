@@ -14,7 +14,7 @@ from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.rollout import Group, assemble
 from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
 from nemo_grpo.models import COMPUTED, ModelSpec
-from nemo_grpo.plan.presets import PRESETS, shape_of
+from nemo_grpo.plan.inputs import PRESETS, shape_of
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.host import has_images
 from nemo_grpo.rehearsal import vision

@@ -9,9 +9,8 @@ import yaml
 
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.loader import merge
-from nemo_grpo.recipe.registry import Scope
+from nemo_grpo.recipe.registry import Limit, Scope, rows
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
-from nemo_grpo.recipe.tables import Limit, rows
 from nemo_grpo.rehearsal.environment import uses_async_engine
 from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.rehearsal.tiny_data import data_settings

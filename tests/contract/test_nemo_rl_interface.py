@@ -11,7 +11,7 @@ import pytest
 from nemo_grpo.nemorl import compat, doctor, host_api
 from nemo_grpo.nemorl.config import sft_section
 from nemo_grpo.nemorl.host_api import ELSEWHERE, GRPO, HOST_API, LOSS_KEYS, POLICY, SFT, TESTED
-from nemo_grpo.nemorl.sft import OF_SETUP
+from nemo_grpo.nemorl.sft import SETUP_RESULT
 from nemo_grpo.nemorl.static_api import Tree, misfit, shape
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support.dotted import value_of
@@ -49,7 +49,7 @@ def test_setup_returns_what_is_unpacked(version):
         (theirs, ours) for theirs, ours in zip(returned, compat.Parts._fields, strict=True) if theirs != "_"
     ]
     assert all(theirs.removesuffix("_actor") == ours for theirs, ours in known)
-    assert len(doctor.recorded(version)[f"{SFT}:setup"]["returns"]) == len(OF_SETUP)
+    assert len(doctor.recorded(version)[f"{SFT}:setup"]["returns"]) == len(SETUP_RESULT)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

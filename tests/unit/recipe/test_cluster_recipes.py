@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_grpo.plan.hardware import HARDWARE
-from nemo_grpo.plan.inputs import plan_input
-from nemo_grpo.plan.presets import shape_of
+from nemo_grpo.plan.inputs import plan_input, shape_of
 from nemo_grpo.plan.rules import problems
 from nemo_grpo.recipe import load_recipe
 
