@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from nemo_grpo.cli import main
-from nemo_grpo.cli.model_folder import check_place, finite_logits, result_name
+from nemo_grpo.cli.eval import check_place, finite_logits, result_name
 from nemo_grpo.support import processor
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.hf_folder import load_config
