@@ -69,10 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, *, resume: bool) -> Path:
-    """Write the recipe as the driver gets it into the run's folder, and return the folder.
-
-    Raises: UserError: an embedded recipe, no vLLM, or an existing run.
-    """
+    """Write the driver's recipe into the run's folder; returns the folder."""
     if stack.vllm_python is None:
         raise UserError(
             "vLLM: .venv-vllm is not there; run `make venv-vllm`, or name a Python: --vllm-python"
@@ -104,10 +101,7 @@ def full_size_overrides(recipe: Recipe) -> Iterator[Override]:
 
 
 def write_policy(embedded: Recipe, folder: Path) -> None:
-    """Write an embedded recipe's warm-started policy in BF16, as NeMo-RL trains and vLLM samples.
-
-    Raises: UserError: the recipe has no warm start.
-    """
+    """Write an embedded recipe's warm-started policy in BF16, as NeMo-RL trains and vLLM samples."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -127,8 +121,6 @@ def train(recipe: Recipe, stack: Stack, folder: Path) -> int:
     """Run NeMo-RL's driver to its end in a private Ray and export its last checkpoint to ``hf``.
 
     A signal stops it after a step, with a checkpoint.
-
-    Raises: UserError: the driver refuses.  Failed: it fails, or is stuck.  NotStarted: Ray does not come up.
     """
     command = [str(stack.python), "-W", "ignore", "-m", "nemo_grpo.nemorl.run_grpo"]
     command += ["--config", str(folder / RECIPE)]
@@ -154,10 +146,7 @@ def train(recipe: Recipe, stack: Stack, folder: Path) -> int:
 
 
 def follow(process: subprocess.Popen[bytes], cluster: Cluster, recipe: Recipe) -> None:
-    """Show a line per step until the process ends; pass a request to stop on.
-
-    Raises: Failed: see `stages.polls`.
-    """
+    """Show a line per step until the process ends, and pass a request to stop on."""
     done, is_told = stages.last_step(recipe), False
     with stop_on_signals() as stop, progress("NeMo-RL", recipe.grpo.max_num_steps - done) as advance:
         for _ in chain(stages.polls(process, cluster, recipe.run_dir / LOG), [None]):  # once more at the end
@@ -170,7 +159,7 @@ def follow(process: subprocess.Popen[bytes], cluster: Cluster, recipe: Recipe) -
 
 
 def standing(recipe: Recipe) -> str:
-    """The newest reward and validation, in a few words."""
+    """Write the newest reward and validation in a few words."""
     newest: dict[str, float] = {}
     for row in stages.metrics(recipe):
         newest |= row
