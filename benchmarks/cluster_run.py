@@ -44,9 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster_run", description=__doc__)
     parser.add_argument("recipe", type=Path, help="recipe with nemo_grpo.target: cluster")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument(
-        "--policy-of", type=Path, help="embedded recipe whose warm-started policy to start from"
-    )
+    parser.add_argument("--policy-of", type=Path, help="embedded recipe whose warm start to begin from")
     parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
     parser.add_argument("--nemo-rl", type=Path, help="NeMo-RL's source; default: NEMO_RL_SRC")
     parser.add_argument("--python", type=Path, help="Python of .venv-nemo-rl")
@@ -71,9 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, *, resume: bool) -> Path:
     """Write the driver's recipe into the run's folder; returns the folder."""
     if stack.vllm_python is None:
-        raise UserError(
-            "vLLM: .venv-vllm is not there; run `make venv-vllm`, or name a Python: --vllm-python"
-        )
+        raise UserError("--vllm-python: there is no .venv-vllm; run `make venv-vllm`, or name a Python")
     stack_for(recipe, path, stack)
     folder = recipe.run_dir.absolute()
     if (folder / METRICS_FILE).is_file() and not resume:

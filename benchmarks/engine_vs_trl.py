@@ -144,7 +144,6 @@ def run_ours(config: Config, folder: Path) -> None:
     parts = begin(recipe_of(config, folder))
     task: Any = parts.task
     task.score = lambda _problem, response: {"accuracy": reward(response), "format": 0.0}
-    assert not parts.learner.objective.needs_reference
     turns, going = Turns(), True
     while going:
         row = reinforce(parts)

@@ -15,7 +15,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -72,19 +71,16 @@ def run(stack: Stack, folder: Path, cases: list[Case]) -> tuple[Results, Results
     if not (folder / "batches.pt").exists():
         record(stack, folder)
     cases = sorted(cases, key=lambda case: (case.layout, case.precision))
-    start = time.monotonic()
     embedded = read(kept := folder / "embedded-all.pt")
     for layout in sorted({case.layout for case in cases}):
         if left := [case for case in cases if case.layout == layout and case not in embedded]:
             embedded |= run_embedded(stack, folder, left)
             torch.save(embedded, kept)
-    middle = time.monotonic()
     cluster = read(folder / "cluster.pt") | read(kept := folder / "cluster-all.pt")
     torch.save(cluster, kept)
     if left := [case for case in cases if case not in cluster]:
         cluster |= run_cluster(stack, folder, left)
         torch.save(cluster, kept)
-    sys.stderr.write(f"embedded {middle - start:.0f} s, NeMo-RL {time.monotonic() - middle:.0f} s\n")
     return embedded, cluster
 
 

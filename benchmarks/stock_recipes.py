@@ -27,9 +27,7 @@ PLACES = {name: "/somewhere" for name in ("HF_HOME", "PERSISTENT_CACHE", "NRL_ME
 
 def main() -> None:
     """Print a table for each repository."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("repositories", nargs="+", type=Path, metavar="RL", help="NeMo-RL's repository")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated; default: all")
     given = parser.parse_args()
