@@ -26,36 +26,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.turns import Side, Turns
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 HEADS = ("stock", "compact", "classic")
-WARM_UP_STEPS = 3
-MARK = "@"
-"""First character of a side's output lines that hold results."""
 LEARNING_RATE = 1e-6
 """So small that responses keep their lengths."""
+INPUTS = "inputs.json"
+"""File with the path of the model and the prompts, for TRL's side."""
 
 
 @dataclass(frozen=True)
 class Config:
     """One comparison.
 
-    Attributes: micro_batch_size: sequences per forward and backward pass, on both sides.
+    Attributes: micro_batch_size, precision: of both sides.
                 changes: overrides of the recipe.
-                precision: float32 or bfloat16, on both sides.
     """
 
     num_prompts: int
@@ -90,30 +86,6 @@ CONFIGS = {
 def reward(text: str) -> float:
     """Compute the share of vowels, which differs within every group, so that every step updates."""
     return sum(character in "aeiou" for character in text) / max(1, len(text))
-
-
-class Turns:
-    """One side's measurements: CPU and wall time of as many steps as it is told, reported on stdout."""
-
-    def __init__(self) -> None:
-        self.steps = WARM_UP_STEPS
-        self._begin()
-
-    def _begin(self) -> None:
-        self.notes: list[dict[str, float]] = []
-        self.cpu, self.wall = sum(os.times()[:4]), time.perf_counter()  # with finished children
-
-    def step_done(self, **note: float) -> bool:
-        """Count a step with its measurements; returns False if no more steps are wanted."""
-        self.notes.append(note)
-        if len(self.notes) < self.steps:
-            return True
-        cpu, wall = sum(os.times()[:4]) - self.cpu, time.perf_counter() - self.wall
-        means = {name: statistics.mean(note[name] for note in self.notes) for name in note}
-        print(MARK + json.dumps({"cpu": cpu / self.steps, "wall": wall / self.steps} | means), flush=True)
-        self.steps = int(sys.stdin.readline() or 0)
-        self._begin()
-        return self.steps > 0
 
 
 def recipe_of(config: Config, folder: Path) -> Recipe:
@@ -214,15 +186,9 @@ def trainer_with(head: str) -> Any:
 
     class Classic(GRPOTrainer):
         def _get_per_token_logps_and_entropies(
-            self,
-            model: Any,
-            input_ids: torch.Tensor,
-            attention_mask: torch.Tensor,
-            logits_to_keep: int,
-            *_unused: Any,
-            compute_entropy: bool = False,
-            **_others: Any,
+            self, *inputs: Any, compute_entropy: bool = False, **_unused: Any
         ) -> tuple[Any, Any, None]:
+            model, input_ids, attention_mask, logits_to_keep = inputs
             output = model(input_ids, attention_mask=attention_mask, logits_to_keep=logits_to_keep + 1)
             logits = output.logits[:, :-1] / self.temperature
             logprobs = utils.selective_log_softmax(logits, input_ids[:, -logits_to_keep:])
@@ -231,47 +197,6 @@ def trainer_with(head: str) -> Any:
             return logprobs, entropies, None
 
     return Classic
-
-
-class Side:
-    """A side's process, run from the sources in ``root``.  Args: options: of its command line."""
-
-    def __init__(
-        self, python: str, side: str, folder: Path, options: Sequence[str], root: Path = ROOT
-    ) -> None:
-        folder.mkdir(exist_ok=True)
-        self.log = folder / f"{side}.log"
-        program = str(root / "benchmarks" / Path(__file__).name)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        environment["PYTHONPATH"] = str(root) if side == "ours" else ""
-        self.process: Any = subprocess.Popen(
-            [python, program, "--side", side, "--folder", str(folder), *options],
-            env=environment,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("w"),
-        )
-        self.results: list[dict[str, float]] = []
-        self._answer()  # the warm-up
-
-    def _answer(self) -> dict[str, float]:
-        for line in self.process.stdout:
-            if line.startswith(MARK):
-                return dict(json.loads(line[1:]))
-        raise SystemExit(f"{self.log} ends with:\n" + "\n".join(self.log.read_text().splitlines()[-15:]))
-
-    def turn(self, steps: int) -> None:
-        """Measure some steps."""
-        print(steps, file=self.process.stdin, flush=True)
-        self.results.append(self._answer())
-
-    def median(self, name: str) -> float:
-        return statistics.median(result[name] for result in self.results)
-
-
-INPUTS = "inputs.json"
-"""File with the path of the model and the prompts, for TRL's side."""
 
 
 def prepare(name: str, folder: Path) -> None:
@@ -288,18 +213,26 @@ def prepare(name: str, folder: Path) -> None:
     (folder / INPUTS).write_text(json.dumps([str(source), [tokenizer.decode(ids) for ids in encoded]]))
 
 
+def start(python: str, side: str, folder: Path, options: list[str], root: Path = ROOT) -> Side:
+    """Start a side's process from the sources in ``root``."""
+    folder.mkdir(exist_ok=True)
+    program = str(root / "benchmarks" / Path(__file__).name)
+    command = [python, program, "--side", side, "--folder", str(folder), *options]
+    return Side(command, root, folder / f"{side}.log")
+
+
 def compare(name: str, config: Config, arguments: argparse.Namespace) -> None:
     """Measure one configuration and print its lines."""
     options = ["--config", name, "--precision", config.precision]
     with tempfile.TemporaryDirectory(prefix="engine-vs-trl-") as scratch:
         folder = Path(scratch)
         prepare(name, folder)
-        sides = {"ours": Side(sys.executable, "ours", folder, options)}
+        sides = {"ours": start(sys.executable, "ours", folder, options)}
         for head in arguments.heads if arguments.trl_python else ():
-            sides[head] = Side(arguments.trl_python, head, folder, options)
+            sides[head] = start(arguments.trl_python, head, folder, options)
         if arguments.release:
             root = arguments.release.absolute()
-            sides["release"] = Side(sys.executable, "ours", folder / "release", options, root)
+            sides["release"] = start(sys.executable, "ours", folder / "release", options, root)
         for _ in range(arguments.repetitions):
             for side in sides.values():
                 side.turn(config.steps_per_turn)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from published import FILES, PNG, write
 
-from nemo_grpo.data import SOURCES, Request, check_copies, prepare, verify
-from nemo_grpo.data import preparation
+from nemo_grpo.data import SOURCES, Request, check_copies, preparation, prepare, verify
 from nemo_grpo.data.local_folders import LocalFolder
 from nemo_grpo.support.errors import UserError
 
