@@ -44,9 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster_run", description=__doc__)
     parser.add_argument("recipe", type=Path, help="recipe with nemo_grpo.target: cluster")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument(
-        "--policy-of", type=Path, help="embedded recipe whose warm-started policy to start from"
-    )
+    parser.add_argument("--policy-of", type=Path, help="embedded recipe whose warm start to begin from")
     parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
     parser.add_argument("--nemo-rl", type=Path, help="NeMo-RL's source; default: NEMO_RL_SRC")
     parser.add_argument("--python", type=Path, help="Python of .venv-nemo-rl")
@@ -69,14 +67,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, *, resume: bool) -> Path:
-    """Write the recipe as the driver gets it into the run's folder, and return the folder.
-
-    Raises: UserError: an embedded recipe, no vLLM, or an existing run.
-    """
+    """Write the driver's recipe into the run's folder; returns the folder."""
     if stack.vllm_python is None:
-        raise UserError(
-            "vLLM: .venv-vllm is not there; run `make venv-vllm`, or name a Python: --vllm-python"
-        )
+        raise UserError("--vllm-python: there is no .venv-vllm; run `make venv-vllm`, or name a Python")
     stack_for(recipe, path, stack)
     folder = recipe.run_dir.absolute()
     if (folder / METRICS_FILE).is_file() and not resume:
@@ -104,10 +97,7 @@ def full_size_overrides(recipe: Recipe) -> Iterator[Override]:
 
 
 def write_policy(embedded: Recipe, folder: Path) -> None:
-    """Write an embedded recipe's warm-started policy in BF16, as NeMo-RL trains and vLLM samples.
-
-    Raises: UserError: the recipe has no warm start.
-    """
+    """Write an embedded recipe's warm-started policy in BF16, as NeMo-RL trains and vLLM samples."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -127,8 +117,6 @@ def train(recipe: Recipe, stack: Stack, folder: Path) -> int:
     """Run NeMo-RL's driver to its end in a private Ray and export its last checkpoint to ``hf``.
 
     A signal stops it after a step, with a checkpoint.
-
-    Raises: UserError: the driver refuses.  Failed: it fails, or is stuck.  NotStarted: Ray does not come up.
     """
     command = [str(stack.python), "-W", "ignore", "-m", "nemo_grpo.nemorl.run_grpo"]
     command += ["--config", str(folder / RECIPE)]
@@ -154,10 +142,7 @@ def train(recipe: Recipe, stack: Stack, folder: Path) -> int:
 
 
 def follow(process: subprocess.Popen[bytes], cluster: Cluster, recipe: Recipe) -> None:
-    """Show a line per step until the process ends; pass a request to stop on.
-
-    Raises: Failed: see `stages.polls`.
-    """
+    """Show a line per step until the process ends, and pass a request to stop on."""
     done, is_told = stages.last_step(recipe), False
     with stop_on_signals() as stop, progress("NeMo-RL", recipe.grpo.max_num_steps - done) as advance:
         for _ in chain(stages.polls(process, cluster, recipe.run_dir / LOG), [None]):  # once more at the end
@@ -170,7 +155,7 @@ def follow(process: subprocess.Popen[bytes], cluster: Cluster, recipe: Recipe) -
 
 
 def standing(recipe: Recipe) -> str:
-    """The newest reward and validation, in a few words."""
+    """Write the newest reward and validation in a few words."""
     newest: dict[str, float] = {}
     for row in stages.metrics(recipe):
         newest |= row

@@ -51,10 +51,7 @@ MOONLIGHT: dict[str, object] = {
 
 
 def config_of(num_gigabytes: float, family: str = "qwen2") -> dict[str, object]:
-    """A config whose bf16 weights take about this much; only the number of layers varies.
-
-    Raises: ValueError: two layers take more.
-    """
+    """Make a config whose bf16 weights take about this much; only the number of layers varies."""
     base = MOONLIGHT if family == "moonlight" else QWEN2
     few, more = (model_parameters(read_spec(base | {"num_hidden_layers": n})) for n in (2, 3))
     num_more = round((num_gigabytes * 5e8 - few) / (more - few))
@@ -85,7 +82,7 @@ def make_model(folder: Path, num_gigabytes: float, sparse: bool, family: str = "
 
 
 def num_bytes(folder: Path) -> int:
-    """Size of all files below a folder."""
+    """Add up the sizes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

@@ -1,9 +1,9 @@
 """Time of both converters against copying the same bytes, and against transformers' load and save.
 
 The converters flush their result to disk before they give it its name; ``cp`` returns while data are still in
-memory, so ``cp`` and a flush is shown beside it. A disk is not always equally fast: every repetition runs all
-contestants one after the other, each on a disk that has nothing left to write, and ratios are taken within a
-repetition. Medians with the range; start-up of the processes included; the source is in the file cache.
+memory, so ``cp`` with a flush is shown too. Because a disk's speed varies, every repetition runs all
+contestants one after the other, each on a disk with nothing left to write, and ratios are taken within a
+repetition. Medians with the range, start-up of the processes included; the source is in the file cache.
 
     python -m benchmarks.convert_speed [--size 3] [--repeat 3] [--no-transformers] [--scratch DIR]
 """
@@ -33,13 +33,13 @@ Action = Callable[[], None]
 
 
 def processor_seconds() -> float:
-    """User and system time of all children so far."""
+    """Return user and system time of all children so far."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def seconds_of(action: Action, target: Path) -> tuple[float, float]:
-    """Wall and processor time of an action that makes ``target``."""
+    """Measure wall and processor time of an action that makes ``target``."""
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
     start, used = time.monotonic(), processor_seconds()
@@ -48,20 +48,20 @@ def seconds_of(action: Action, target: Path) -> tuple[float, float]:
 
 
 def run(*command: str) -> None:
-    """Run a command with one thread per library; fail loudly."""
+    """Run a command with one thread per library."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, capture_output=True, env=environment)
 
 
 def copy(source: Path, target: Path, then_flush: bool) -> None:
-    """``cp -r``, optionally until the data are on disk."""
+    """Copy with ``cp -r``, optionally until the data are on disk."""
     run("cp", "-r", str(source), str(target))
     if then_flush:
         flush(target)
 
 
 def convert(direction: str, workers: int, hf: Path, megatron: Path, target: Path) -> None:
-    """One conversion in a process of its own, start-up included."""
+    """Convert in a process of its own."""
     source = ["--hf-model", str(hf)]
     if direction == "megatron-to-hf":
         source = ["--megatron-checkpoint", str(megatron), "--hf-config", str(hf)]
@@ -70,7 +70,7 @@ def convert(direction: str, workers: int, hf: Path, megatron: Path, target: Path
 
 
 def contestants(hf: Path, megatron: Path, target: Path, transformers: bool) -> dict[str, Action]:
-    """Everything that is timed; all make ``target``."""
+    """List everything that is timed; all make ``target``."""
     start_up = [sys.executable, "-m", "checkpoints_conv", "inspect", str(megatron)]
     found: dict[str, Action] = {
         CP: functools.partial(copy, hf, target, False),
@@ -88,13 +88,13 @@ def contestants(hf: Path, megatron: Path, target: Path, transformers: bool) -> d
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Median and range."""
+    """Write median and range."""
     middle = f"{statistics.median(values):.{digits}f}"
     return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f} - {max(values):.{digits}f})"
 
 
 def table(times: dict[str, list[tuple[float, float]]], size: int) -> str:
-    """Markdown; ratios to the copies of the same repetition."""
+    """Write a Markdown table, with ratios to the copies of the same repetition."""
     wall = {name: [seconds for seconds, _ in runs] for name, runs in times.items()}
     heads = ("", "seconds", "MB/s", "x cp", "x cp and flush", "processor seconds")
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]

@@ -1,62 +1,57 @@
 """CPU seconds of a training step: the embedded engine against TRL's GRPOTrainer.
 
-Both sides train the same model folder (a Qwen2) with the same tokenizer, prompts, batch, lengths, sampling,
-loss (GRPO without KL), learning rate and reward function, on one thread. Each is a process of its own; they
-take turns, a few steps at a time, so that load of the machine meets all alike. A step is everything from
-drawing prompts to updated weights and metrics.
+Both sides train the same model folder with the same tokenizer, prompts, batch, lengths, sampling, loss (GRPO
+without KL), learning rate and reward, on one thread. Each is a process of its own; they take turns of a few
+steps, so that other load meets all alike. A step is everything from drawing prompts to updated weights and
+metrics. Both compute in float32, or with `--precision bfloat16` in bfloat16 with float32 master weights: ours
+in the optimizer, TRL's in the model under autocast.
 
-Both compute in float32, or with `--precision bfloat16` both in bfloat16 with master weights in float32: ours
-in the optimizer, TRL's, as it comes, in the model under autocast.
+TRL runs three times, because its default on a CPU is not its best (`HEADS`):
 
-TRL runs three times, because what it does on a CPU by default is not its best (`HEADS`):
-
-    stock     as it comes: a fused head scores every position, prompts and padding too, and recomputes logits
-    compact   the same head for responses only, as TRL does it on a GPU
-    classic   a plain head for responses (logits_to_keep) that keeps the logits, as earlier releases of TRL
+    stock     the default: a fused head scores every position, prompts and padding too, and recomputes logits
+    compact   the same head for responses only, TRL's choice on a GPU
+    classic   a plain head for responses (logits_to_keep) that keeps the logits, as in earlier releases of TRL
 
     python -m benchmarks.engine_vs_trl [--trl-python PATH] [--config tiny]
 
-TRL is no dependency of this project. Give it an environment of its own, with this one's torch:
+TRL needs an environment of its own, with this one's torch; without it only our side is measured:
 
     python -m venv /tmp/trl
     /tmp/trl/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.23.0
 
-and pass --trl-python /tmp/trl/bin/python; without it only our side is measured. All sides of smollm2 at
-once take more than 20 GB of memory: `--heads classic` and so on compare them one by one.
+All sides of smollm2 at once take more than 20 GB of memory: `--heads classic` and so on run one at a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.turns import Side, Turns
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 HEADS = ("stock", "compact", "classic")
-WARM_UP_STEPS = 3
-MARK = "@"  # begins the lines of a side's output that are for us
-LEARNING_RATE = 1e-6  # small, so that responses keep the lengths that they begin with
+LEARNING_RATE = 1e-6
+"""So small that responses keep their lengths."""
+INPUTS = "inputs.json"
+"""File with the path of the model and the prompts, for TRL's side."""
 
 
 @dataclass(frozen=True)
 class Config:
     """One comparison.
 
-    Attributes: micro_batch_size: sequences per forward and backward pass, on both sides.
+    Attributes: micro_batch_size, precision: of both sides.
                 changes: overrides of the recipe.
-                precision: float32 or bfloat16, on both sides.
     """
 
     num_prompts: int
@@ -70,7 +65,7 @@ class Config:
 
 
 CONFIGS = {
-    # One step at next to no learning rate: random weights.
+    # random weights: one step at next to no learning rate
     "tiny": Config(
         *(4, 8, 32, 32, 10),
         tuple(
@@ -79,53 +74,22 @@ CONFIGS = {
         ),
     ),
     "quickstart": Config(16, 8, 40, 32, 3),
-    # A pretrained model of 135 million parameters: python -m nemo_grpo.data.smollm2 .cache/smollm2
+    # 135 million parameters, pretrained: python -m nemo_grpo.data.smollm2 .cache/smollm2
     "smollm2": Config(
         *(2, 8, 64, 16, 2),
-        (
-            f"policy.model_name={ROOT / '.cache/smollm2'}",
-            "cluster.gpus_per_node=1",
-        ),
+        (f"policy.model_name={ROOT / '.cache/smollm2'}", "cluster.gpus_per_node=1"),
         "smollm2",
     ),
 }
 
 
 def reward(text: str) -> float:
-    """Share of vowels: differs within every group, so that every step updates."""
+    """Compute the share of vowels, which differs within every group, so that every step updates."""
     return sum(character in "aeiou" for character in text) / max(1, len(text))
 
 
-class Turns:
-    """One side's bookkeeping: measures as many steps as it is told, answers, and waits for the next order."""
-
-    def __init__(self) -> None:
-        self.steps, self.notes = WARM_UP_STEPS, []
-        self._begin()
-
-    def _begin(self) -> None:
-        self.notes.clear()
-        self.cpu, self.wall = sum(os.times()[:4]), time.perf_counter()  # with children it has waited for
-
-    def step_done(self, **note: float) -> bool:
-        """Call after each step with what it knows of it; False: no more steps are wanted."""
-        self.notes.append(note)
-        if len(self.notes) < self.steps:
-            return True
-        cpu, wall = sum(os.times()[:4]) - self.cpu, time.perf_counter() - self.wall
-        means = {name: statistics.mean(note[name] for note in self.notes) for name in note}
-        print(MARK + json.dumps({"cpu": cpu / self.steps, "wall": wall / self.steps} | means), flush=True)
-        order = sys.stdin.readline()
-        self.steps = int(order or 0)
-        self._begin()
-        return self.steps > 0
-
-
-# ------------------------------------------------------------------ our side
-
-
 def recipe_of(config: Config, folder: Path) -> Recipe:
-    """The comparison's recipe, with runs in ``folder``."""
+    """Load the comparison's recipe, with runs in ``folder``."""
     from nemo_grpo.recipe import load_recipe
 
     optimizer, scheduler = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
@@ -144,29 +108,14 @@ def recipe_of(config: Config, folder: Path) -> Recipe:
     return load_recipe(ROOT / f"recipes/{config.recipe}.yaml", overrides)
 
 
-class VowelTask:
-    """A task with `reward` for its score."""
-
-    def __init__(self, task: Any) -> None:
-        self.task = task
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.task, name)
-
-    def score(self, _problem: Any, response: str) -> dict[str, float]:
-        return {"accuracy": reward(response), "format": 0.0}
-
-
 def run_ours(config: Config, folder: Path) -> None:
     """Train as `train` does between validations and checkpoints."""
     from nemo_grpo.engine.run import begin
     from nemo_grpo.engine.steps import reinforce
-    from nemo_grpo.tasks.scoring import Scorer
 
-    recipe = recipe_of(config, folder)
-    parts = begin(recipe)
-    parts.scorer = Scorer(VowelTask(parts.task), recipe.nemo_grpo.rewards, recipe.nemo_grpo.prompt)
-    assert not parts.learner.objective.needs_reference
+    parts = begin(recipe_of(config, folder))
+    task: Any = parts.task
+    task.score = lambda _problem, response: {"accuracy": reward(response), "format": 0.0}
     turns, going = Turns(), True
     while going:
         row = reinforce(parts)
@@ -176,31 +125,24 @@ def run_ours(config: Config, folder: Path) -> None:
         going = turns.step_done(length=row["length/mean"], **times)
 
 
-# ------------------------------------------------------------------ TRL's side
-
-
 def run_trl(config: Config, folder: Path, head: str) -> None:
-    """`GRPOTrainer.train` on the model and the prompts that lie in ``folder``."""
+    """Train TRL's GRPOTrainer on the model and prompts of `prepare`."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig
 
     torch.set_num_threads(1)
-    prompts = json.loads((folder / "prompts.json").read_text())
-    model = json.loads((folder / "model.json").read_text())
-    lengths: list[float] = []
+    model, prompts = json.loads((folder / INPUTS).read_text())
+    turns, lengths = Turns(), list[float]()
 
     def vowels(completions: list[str], completion_ids: list[list[int]], **_unused: Any) -> list[float]:
         lengths.append(statistics.mean(map(len, completion_ids)))
         return [reward(text) for text in completions]
 
     class Callback(TrainerCallback):
-        def on_train_begin(self, *_args: Any, **_unused: Any) -> None:
-            self.turns = Turns()
-
         def on_step_end(self, _args: Any, _state: Any, control: Any, **_unused: Any) -> None:
-            control.should_training_stop = not self.turns.step_done(length=lengths[-1])
+            control.should_training_stop = not turns.step_done(length=lengths[-1])
 
     batch = config.num_prompts * config.num_generations
     arguments = GRPOConfig(
@@ -232,27 +174,21 @@ def run_trl(config: Config, folder: Path, head: str) -> None:
 
 
 def trainer_with(head: str) -> Any:
-    """TRL's trainer with one of `HEADS`."""
+    """Return TRL's trainer with one of `HEADS`."""
     import torch
     from trl import GRPOTrainer
     from trl.trainer import utils
 
     if head == "compact":
-        utils._use_triton = lambda _device: True  # in this module it decides on nothing else
+        utils._use_triton = lambda _device: True  # it decides nothing else in this module
     if head != "classic":
         return GRPOTrainer
 
     class Classic(GRPOTrainer):
         def _get_per_token_logps_and_entropies(
-            self,
-            model: Any,
-            input_ids: torch.Tensor,
-            attention_mask: torch.Tensor,
-            logits_to_keep: int,
-            *_unused: Any,
-            compute_entropy: bool = False,
-            **_others: Any,
+            self, *inputs: Any, compute_entropy: bool = False, **_unused: Any
         ) -> tuple[Any, Any, None]:
+            model, input_ids, attention_mask, logits_to_keep = inputs
             output = model(input_ids, attention_mask=attention_mask, logits_to_keep=logits_to_keep + 1)
             logits = output.logits[:, :-1] / self.temperature
             logprobs = utils.selective_log_softmax(logits, input_ids[:, -logits_to_keep:])
@@ -263,111 +199,64 @@ def trainer_with(head: str) -> Any:
     return Classic
 
 
-# ------------------------------------------------------------------ the comparison
-
-
-class Side:
-    """A side's process from the sources in ``root``; ``options`` are the command line's."""
-
-    def __init__(
-        self, python: str, side: str, folder: Path, options: Sequence[str], root: Path = ROOT
-    ) -> None:
-        program = str(root / "benchmarks" / Path(__file__).name)
-        command = [python, program, "--side", side, "--folder", str(folder), *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        environment["PYTHONPATH"] = str(root) if side == "ours" else ""
-        folder.mkdir(exist_ok=True)
-        self.log = folder / f"{side}.log"
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("w"),
-        )
-        self.results: list[dict[str, float]] = []
-        self._answer()  # the warm-up
-
-    def _answer(self) -> dict[str, float]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(MARK):
-                return dict(json.loads(line[1:]))
-        raise SystemExit(f"{self.log} ends with:\n" + "\n".join(self.log.read_text().splitlines()[-15:]))
-
-    def turn(self, steps: int) -> None:
-        self._order(steps)
-        self.results.append(self._answer())
-
-    def _order(self, steps: int) -> None:
-        assert self.process.stdin is not None
-        print(steps, file=self.process.stdin, flush=True)
-
-    def end(self) -> None:
-        self._order(0)
-        self.process.communicate()
-
-    def median(self, name: str) -> float:
-        return statistics.median(result[name] for result in self.results)
-
-
 def prepare(name: str, folder: Path) -> None:
-    """Leave in ``folder`` what TRL's side needs: the model's folder, and prompts as our side encodes them."""
+    """Write `INPUTS`: the starting policy, and prompts as our side encodes them."""
     from nemo_grpo.engine.warm_start import starting_policy
     from nemo_grpo.support.hf_folder import load_tokenizer
     from nemo_grpo.tasks import encode_prompt
 
     recipe = recipe_of(CONFIGS[name], folder)
-    task = recipe.nemo_grpo.task.build()
-    source = starting_policy(recipe)
+    task, source = recipe.task.build(), starting_policy(recipe)
     tokenizer = load_tokenizer(source)
     problems = [task.train_problem(number, recipe.grpo.seed) for number in range(2000)]
     encoded = [encode_prompt(tokenizer, recipe.nemo_grpo.prompt, problem) for problem in problems]
-    (folder / "prompts.json").write_text(json.dumps([tokenizer.decode(ids) for ids in encoded]))
-    (folder / "model.json").write_text(json.dumps(str(source)))
+    (folder / INPUTS).write_text(json.dumps([str(source), [tokenizer.decode(ids) for ids in encoded]]))
+
+
+def start(python: str, side: str, folder: Path, options: list[str], root: Path = ROOT) -> Side:
+    """Start a side's process from the sources in ``root``."""
+    folder.mkdir(exist_ok=True)
+    program = str(root / "benchmarks" / Path(__file__).name)
+    command = [python, program, "--side", side, "--folder", str(folder), *options]
+    return Side(command, root, folder / f"{side}.log")
 
 
 def compare(name: str, config: Config, arguments: argparse.Namespace) -> None:
-    """Measure one configuration, as the command line asks, and print its lines."""
-    trl_python, heads = arguments.trl_python, arguments.heads
+    """Measure one configuration and print its lines."""
     options = ["--config", name, "--precision", config.precision]
     with tempfile.TemporaryDirectory(prefix="engine-vs-trl-") as scratch:
         folder = Path(scratch)
         prepare(name, folder)
-        sides = {"ours": Side(sys.executable, "ours", folder, options)}
-        if trl_python:
-            sides |= {head: Side(trl_python, head, folder, options) for head in heads}
+        sides = {"ours": start(sys.executable, "ours", folder, options)}
+        for head in arguments.heads if arguments.trl_python else ():
+            sides[head] = start(arguments.trl_python, head, folder, options)
         if arguments.release:
             root = arguments.release.absolute()
-            sides["release"] = Side(sys.executable, "ours", folder / "release", options, root)
+            sides["release"] = start(sys.executable, "ours", folder / "release", options, root)
         for _ in range(arguments.repetitions):
             for side in sides.values():
                 side.turn(config.steps_per_turn)
         for side in sides.values():
-            side.end()
-        print(f"{name}: {config}, {arguments.repetitions} turns each")
-        for label, side in sides.items():
-            seconds = [result["cpu"] for result in side.results]
-            spread = f"{min(seconds):.3f} to {max(seconds):.3f}"
-            print(
-                f"  {label:7s} {side.median('cpu'):.3f} CPU s/step ({spread}), {side.median('wall'):.3f} s, "
-                f"mean response {side.median('length'):.1f} tokens"
-            )
-        parts = {part: sides["ours"].median(part) for part in ("rollout", "score", "update")}
-        total = sum(parts.values())
-        print("  ours by part:", ", ".join(f"{part} {s / total:.0%}" for part, s in parts.items()))
-        if trl_python:
-            ours = sides["ours"].median("cpu")
-            ratios = {head: ours / sides[head].median("cpu") for head in heads}
-            print("  ours / TRL:", ", ".join(f"{head} {ratio:.2f}" for head, ratio in ratios.items()))
-        if arguments.release:
-            print(f"  ours / release: {sides['ours'].median('cpu') / sides['release'].median('cpu'):.2f}")
+            side.process.communicate("0\n")
+    print(f"{name}: {config}, {arguments.repetitions} turns each")
+    for label, side in sides.items():
+        seconds = [result["cpu"] for result in side.results]
+        print(
+            f"  {label:7s} {side.median('cpu'):.3f} CPU s/step ({min(seconds):.3f} to {max(seconds):.3f}), "
+            f"{side.median('wall'):.3f} s, mean response {side.median('length'):.1f} tokens"
+        )
+    ours = sides.pop("ours")
+    parts = {part: ours.median(part) for part in ("rollout", "score", "update")}
+    total = sum(parts.values())
+    print("  ours by part:", ", ".join(f"{part} {s / total:.0%}" for part, s in parts.items()))
+    if sides:
+        ratios = (f"{label} {ours.median('cpu') / side.median('cpu'):.2f}" for label, side in sides.items())
+        print("  ours /", ", ".join(ratios))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--trl-python", help="Python of an environment with TRL; see above")
+    parser.add_argument("--trl-python", help="Python of an environment with TRL")
     parser.add_argument("--release", type=Path, help="clone of an earlier release, as one more side")
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=HEADS, help="only these of TRL's")
     parser.add_argument("--config", choices=CONFIGS, help="only this one")
@@ -383,7 +272,7 @@ def main() -> None:
         run_trl(configs[arguments.config], arguments.folder, arguments.side)
     else:
         if not arguments.trl_python:
-            print("TRL's side is skipped: give --trl-python PATH (see --help for how to make it)")
+            print("without TRL: give --trl-python PATH, see --help")
         for name in [arguments.config] if arguments.config else configs:
             compare(name, configs[name], arguments)
 

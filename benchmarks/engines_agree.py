@@ -1,4 +1,4 @@
-"""The two engines on the same recipe, weights and responses: what differs, number by number.
+"""Differences between the two engines on the same recipe, weights and responses, number by number.
 
     NEMO_RL_SRC=DIR .venv-nemo-rl/bin/python -m benchmarks.engines_agree [--variants grpo,erpo]
         [--layouts TP1,TP2,DP2] [--precisions float32,bfloat16] [--drift 12] [--folder DIR] [--output FILE.md]
@@ -6,7 +6,7 @@
 NeMo-RL's policy, worker group and Megatron workers run as in a rehearsal (`nemo_grpo.rehearsal`), with our
 estimator and loss; the embedded engine runs in the same environment, so that both have one megatron-core.
 Responses are sampled once. Three steps: one update, then two with two updates each, so that ratios, the KL
-and the optimizer's state depend on what the updates before have done.
+and the optimizer's state depend on earlier updates.
 """
 
 import argparse
@@ -15,9 +15,9 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -62,33 +62,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def sides_stack() -> Stack:
-    """NEMO_RL_SRC and this Python, for both sides; nothing samples."""
+    """Find NEMO_RL_SRC and this Python, for both sides; nothing samples."""
     return replace(find_stack(None, Path(sys.executable), None), vllm_python=None)
 
 
 def run(stack: Stack, folder: Path, cases: list[Case]) -> tuple[Results, Results]:
-    """Both engines' results; ``folder`` keeps them, so that a run that was ended goes on."""
+    """Run both engines; ``folder`` keeps the results, so that an interrupted run continues."""
     if not (folder / "batches.pt").exists():
         record(stack, folder)
     cases = sorted(cases, key=lambda case: (case.layout, case.precision))
-    start = time.monotonic()
     embedded = read(kept := folder / "embedded-all.pt")
     for layout in sorted({case.layout for case in cases}):
         if left := [case for case in cases if case.layout == layout and case not in embedded]:
             embedded |= run_embedded(stack, folder, left)
             torch.save(embedded, kept)
-    middle = time.monotonic()
     cluster = read(folder / "cluster.pt") | read(kept := folder / "cluster-all.pt")
     torch.save(cluster, kept)
     if left := [case for case in cases if case not in cluster]:
         cluster |= run_cluster(stack, folder, left)
         torch.save(cluster, kept)
-    sys.stderr.write(f"embedded {middle - start:.0f} s, NeMo-RL {time.monotonic() - middle:.0f} s\n")
     return embedded, cluster
 
 
 def run_embedded(stack: Stack, folder: Path, cases: list[Case]) -> Results:
-    """A process per rank."""
+    """Run the cases of one layout, a process per rank."""
     torch.save(cases, folder / "cases.pt")
     output, ranks = folder / "embedded.pt", LAYOUTS[cases[0].layout]["ranks"]
     shared = {
@@ -115,7 +112,7 @@ def run_embedded(stack: Stack, folder: Path, cases: list[Case]) -> Results:
 
 
 def run_cluster(stack: Stack, folder: Path, cases: list[Case]) -> Results:
-    """A Ray with as many logical GPUs as the widest layout."""
+    """Run all cases in a Ray with as many logical GPUs as the widest layout."""
     torch.save(cases, folder / "cases.pt")
     output, log = folder / "cluster.pt", folder / "cluster.log"
     output.unlink(missing_ok=True)
@@ -132,17 +129,17 @@ def run_cluster(stack: Stack, folder: Path, cases: list[Case]) -> Results:
 
 
 def read(path: Path) -> Results:
-    """Results of one side; none if there is no such file."""
+    """Read the results of one side; none without a file."""
     found: Results = torch.load(path, weights_only=False) if path.exists() else {}
     return found
 
 
 def report(embedded: Results, cluster: Results, cases: list[Case], long: list[Case]) -> str:
-    """Markdown: a table per precision, and the drift."""
+    """Write Markdown: a table per precision, and the drift."""
     parts = [
         "# The engines agree",
         f"`benchmarks/engines_agree.py`, {platform.machine()}, torch {torch.__version__}, "
-        f"megatron-core {_version('megatron-core')}, Megatron-Bridge {_version('megatron-bridge')}; "
+        f"megatron-core {version('megatron-core')}, Megatron-Bridge {version('megatron-bridge')}; "
         f"NeMo-RL: {Path(os.environ['NEMO_RL_SRC']).name}.",
     ]
     for precision in dict.fromkeys(case.precision for case in cases):
@@ -155,12 +152,6 @@ def report(embedded: Results, cluster: Results, cases: list[Case], long: list[Ca
     if long:
         parts += ["## Drift", drift_table(*[(embedded[case], cluster[case]) for case in long])]
     return "\n\n".join(parts) + "\n"
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)
 
 
 if __name__ == "__main__":

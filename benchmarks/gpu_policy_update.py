@@ -1,7 +1,7 @@
 """Policy updates on one GPU in BF16 and FP8: tokens/s, MFU, peak memory, loss curves, logprob drift.
 
-The layers have the shapes of Qwen2.5-1.5B and 7B, as many of them as fit; weights and tokens are random, and
-both precisions start from the same. FP8 needs Transformer Engine; without it only BF16 is measured.
+The layers have the shapes of Qwen2.5-1.5B and 7B, as many of them as fit; weights and tokens are random, the
+same for both precisions. FP8 needs Transformer Engine; without it only BF16 is measured.
 
     python -m benchmarks.gpu_policy_update [--shape qwen2.5-1.5b] [--fp8-recipe blockwise] [--output x.json]
 
@@ -10,9 +10,9 @@ Floating-point operations per token of an update, once forward and twice backwar
     3 x [ L x (2 h (q + 2 kv) + 2 q h + 6 h f + 2 q S) + 2 h V ]
 
 h hidden, q and kv the widths of all query and key heads, f MLP, S sequence length, V vocabulary, L layers.
-2 q S is the attention: two products with S / 2 keys on average, as a token sees those before it. Recomputed
-activations, norms and the embedding lookup do not count. MFU is that over the time and the chip's dense BF16
-rate, for FP8 too, so that the two figures compare.
+2 q S is causal attention: two products with S / 2 keys on average. Recomputed activations, norms and the
+embedding lookup do not count. MFU is that over the time and the chip's dense BF16 rate, for FP8 too, so that
+the two compare.
 """
 
 import argparse
@@ -37,7 +37,7 @@ STATE_BYTES_PER_PARAMETER = 18
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder: h, L, heads, key-value heads, f, V."""
+    """Sizes of a decoder with q = h: h, L, heads, key-value heads, f, V."""
 
     hidden: int
     num_layers: int
@@ -48,17 +48,13 @@ class Shape:
     tied: bool
 
     @property
-    def q(self) -> int:
-        return self.hidden
-
-    @property
     def kv(self) -> int:
         return self.hidden // self.heads * self.kv_heads
 
     @property
     def layer_parameters(self) -> int:
         """Weights of one layer's matrices."""
-        return self.hidden * (self.q + 2 * self.kv) + self.q * self.hidden + 3 * self.hidden * self.ffn
+        return self.hidden * (2 * self.hidden + 2 * self.kv + 3 * self.ffn)
 
 
 SHAPES = {
@@ -68,8 +64,8 @@ SHAPES = {
 
 
 def update_flops_per_token(shape: Shape, length: int) -> int:
-    """The formula at the top of this file."""
-    layer = 2 * shape.layer_parameters + 2 * shape.q * length
+    """Compute the formula at the top of this file."""
+    layer = 2 * shape.layer_parameters + 2 * shape.hidden * length
     return 3 * (shape.num_layers * layer + 2 * shape.hidden * shape.vocab)
 
 
@@ -77,7 +73,7 @@ def layers_that_fit(shape: Shape, memory_bytes: float, tokens_per_microbatch: in
     """Estimate the most layers of the shape that leave a tenth of the memory free; at least 1."""
     vocabulary = shape.vocab * shape.hidden * (1 if shape.tied else 2) * STATE_BYTES_PER_PARAMETER
     logits = 2 * 2 * tokens_per_microbatch * shape.vocab  # and their gradient
-    kept = 2 * (8 * shape.hidden + 2 * (shape.q + 2 * shape.kv) + 4 * shape.ffn)  # BF16, per token
+    kept = 2 * (10 * shape.hidden + 4 * shape.kv + 4 * shape.ffn)  # BF16, per token
     layer = shape.layer_parameters * STATE_BYTES_PER_PARAMETER + tokens_per_microbatch * kept
     return max(1, min(shape.num_layers, int((0.9 * memory_bytes - vocabulary - logits) // layer)))
 
@@ -96,7 +92,7 @@ class Measured:
 
 
 def make_policy(shape: Shape, fields: dict[str, Any], device: torch.device, max_length: int) -> Any:
-    """A BF16 policy with random weights, the same for every call with this shape."""
+    """Make a BF16 policy with random weights, the same for every call with this shape."""
     from transformers import Qwen2Config
 
     from nemo_grpo.engine.megatron.policy import MegatronPolicy
@@ -239,24 +235,15 @@ def main() -> int:
             precisions[f"fp8 {recipe}"] = fields
     device = torch.device("cuda", 0)
     everything: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    sizes = {"num_sequences": arguments.sequences, "length": arguments.length}
+    sizes |= {"micro_batch_size": arguments.micro_batch_size, "num_steps": arguments.steps}
     for name in arguments.shape or SHAPES:
         tokens = arguments.micro_batch_size * arguments.length
         num_layers = layers_that_fit(SHAPES[name], torch.cuda.mem_get_info()[0], tokens)
-        results = []
+        shape, results = replace(SHAPES[name], num_layers=num_layers), []
         for precision, fields in precisions.items():
             torch.cuda.reset_peak_memory_stats()
-            results.append(
-                measure(
-                    precision,
-                    replace(SHAPES[name], num_layers=num_layers),
-                    fields,
-                    device,
-                    num_sequences=arguments.sequences,
-                    length=arguments.length,
-                    micro_batch_size=arguments.micro_batch_size,
-                    num_steps=arguments.steps,
-                )
-            )
+            results.append(measure(precision, shape, fields, device, **sizes))
             gc.collect()
             torch.cuda.empty_cache()
         everything[name] = report(name, results)

@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import time
+from typing import Any
 
 import torch
 
@@ -22,10 +23,6 @@ def dense(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, to
     return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def chunked(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return logprobs_and_entropy(logits, targets)
-
-
 def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -33,7 +30,7 @@ def peak_bytes() -> int:
 def measure(which: str, tokens: int, vocab: int, dtype: torch.dtype) -> None:
     """Run one case and print: extra memory in units of the logits, seconds."""
     torch.set_num_threads(1)
-    function = {"chunked": chunked, "dense": dense}[which]
+    function: Any = logprobs_and_entropy if which == "chunked" else dense
     generator = torch.Generator().manual_seed(0)
     warm = torch.randn(4, 64, generator=generator, dtype=torch.float32).to(dtype).requires_grad_()
     sum(function(warm, torch.zeros(4, dtype=torch.int64))).sum().backward()

@@ -28,7 +28,7 @@ KL = 0.01
 
 
 def step_data(device: str) -> dict[str, torch.Tensor]:
-    """A step of 64 responses of 1000 to 4096 tokens, prompts of 200."""
+    """Make a step of 64 responses of 1000 to 4096 tokens, prompts of 200."""
     generator = torch.Generator().manual_seed(0)
     shape = (ROWS, LENGTH + 1)
     positions = torch.arange(LENGTH + 1)
@@ -51,7 +51,7 @@ def step_data(device: str) -> dict[str, torch.Tensor]:
 
 
 def losses(kl: float) -> dict[str, Any]:
-    """Ours and NeMo-RL's, of the same equation."""
+    """Make ours and NeMo-RL's, of the same equation."""
     from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 
     from nemo_grpo.nemorl.loss import build_loss
@@ -64,7 +64,7 @@ def losses(kl: float) -> dict[str, Any]:
 
 
 def seconds(work: Callable[[], Any], device: str) -> float:
-    """Processor time on a CPU, elapsed time with a GPU."""
+    """Measure processor time on a CPU, elapsed time with a GPU."""
     clock = time.process_time if device == "cpu" else time.perf_counter
     if device != "cpu":
         torch.cuda.synchronize()
@@ -76,7 +76,7 @@ def seconds(work: Callable[[], Any], device: str) -> float:
 
 
 def loss_and_gradient(loss_fn: Any, data: dict[str, torch.Tensor], rows: int) -> tuple[float, torch.Tensor]:
-    """The step in microbatches of ``rows``, each with its backward pass."""
+    """Compute the step in microbatches of ``rows``, each with its backward pass."""
     sizes = {
         "global_valid_seqs": data["sample_mask"].sum(),
         "global_valid_toks": (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum(),
@@ -94,7 +94,7 @@ def loss_and_gradient(loss_fn: Any, data: dict[str, torch.Tensor], rows: int) ->
 
 
 def compare_losses(device: str) -> list[str]:
-    """One line per setting: milliseconds for the whole step, ratio."""
+    """Write a line per setting: milliseconds for the whole step, ratio."""
     lines, data = [], step_data(device)
     for rows in (ROWS, 1):
         for kl in (0.0, KL):
@@ -114,7 +114,7 @@ def compare_losses(device: str) -> list[str]:
 
 
 def report() -> str:
-    """Everything as Markdown."""
+    """Write everything as Markdown."""
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     lines = [
         "# Loss and backward pass against NeMo-RL's own",

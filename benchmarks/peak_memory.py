@@ -1,7 +1,7 @@
-"""Run a Python module and print its peak resident memory in kB behind everything else.
+"""Run a Python module, then print its peak resident memory in kB.
 
-The figure is the kernel's VmHWM at the end of the process. What getrusage tells of a child includes the
-memory of the process that started it.
+The figure is the kernel's VmHWM at the end of the process; getrusage's figure for a child includes the memory
+of the process that started it.
 
     python -m benchmarks.peak_memory checkpoints_conv inspect DIR
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def in_child(program: str, *arguments: str | Path) -> tuple[float, float]:
-    """Run a module. Returns: seconds, peak resident memory in bytes."""
+    """Run a module; returns seconds and peak resident memory in bytes."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", __file__, program, *map(str, arguments)]

@@ -1,8 +1,8 @@
 """The planner's memory of embedded runs against the kernel's peak of real ones, on a CPU.
 
-Every size is a run of its own: the quickstart's task on a made-up policy, two steps with a KL penalty, so
-that there is a reference policy and every response has a gradient. quickstart and tiny (`engine_vs_trl`) are
-the recipes as they are, shortened, with validations, checkpoints and the export. A first run makes the
+Every size is a run of its own: the quickstart's task on a random policy, two steps with a KL penalty, so that
+there is a reference policy and every response has a gradient. quickstart and tiny (`engine_vs_trl`) are the
+recipes themselves, shortened, with validations, checkpoints and the export. The first of two runs makes the
 policy, the second counts.
 
     python -m benchmarks.plan_vs_measured [--sizes 256x4 512x8 768x12 quickstart tiny] [--tokens 2048]
@@ -29,7 +29,7 @@ WHOLE = {
 
 
 def bare_run(size: str) -> list[str]:
-    """Overrides of the quickstart: a policy of this size, hidden x layers, and nothing but steps."""
+    """List overrides of the quickstart: a policy of this size, hidden x layers, and nothing but steps."""
     (hidden, layers), warm = map(int, size.split("x")), "nemo_grpo.warm_start"
     return [
         *(f"{warm}.hidden_size={hidden}", f"{warm}.num_hidden_layers={layers}"),
@@ -42,7 +42,7 @@ def bare_run(size: str) -> list[str]:
 
 
 def measure(size: str, tokens: int) -> tuple[int, float]:
-    """(planned, measured) bytes."""
+    """Return (planned, measured) bytes."""
     bare = ("grpo.max_num_steps=2", "grpo.num_prompts_per_step=8")
     changes = WHOLE[size] if size in WHOLE else (*bare_run(size), *bare)
     for _ in range(2):

@@ -1,8 +1,8 @@
 """The planner's step times against published ones, each model predicted by constants fitted without it.
 
     python -m benchmarks.plan_vs_published           # every row of published/nemo_rl.yaml
-    python -m benchmarks.plan_vs_published --fit     # constants of nemo_grpo/plan/efficiency.py
-    python -m benchmarks.plan_vs_published --errors  # intervals of nemo_grpo/plan/efficiency.py
+    python -m benchmarks.plan_vs_published --fit     # constants of nemo_grpo/plan/hardware.py
+    python -m benchmarks.plan_vs_published --errors  # intervals of nemo_grpo/plan/hardware.py
     python -m benchmarks.plan_vs_published --blind FILE   # a CSV of published/; never fitted
 
 A fit minimizes the squared logarithm of predicted / published over H100 rows and published phases, and keeps
@@ -22,7 +22,7 @@ from statistics import median
 import numpy as np
 
 from benchmarks.published_rows import Row, error, predicted, read_blind, read_rows
-from nemo_grpo.plan.efficiency import FITTED, PUBLISHED, Efficiency, PredictionError
+from nemo_grpo.plan.hardware import FITTED, PUBLISHED, Efficiency, PredictionError
 
 PRIOR = Efficiency(
     matrix=0.5,
@@ -42,7 +42,7 @@ PRIOR = Efficiency(
 )
 LOOSE = 0.5
 TIGHT = {"matrix": 0.2, "memory": 0.15, "link": 0.3}
-"""Fractions of a peak that are well known."""
+"""Standard deviation of constants that are well known."""
 NOISE = 0.1
 """Standard deviation of the logarithm of a published time."""
 COVERAGE = 0.8
@@ -59,7 +59,7 @@ def _efficiency(vector: np.ndarray) -> Efficiency:
 
 
 def residuals(rows: Sequence[Row], vector: np.ndarray) -> np.ndarray:
-    """Logarithms of predicted / published in standard deviations, and the constants' distance from PRIOR."""
+    """Return log(predicted / published) in standard deviations, and the constants' distance from PRIOR."""
     eff, found = _efficiency(vector), []
     for row in rows:
         seconds = predicted(row.predict(eff))
@@ -69,7 +69,7 @@ def residuals(rows: Sequence[Row], vector: np.ndarray) -> np.ndarray:
 
 
 def fit(rows: Sequence[Row]) -> Efficiency:
-    """Gauss-Newton on the constants' logarithms, with shorter steps while they do not help."""
+    """Fit by Gauss-Newton on the constants' logarithms, with shorter steps while they do not help."""
     vector = _vector(PRIOR)
     target = partial(residuals, rows)
     best = target(vector)
@@ -94,12 +94,12 @@ def fit(rows: Sequence[Row]) -> Efficiency:
 
 
 def fitted_without(rows: Sequence[Row], model: str | None) -> Efficiency:
-    """Constants from the H100 rows of all models but one, or of all."""
+    """Fit on the H100 rows of all models but one, or of all."""
     return fit([row for row in rows if row.gpu == "h100" and row.model != model])
 
 
 def blind(file: Path) -> None:
-    """Print what the shipped constants say of a CSV's rows, and fit nothing."""
+    """Predict a CSV's rows by the shipped constants, and fit nothing."""
     rows, lacking = read_blind(file)
     errors: dict[str, list[float]] = {}
     print("| source | GPU | row | seconds of | published | predicted | error |")
@@ -133,13 +133,13 @@ def _held(name: str, errors: Sequence[float]) -> str:
 
 
 def seen_of(what: str, ratios: Mapping[str, Sequence[float]]) -> PredictionError:
-    """Errors of predictions, and the interval that follows from them.
+    """Compute errors of predictions, and the interval that follows from them.
 
-    The ends are the k-th smallest and the k-th largest of seen / predicted. k is the largest for which at
-    least `COVERAGE` of the steps lie between the ends that the steps of the other models give, since a
-    recipe's model is new, too; 1 if there is none.
+    The ends are the k-th smallest and the k-th largest of published / predicted. k is the largest for which
+    at least `COVERAGE` of the steps lie between the ends given by the other models' steps, because a recipe's
+    model is new too; 1 if there is none.
 
-    Args: what: the steps, for a sentence.  ratios: model -> seen / predicted of its steps; at least two.
+    Args: what: the steps, for a sentence.  ratios: model -> published / predicted of its steps; at least two.
     """
     found = sorted(ratio for group in ratios.values() for ratio in group)
     fewest = min(len(found) - len(group) for group in ratios.values())
@@ -160,7 +160,7 @@ def _covered(ratios: Mapping[str, Sequence[float]], rank: int) -> float:
 
 
 def seen_by_gpu(rows: Sequence[Row]) -> dict[str, PredictionError]:
-    """Per GPU and for all together, each model predicted without itself."""
+    """Compute errors per GPU and for all together, each model predicted without itself."""
     ratios: dict[str, dict[str, list[float]]] = {}
     for model in dict.fromkeys(row.model for row in rows):
         eff = fitted_without(rows, model)

@@ -1,13 +1,13 @@
 """Published steps as the planner's rows: NeMo-RL's own tables in YAML, rows of any code base in CSV.
 
-Both have the same keys. A CSV's cell is YAML, an empty one is a key that the source does not state; ``lacks``
-says what else keeps a row from being predicted, ``note`` what is assumed in it.
+Both have the same keys. A CSV's cell is YAML, an empty one a key that the source does not state; ``lacks``
+names further reasons against a prediction, ``note`` an assumption.
 
-What a row needs is `NEEDED`. Others: ``rollout_gpus`` of their own and steps ``ahead``; ``tp cp ep pp`` and
-the layers of the ``ends`` of the pipeline; ``recompute`` (full), ``padded``, ``lora``, ``offload`` of Adam's
-state; tokens of a ``microbatch``, and how many of them ``score`` takes at once; scoring ``passes``; vLLM's TP
-as ``vllm``, its ``share`` of memory, ``sequences``, ``eager``; ``fp8``, ``bf16_attention``, ``draft_tokens``
-and their ``acceptance``; nodes of a ``segment``. Published seconds are `TIMES`.
+`NEEDED` keys are required. Others: ``rollout_gpus`` of their own and steps ``ahead``; ``tp cp ep pp`` and the
+layers of the pipeline's ``ends``; ``recompute`` (full), ``padded``, ``lora``, ``offload`` of Adam's state;
+tokens of a ``microbatch``, and microbatches that ``score`` takes at once; scoring ``passes``; vLLM's TP as
+``vllm``, its ``share`` of memory, ``sequences``, ``eager``; ``fp8``, ``bf16_attention``, ``draft_tokens`` and
+their ``acceptance``; nodes of a ``segment``. Published seconds are `TIMES`.
 """
 
 import csv
@@ -18,14 +18,11 @@ from typing import Any
 
 import yaml
 
-from nemo_grpo.plan.efficiency import Efficiency
-from nemo_grpo.plan.hardware import HARDWARE
-from nemo_grpo.plan.inputs import PlanInput
+from nemo_grpo.plan.hardware import HARDWARE, Efficiency
+from nemo_grpo.plan.inputs import PRESETS, PlanInput
 from nemo_grpo.plan.lengths import of_mean
-from nemo_grpo.plan.presets import PRESETS
-from nemo_grpo.plan.scenario import Scenario
+from nemo_grpo.plan.scenario import ACCEPTANCE, Scenario, Workload
 from nemo_grpo.plan.step_time import ROLLOUT, UPDATE, StepTime, step_time
-from nemo_grpo.plan.workload import ACCEPTANCE, Workload
 from nemo_grpo.recipe.layout import Layout
 
 FOLDER = Path(__file__).parent / "published"
@@ -40,8 +37,8 @@ _TEXTS = ("source", "model", "mode", "gpu", "lacks", "note")
 class Row:
     """One published step.
 
-    Attributes: published: seconds of the step and of phases, as far as the source has them.
-                fits: those of them that a fit may use.
+    Attributes: published: seconds of the step and of phases, if the source has them.
+                fits: names of times that a fit may use.
     """
 
     name: str
@@ -56,18 +53,18 @@ class Row:
     note: str = ""
 
     def predict(self, eff: Efficiency) -> StepTime:
-        """The planner's step."""
+        """Predict the step with these constants."""
         return step_time(Scenario(PRESETS[self.model], self.setup, self.work, HARDWARE[self.gpu], eff))
 
 
 def read_rows() -> list[Row]:
-    """NeMo-RL's tables: all rows that state what a prediction needs."""
+    """Read NeMo-RL's tables."""
     tree = yaml.safe_load((FOLDER / "nemo_rl.yaml").read_text())
     return [row_of({"prompt": tree["prompt"]} | tree["layouts"][row["layout"]] | row) for row in tree["rows"]]
 
 
 def read_blind(file: Path) -> tuple[list[Row], list[tuple[dict[str, Any], str]]]:
-    """The rows of a CSV that can be predicted, and (row, what it lacks) of the others."""
+    """Read the rows of a CSV that can be predicted, and (row, reasons) for the others."""
     rows: list[Row] = []
     lacking: list[tuple[dict[str, Any], str]] = []
     with file.open(newline="") as stream:
@@ -84,7 +81,7 @@ def read_blind(file: Path) -> tuple[list[Row], list[tuple[dict[str, Any], str]]]
 
 
 def row_of(row: dict[str, Any]) -> Row:
-    """The row of a table's keys."""
+    """Make a row from its keys."""
     ahead = f"{row['ahead']} ahead" if row.get("ahead") else "in turn"
     model, mode = row["model"].split("/")[1], row.get("mode", ahead)
     published = {name: float(row[name]) for name in TIMES if name in row}
@@ -152,7 +149,7 @@ def _setup(row: dict[str, Any]) -> PlanInput:
 
 
 def predicted(step: StepTime) -> dict[str, float]:
-    """Seconds as NeMo-RL's timers name them: swaps belong to scoring and refit."""
+    """Return seconds by the names of `TIMES`; swaps are in none of them but the step."""
     p = step.phases
     return {
         "step": step.seconds,
@@ -164,5 +161,5 @@ def predicted(step: StepTime) -> dict[str, float]:
 
 
 def error(row: Row, step: StepTime, what: str = "step") -> float:
-    """Predicted over published, less one."""
+    """Compute predicted / published - 1."""
     return predicted(step)[what] / row.published[what] - 1

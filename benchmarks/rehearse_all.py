@@ -2,7 +2,7 @@
 
     python -m benchmarks.rehearse_all --nemo-rl DIR [--sampler] [--folder rehearsals/all] [RECIPE...]
 
-Resumable: a recipe whose result is in the folder is left out, and tried again if Ray did not start. About two
+Resumable: a recipe with a result in the folder is skipped; it has none if Ray did not start. About two
 minutes each on two cores.
 """
 
@@ -17,20 +17,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAPERS = ("cw_grpo", "erpo", "tr_grpo", "gpg")
-PATIENCE = 3600
-"""Seconds; a rehearsal notices itself when it is stuck."""
 RAY_DID_NOT_START = 69
 VERDICTS = {0: "all stages", 1: "failed", 2: "refused"}
 ERROR = re.compile(r"^\w*(?:Error|Exception|Failed)\b.*", re.MULTILINE)
-COLUMNS = (
-    "recipe",
-    "verdict",
-    "layout",
-    "gen_kl_error by step",
-    "groups with signal",
-    "seconds",
-    "said",
-)
+COLUMNS = ("recipe", "verdict", "layout", "gen_kl_error by step", "groups with signal", "seconds", "said")
 
 
 def main() -> int:
@@ -56,31 +46,24 @@ def main() -> int:
 
 
 def rehearse(recipe: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Exit code, seconds, the rehearsal's own record, and the last line that the command wrote."""
+    """Rehearse a recipe; returns exit code, seconds, the rehearsal's record and its last error line."""
     folder = given.folder / f"{recipe.stem}-{int(time.time())}"
     command = [sys.executable, "-m", "nemo_grpo.cli", "rehearse", str(recipe), "--folder", str(folder)]
     command += ["--nemo-rl", str(given.nemo_rl), *(["--sampler"] if given.sampler else [])]
     start = time.monotonic()
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            said = process.communicate(timeout=PATIENCE)[1]
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said = process.communicate()[1]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)  # it detects that it is stuck
     record = folder / "rehearsal.json"
     return {
         "name": recipe.stem,
-        "code": process.returncode,
+        "code": done.returncode,
         "took": round(time.monotonic() - start),
-        "error": said.strip().rpartition("\n")[2],
+        "error": done.stderr.strip().rpartition("\n")[2],
         **(json.loads(record.read_text()) if record.exists() else {"stages": [], "layout": ""}),
     }
 
 
 def row(result: dict[str, Any]) -> str:
-    """One line of the table."""
+    """Write one line of the table."""
     proofs = {stage["name"]: stage["proof"] for stage in result["stages"]}
     failed = [stage for stage in result["stages"] if not stage["ok"]]
     said = result["error"] if result["code"] == 2 else ""

@@ -17,7 +17,7 @@ ENGINES = {"embedded": "smollm2-sft-s*", "NeMo-RL": "cluster-smollm2-sft-s*"}
 
 
 def both_stages(first: Path) -> RunLog:
-    """A seed's runs as one, the second's steps behind the first's."""
+    """Join a seed's runs: the second's steps follow the first's."""
     supervised, reinforced = read_run(first), read_run(first.with_name(first.name.replace("-sft", "")))
     rows = {step: dict(row) for step, row in supervised.rows.items()}
     last = max(rows)
@@ -27,7 +27,7 @@ def both_stages(first: Path) -> RunLog:
 
 
 def print_table(group: RunGroup) -> None:
-    """One row per validation; spread: sample standard deviation of the seeds."""
+    """Print a row per validation, with the sample standard deviation over seeds."""
     columns = {name: curve for name in SHOWN if len((curve := group.curve(f"validation/{name}"))[0])}
     print(f"\n| {group.label}: step | {' | '.join(columns)} | accuracy, each seed |")
     print("|---" * (len(columns) + 2) + "|")

@@ -1,4 +1,4 @@
-"""NeMo-RL's own GRPO configurations that are accepted, as they are and with one more line: a variant.
+"""NeMo-RL's own GRPO configurations that are accepted, unchanged and with one more line: a variant.
 
     python -m benchmarks.stock_recipes RL [RL ...]
 
@@ -27,9 +27,7 @@ PLACES = {name: "/somewhere" for name in ("HF_HOME", "PERSISTENT_CACHE", "NRL_ME
 
 def main() -> None:
     """Print a table for each repository."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("repositories", nargs="+", type=Path, metavar="RL", help="NeMo-RL's repository")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated; default: all")
     given = parser.parse_args()
@@ -39,7 +37,7 @@ def main() -> None:
 
 
 def report(repository: Path, variants: list[str]) -> None:
-    """Print what became of a repository's configurations."""
+    """Print the tables of a repository's configurations."""
     files = list(configurations(repository))
     unknown = Counter(key for file in files for key in unknown_keys(file))
     print(f"\n## {repository.name}: {len(files)} configurations\n")
@@ -60,7 +58,7 @@ def report(repository: Path, variants: list[str]) -> None:
 
 
 def configurations(repository: Path) -> Iterator[Path]:
-    """Files with a section ``grpo`` and a policy, with their bases merged."""
+    """Yield files with a section ``grpo`` and a policy, possibly from their bases."""
     for file in sorted((repository / "examples").rglob("*.yaml")):
         try:
             tree = load_tree(file)
@@ -71,12 +69,12 @@ def configurations(repository: Path) -> Iterator[Path]:
 
 
 def unknown_keys(file: Path) -> list[str]:
-    """Keys of a configuration that this package does not know."""
+    """List keys of a configuration that this package does not know."""
     return [error.split("=")[0] for error in unknown_key_errors(resolve(load_tree(file)).tree)]
 
 
 def errors_of(file: Path, variant: str) -> list[str]:
-    """Errors of `recipe check` for a configuration; ``variant`` "" leaves its loss."""
+    """List errors of `recipe check` for a configuration; ``variant`` "" leaves its loss."""
     try:
         load_recipe(file, [f"++loss_fn.variant={variant}"] if variant else [])
     except RecipeErrors as error:
@@ -87,7 +85,7 @@ def errors_of(file: Path, variant: str) -> list[str]:
 
 
 def rule_of(error: str) -> str:
-    """An error without its values."""
+    """Cut the values from an error."""
     return re.sub(r"=[^ ,;:]+", "=..", re.sub(r"\d+", "N", error.partition("; ")[0]))[:150].replace("|", "/")
 
 

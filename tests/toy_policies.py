@@ -7,7 +7,6 @@ from transformers import AutoModelForCausalLM
 
 from nemo_grpo import TokenBatch, build_objective
 from nemo_grpo.core.batch import Sequences
-from nemo_grpo.engine.megatron.microbatches import UpdateResult
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.warm_start import starting_policy
 from nemo_grpo.recipe import load_recipe

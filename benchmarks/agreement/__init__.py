@@ -1,1 +1,1 @@
-"""Parts of `benchmarks/engines_agree.py`: what is recorded once, one module per engine, the comparison."""
+"""Parts of `benchmarks/engines_agree.py`: recorded inputs, one module per engine, the comparison."""

@@ -1,6 +1,6 @@
 """NeMo-RL's side: ``python -m benchmarks.agreement.cluster FOLDER OUTPUT`` in a rehearsal's environment.
 
-Its own policy, worker group and workers, our estimator and loss: what its trainer does with a batch.
+Its own policy, worker group and workers do what its trainer does with a batch, with our estimator and loss.
 """
 
 import itertools
@@ -101,7 +101,7 @@ class Engine:
         self.cluster.shutdown()
 
     def run(self, case: Case) -> list[StepResult]:
-        """A few steps from the start."""
+        """Train a case's steps from the start."""
         recipe = case.recipe(self.folder)
         self.run_now.recipe = recipe
         self.policy.run_all_workers_single_data("back_to_start")
@@ -158,7 +158,7 @@ class Engine:
 
 
 def train_data(step: Step, multiple: int) -> Any:
-    """The step as NeMo-RL lays it out: [B, S] with S divisible."""
+    """Lay the step out for NeMo-RL: [B, S] with S divisible."""
     width = step.sequences.input_ids.shape[1]
     further = -width % multiple
 
@@ -177,7 +177,7 @@ def train_data(step: Step, multiple: int) -> Any:
 
 
 def prompt_ids(step: Step) -> Tensor:
-    """[B, P], padded with 0."""
+    """Return [B, P], padded with 0."""
     sequences = step.sequences
     width = int(sequences.prompt_lengths.max())
     inside = torch.arange(width) < sequences.prompt_lengths[:, None]
@@ -185,7 +185,7 @@ def prompt_ids(step: Step) -> Tensor:
 
 
 def repeated_batch(step: Step) -> dict[str, Any]:
-    """The conversations that the trainer hands to an estimator."""
+    """Make the conversations that the trainer passes to an estimator."""
     s = step.sequences
     rows = zip(s.input_ids, s.prompt_lengths.tolist(), s.lengths.tolist(), strict=True)
     return {
@@ -197,7 +197,7 @@ def repeated_batch(step: Step) -> dict[str, Any]:
 
 
 def metrics_of_the_step(found: dict[str, list[float]]) -> dict[str, float]:
-    """Shares of microbatches and ranks, put together as by NeMo-RL's trainer; the embedded engine's names."""
+    """Add up the shares of microbatches and ranks like NeMo-RL's trainer; names are the embedded engine's."""
     return {
         OWN_NAMES.get(name, name): sum(values) / (len(values) if name in AVERAGED else 1)
         for name, values in found.items()

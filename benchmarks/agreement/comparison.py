@@ -14,12 +14,10 @@ KL = "kl/reference"
 
 @dataclass(frozen=True)
 class Differences:
-    """Greatest differences over the steps.
+    """Greatest differences over the steps, in the order of the table's columns.
 
-    In the order of the table's columns.
-
-    Attributes: advantages, token_weights, logprobs, reference, entropies: of tokens that count, absolute;
-                    NaN where there are none.
+    Attributes: advantages, token_weights, logprobs, reference, entropies: absolute, of tokens that count; NaN
+                    without any.
                 loss, kl, grad_norm: relative to the greatest of the steps.
                 first, last: distance of the weights relative to the way that they have gone, after the first
                 update and after the last.
@@ -60,12 +58,12 @@ def compare(ours: Sequence[StepResult], theirs: Sequence[StepResult]) -> Differe
 
 
 def relative(pairs: Sequence[tuple[float, float]]) -> float:
-    """Greatest difference, relative to the greatest number."""
+    """Compute the greatest difference, relative to the greatest number."""
     return max(abs(a - b) for a, b in pairs) / (max(max(abs(a), abs(b)) for a, b in pairs) or 1.0)
 
 
 def way_apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
-    """|ours - theirs| / |ours - start|, Euclidean over all weights."""
+    """Compute |ours - theirs| / |ours - start|, Euclidean over all weights."""
     assert set(ours) == set(theirs) == set(start), set(ours) ^ set(theirs)
     apart = torch.stack([(ours[name] - theirs[name]).norm() for name in ours]).norm()
     gone = torch.stack([(ours[name] - start[name]).norm() for name in ours]).norm()
@@ -79,7 +77,7 @@ HEADER = (
 
 
 def table(rows: Mapping[tuple[str, str], Differences]) -> str:
-    """Markdown."""
+    """Write the table in Markdown."""
     lines = [HEADER, "|---|---|" + "---|" * 10]
     for (variant, layout), differences in rows.items():
         lines.append(f"| {variant} | {layout} | {' | '.join(map(_number, astuple(differences)))} |")
@@ -94,7 +92,7 @@ def drift_table(
     fp32: tuple[Sequence[StepResult], Sequence[StepResult]],
     bf16: tuple[Sequence[StepResult], Sequence[StepResult]],
 ) -> str:
-    """GRPO over many steps: each pair of engines and precisions, by step."""
+    """Write a table of GRPO over many steps: each pair of engines and precisions, by step."""
     pairs = {
         "embedded FP32, NeMo-RL FP32": fp32,
         "embedded BF16, NeMo-RL BF16": bf16,

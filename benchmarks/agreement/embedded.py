@@ -11,8 +11,8 @@ import torch
 from benchmarks.agreement.recording import Case, StepResult, batches
 from nemo_grpo.engine import setup
 from nemo_grpo.engine.learning import Learner, TrainingState
-from nemo_grpo.engine.megatron.policy import MegatronPolicy, UpdateResult
-from nemo_grpo.engine.step_metrics import Clock
+from nemo_grpo.engine.megatron.policy import MegatronPolicy
+from nemo_grpo.engine.step_metrics import Clock, mean_metrics
 from nemo_grpo.support.distributed import is_rank_zero
 
 
@@ -26,7 +26,7 @@ def main(folder: Path, output: Path) -> None:
 
 
 def run(case: Case, folder: Path) -> list[StepResult]:
-    """The trainer's own way from a batch to updated weights, step by step."""
+    """Train step by step, from recorded batches to updated weights, with the engine's own parts."""
     recipe = case.recipe(folder)
     policy = setup.build_policy(recipe, Path(recipe.policy.model_name or ""), keep_reference=True)
     start = hf_tensors(policy)
@@ -49,7 +49,7 @@ def run(case: Case, folder: Path) -> list[StepResult]:
                 {name: tensor.float().cpu() for name, tensor in tensors.items() if tensor is not None},
                 [update.metrics["loss/total"] for update in updates],
                 updates[-1].grad_norm,
-                {name: float(value) for name, value in prepared.metrics.items()} | means(updates),
+                {name: float(value) for name, value in prepared.metrics.items()} | mean_metrics(updates),
                 hf_tensors(policy),
                 {} if results else start,
             )
@@ -58,15 +58,8 @@ def run(case: Case, folder: Path) -> list[StepResult]:
 
 
 def hf_tensors(policy: MegatronPolicy) -> dict[str, torch.Tensor]:
-    """The weights by their Hugging Face names."""
+    """Copy the weights, by their Hugging Face names."""
     return {name: tensor.detach().float().cpu().clone() for name, tensor in policy.named_tensors()}
-
-
-def means(updates: list[UpdateResult]) -> dict[str, float]:
-    """Average each metric over the updates."""
-    return {
-        name: sum(update.metrics[name] for update in updates) / len(updates) for name in updates[0].metrics
-    }
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ RECIPE = {
     "cluster": {"gpus_per_node": 1},
     "nemo_grpo": {"run_name": "agree", "task": {"name": "knights_knaves"}},
 }
-"""Made small by a rehearsal: two layers."""
+"""Cluster recipe that a rehearsal shrinks to two layers."""
 
 LEARNING_RATE = 2e-4
 KL = {"reference_policy_kl_penalty": 0.05}
@@ -71,7 +71,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "tr_grpo_random": {"variant": "tr_grpo", "weighting": "random", **KL},
 }
-"""Name in the table -> ``loss_fn``. KL penalties are large, so that the term shows."""
+"""Name in the table -> ``loss_fn``, with KL penalties large enough to show."""
 
 LAYOUTS = {
     "TP1": {"tensor_model_parallel_size": 1, "ranks": 1},
@@ -79,7 +79,7 @@ LAYOUTS = {
     "DP2": {"tensor_model_parallel_size": 1, "ranks": 2},
 }
 UPDATES = (1, 2, 2)
-"""Updates of each step: one alone, then off-policy ones of a policy that has left the reference."""
+"""Updates of each step: one, then off-policy ones of a policy that has left the reference."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Case:
     updates: tuple[int, ...] = UPDATES
 
     def recipe(self, folder: Path, num_updates: int = 1) -> Recipe:
-        """The recipe of a step with this number of updates."""
+        """Load the recipe of a step with this number of updates."""
         recipe = load_recipe(folder / "recipe.yaml", self.overrides(num_updates))
         policy = recipe.policy.model_copy(update={"precision": self.precision})  # FP32: refused in a recipe
         return recipe.model_copy(update={"policy": policy})
@@ -138,7 +138,7 @@ def record(stack: Stack, folder: Path) -> None:
 
 
 def sample(recipe: Recipe) -> list[Step]:
-    """Groups of some responses each, no two alike."""
+    """Sample the groups of each step."""
     model = Path(recipe.policy.model_name or "")
     tokenizer, task = load_tokenizer(model), recipe.nemo_grpo.task.build()
     sampling = setup.training_sampling(recipe, end_tokens(model, tokenizer))
@@ -170,6 +170,6 @@ def sample(recipe: Recipe) -> list[Step]:
 
 
 def batches(folder: Path) -> list[Step]:
-    """The recorded steps."""
+    """Read the recorded steps."""
     found: list[Step] = torch.load(folder / "batches.pt", weights_only=False)
     return found

@@ -1,4 +1,4 @@
-"""NeMo-RL's Megatron worker that can go back to where it began, so that one start serves every variant."""
+"""NeMo-RL's Megatron worker that can return to its start, so that one start serves every variant."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class ReturningPolicyWorker(EntropyPolicyWorkerImpl):
         self.start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def back_to_start(self) -> None:
-        """The remembered weights, and optimizer and schedule as they are made."""
+        """Restore the remembered weights, and reset optimizer and schedule."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(self.start[name])
@@ -35,11 +35,11 @@ class ReturningPolicyWorker(EntropyPolicyWorkerImpl):
         self.scheduler.step(0)
 
     def hf_tensors(self) -> dict[str, Tensor]:
-        """The weights by their Hugging Face names, as a refit sends them."""
+        """Export the weights by their Hugging Face names, as a refit does."""
         exported = self.megatron_bridge.export_hf_weights([self.model], show_progress=False)
         return {name: tensor.detach().float().cpu().clone() for name, tensor in exported}
 
     def settings(self) -> list[dict[str, Any]]:
-        """The optimizer's, per parameter group."""
+        """Return the optimizer's settings per parameter group."""
         names = ("lr", "weight_decay", "betas", "eps", "wd_mult", "lr_mult")
         return [{name: group.get(name) for name in names} for group in self.optimizer.param_groups]

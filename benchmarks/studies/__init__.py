@@ -1,1 +1,1 @@
-"""Studies of trained models that a paper shows in a figure or table."""
+"""Studies of trained models that reproduce a paper's figure or table."""

@@ -1,4 +1,4 @@
-"""Grounding by masks: SAM makes a mask of each predicted box, which is held against the target's polygons.
+"""Grounding by masks: SAM makes a mask of each predicted box, compared with the target's polygons.
 
 gIoU is the mean over images of the masks' IoU, cIoU the sum of intersections over the sum of unions (LISA,
 2308.00692, section 4.1; Visual-RFT's box2mask.py and mask_iou.py).
@@ -34,27 +34,23 @@ app = typer.Typer(add_completion=False)
 Polygons = Sequence[Sequence[Sequence[float]]]
 """Each a list of [x, y] in pixels."""
 MaskOfBox = Callable[[Any, Box], "np.ndarray"]
-"""[H, W] bool of an RGB picture and a box in its pixels."""
+"""(RGB picture, box in its pixels) -> [H, W] bool."""
 
 
 @dataclass(frozen=True)
 class MaskScores:
-    """``num_boxes``: responses with a box that is not empty; the others count with IoU 0."""
+    """Attributes: num_boxes: responses with a box that is not empty; the others count with IoU 0."""
 
     giou: float
     ciou: float
     num_boxes: int
     ious: list[float]
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class SamMasks:
     """A Segment Anything model from a Hugging Face folder, such as facebook/sam-vit-huge.
 
     Args:   folder: config, weights, processor.  device: of torch.
-    Raises: UserError: it cannot be loaded.
     """
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
@@ -81,7 +77,7 @@ class SamMasks:
 
 
 def polygon_mask(polygons: Polygons, size: tuple[int, int]) -> np.ndarray:
-    """[H, W] bool: the pixels in any of the polygons, outlines included.  size: width, height."""
+    """Return [H, W] bool: pixels in any of the polygons, outlines included.  Args: size: width, height."""
     from PIL import Image, ImageDraw
 
     drawn = Image.new("1", size)
@@ -93,11 +89,10 @@ def polygon_mask(polygons: Polygons, size: tuple[int, int]) -> np.ndarray:
 def score_masks(
     problems: Iterable[Problem], responses: Mapping[str, str], mask_of_box: MaskOfBox
 ) -> MaskScores:
-    """gIoU and cIoU of one response to each problem.
+    """Compute gIoU and cIoU of one response to each problem.
 
     Args:    problems: with ``metadata.images``, ``target`` and ``ignore``.  responses: by the problem's id; a
              problem without one is left out.
-    Raises:  UserError: no problem has a response, or one has no polygons.
     """
     counts, num_boxes = [], 0
     for problem in problems:
@@ -120,10 +115,7 @@ def score_masks(
 
 
 def greedy_responses(samples: Path) -> dict[str, str]:
-    """The greedy response to each problem in a samples file of ``nemo-grpo eval``.
-
-    Raises: UserError: it is none.
-    """
+    """Read the greedy response to each problem from a samples file of ``nemo-grpo eval``."""
     try:
         lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
         return {line["id"]: line["greedy_completion"] for line in lines}
@@ -134,7 +126,7 @@ def greedy_responses(samples: Path) -> dict[str, str]:
 
 
 def _within(box: Box | None, size: tuple[int, int]) -> Box | None:
-    """The part of the box in the picture; None if it is empty."""
+    """Cut a box to the picture; None if nothing is left."""
     if box is None:
         return None
     left, top, right, bottom = max(box[0], 0.0), max(box[1], 0.0), min(box[2], size[0]), min(box[3], size[1])
@@ -143,16 +135,16 @@ def _within(box: Box | None, size: tuple[int, int]) -> Box | None:
 
 @app.command()
 def masks(
-    samples: Annotated[Path, typer.Option(help="samples-NAME.jsonl of nemo-grpo eval.", show_default=False)],
-    data: Annotated[Path, typer.Option(help="The benchmark's JSONL file.", show_default=False)],
-    sam: Annotated[Path, typer.Option(help="Folder of a Segment Anything model.", show_default=False)],
+    samples: Annotated[Path, typer.Option(help="samples-NAME.jsonl of nemo-grpo eval.")],
+    data: Annotated[Path, typer.Option(help="The benchmark's JSONL file.")],
+    sam: Annotated[Path, typer.Option(help="Folder of a Segment Anything model.")],
     device: Annotated[str, typer.Option(help="Device of that model.")] = "cpu",
 ) -> None:
     """Make masks of the boxes in greedy responses, and compare them with the targets: gIoU and cIoU."""
     problems, responses = read_problems([data], with_images=True), greedy_responses(samples)
     scores = score_masks(problems, responses, SamMasks(sam, device))
     out = samples.with_name(samples.name.replace("samples-", "masks-", 1)).with_suffix(".json")
-    result = {"samples": str(samples), "data": str(data), "sam": str(sam), **scores.to_dict()}
+    result = {"samples": str(samples), "data": str(data), "sam": str(sam), **asdict(scores)}
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     typer.echo(
         f"gIoU {100 * scores.giou:.1f}, cIoU {100 * scores.ciou:.1f} over {len(scores.ious)} images, "

@@ -1,4 +1,4 @@
-"""Do responses depend on their most uncertain tokens? Entropies and a perturbation study (ERPO Figure 1).
+"""Perturbation study of a policy's most uncertain tokens (ERPO Figure 1).
 
 For every problem that the model solves greedily, at three kinds of positions of its response,
 
@@ -9,10 +9,9 @@ the token is replaced, or the response is cut before it, and the rest resampled.
 and resamples the rest from the same position. The drop in accuracy between the two is the effect of the token
 without that of resampling.
 
-Deviation: the paper replaces all chosen tokens of a response at once, which is ``perturbation: together``,
-and does not say how the response continues; here behind the last of them. By default each is replaced
-separately, so that an effect belongs to one position. What its "controlled truncation" compares
-is not printed either.
+Deviation: the paper replaces all chosen tokens of a response at once (``perturbation: together``) and does
+not say how the response continues; here it continues after the last of them. By default each is replaced
+separately, so that an effect belongs to one position. The paper does not explain its "controlled truncation".
 """
 
 import random
@@ -37,9 +36,9 @@ from nemo_grpo.tasks.base import stream
 ROWS_PER_FORWARD = 16
 
 Choice = tuple[Solved, str, int, list[int], list[int]]
-"""A response, kind, last position, and the beginning as it was and perturbed, prompt included."""
+"""A response, kind, last position, and the prefix kept and perturbed, prompt included."""
 Tails = dict[tuple[int, ...], list[list[int]]]
-"""Continuations by prefix."""
+"""Prefix -> continuations."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class Experiment:
 
         Args:    problems: searched in this order for solved ones.
         Returns: the study; the same arguments give the same one.
-        Raises:  UserError: no problem is solved with a response of two tokens or more.
         """
         solved, num_tried = self._find_solved(problems)
         points = self.choose_points(solved)
@@ -82,7 +80,7 @@ class Experiment:
         return PivotStudy(self.settings, num_tried, solved, done)
 
     def _find_solved(self, problems: Sequence[Problem]) -> tuple[list[Solved], int]:
-        """The first problems whose greedy response is correct and long enough to choose positions from."""
+        """Find the first problems whose greedy response is correct and has two tokens or more."""
         greedy, num_problems = replace(self.sampling, greedy=True), self.settings.num_problems
         found, num_tried = list[tuple[Problem, list[int], list[int]]](), 0
         for start in range(0, len(problems), num_problems):
@@ -109,7 +107,7 @@ class Experiment:
         return [Solved(*item, entropy) for item, entropy in zip(found, entropies, strict=True)], num_tried
 
     def choose_points(self, solved: Sequence[Solved]) -> list[Choice]:
-        """Positions and replacements of the whole study."""
+        """Choose positions and replacements of the whole study."""
         together, points = self.settings.perturbation == "together", []
         for item in solved:
             for kind, positions in choose_positions(item, self.settings).items():
@@ -119,7 +117,7 @@ class Experiment:
         return points
 
     def _perturbed(self, item: Solved, positions: Sequence[int]) -> list[int]:
-        """The prompt and the response up to the last of these positions, perturbed at all of them."""
+        """Return prompt and response up to the last of these positions, perturbed at all of them."""
         start, tokens = len(item.prompt), item.prompt + item.response[: positions[-1] + 1]
         if self.settings.perturbation == "truncate":
             return tokens[:-1]
@@ -134,7 +132,7 @@ class Experiment:
         return tokens
 
     def _continue_all(self, points: Sequence[Choice]) -> Tails:
-        """The continuations of every prefix, each prefix once; those of one length are sampled together."""
+        """Continue every prefix once; prefixes of one length are sampled together."""
         by_length: dict[tuple[int, int], dict[tuple[int, ...], None]] = defaultdict(dict)
         for item, _, _, *prefixes in points:
             for prefix in prefixes:
@@ -148,7 +146,7 @@ class Experiment:
         return tails
 
     def _continue(self, prefixes: Sequence[tuple[int, ...]], remaining: int) -> Tails:
-        """Sampled continuations of each prefix; none if it ends with a stop token or at the length limit."""
+        """Sample continuations of each prefix; none if it ends with a stop token or at the length limit."""
         sampling, number = self.sampling, self.settings.num_continuations
         whole = remaining == sampling.max_new_tokens  # a cut at the first token leaves the prompt
         going = [prefix for prefix in prefixes if whole or prefix[-1] not in sampling.stop_token_ids]
@@ -163,16 +161,16 @@ class Experiment:
         return tails
 
     def _accuracy(self, item: Solved, prefix: list[int], tails: list[list[int]]) -> float:
-        """Mean accuracy of the response so far with each continuation."""
-        said = prefix[len(item.prompt) :]
-        texts = text_reader(self.tokenizer, self.task)([said + tail for tail in tails])
+        """Average the accuracy of the response so far over its continuations."""
+        begun = prefix[len(item.prompt) :]
+        texts = text_reader(self.tokenizer, self.task)([begun + tail for tail in tails])
         return sum(self.task.score(item.problem, text)["accuracy"] for text in texts) / len(texts)
 
 
 def response_entropies(
     generator: LocalGenerator, pairs: Sequence[tuple[list[int], list[int]]]
 ) -> list[Tensor]:
-    """[T] per (prompt, response): entropy at temperature 1 of the distribution that each token came from."""
+    """Return [T] per (prompt, response): entropy at temperature 1 of each token's distribution."""
     entropies = []
     for start in range(0, len(pairs), ROWS_PER_FORWARD):
         part = pairs[start : start + ROWS_PER_FORWARD]
@@ -185,7 +183,7 @@ def response_entropies(
 
 
 def choose_positions(item: Solved, settings: PivotSettings) -> dict[str, list[int]]:
-    """Positions of each kind in a response; never the last, which nothing follows."""
+    """Choose positions of each kind in a response; never the last, which nothing follows."""
     candidates = len(item.response) - 1
     number = settings.num_positions(candidates)
     order = item.entropies[:candidates].argsort(descending=True, stable=True).tolist()
@@ -194,7 +192,7 @@ def choose_positions(item: Solved, settings: PivotSettings) -> dict[str, list[in
 
 
 def _uniform_other(token: int, tokenizer: Any, rng: random.Random) -> int:
-    """Any other token of the vocabulary that is not a special one."""
+    """Draw another token of the vocabulary that is not a special one."""
     special = {token, *tokenizer.all_special_ids}
     while (other := rng.randrange(len(tokenizer))) in special:
         continue
@@ -202,7 +200,7 @@ def _uniform_other(token: int, tokenizer: Any, rng: random.Random) -> int:
 
 
 def _other_by_policy(generator: LocalGenerator, before: list[int], token: int, rng: random.Random) -> int:
-    """Another token, drawn from the policy at temperature 1 without the given one."""
+    """Draw another token from the policy at temperature 1 without the given one."""
     logits = generator.logits([before])[0, -1].double()
     logits[token] = -torch.inf
     mass = logits.softmax(-1).cumsum(-1)

@@ -1,4 +1,4 @@
-"""Results of a perturbation study: accuracies per kind of position, and whether pivots differ."""
+"""Results of a perturbation study: accuracies per kind of position, and tests of their differences."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from nemo_grpo.tasks import Problem
 KINDS = ("pivot", "random", "calm")
 Perturbation = Literal["separately", "together", "truncate"]
 NUM_FLIPS = 10_000
-"""Draws of the permutation test; the smallest p that it can give is 1 / (NUM_FLIPS + 1)."""
+"""Draws of the permutation test; its smallest p is 1 / (NUM_FLIPS + 1)."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class PivotSettings:
         max_positions: maximum positions of a kind per response; None: no maximum.
         num_continuations: of each perturbed response, and of each control.
         perturbation: separately replaces one token and resamples the rest; together replaces all tokens of a
-            kind and resamples behind the last one; truncate cuts the response before a token and resamples.
+            kind and resamples after the last one; truncate cuts the response before a token and resamples.
         replacement: uniform draws any other token of the vocabulary; policy draws from the policy's own
             distribution without the token.
         seed: of positions, replacements and continuations.
@@ -41,14 +41,14 @@ class PivotSettings:
     perturbation: Perturbation = "separately"
 
     def num_positions(self, num_candidates: int) -> int:
-        """Positions of each kind in a response, at least one."""
+        """Count positions of each kind in a response, at least one."""
         most = num_candidates if self.max_positions is None else self.max_positions
         return min(num_candidates, most, max(1, round(self.share * num_candidates)))
 
 
 @dataclass(frozen=True)
 class Solved:
-    """A problem with its correct greedy response. ``entropies``: [T], nats, of the token at each position."""
+    """A problem with its correct greedy response.  Attributes: entropies: [T], nats, of each token."""
 
     problem: Problem
     prompt: list[int]
@@ -60,8 +60,8 @@ class Solved:
 class Point:
     """One perturbation of one response, and the accuracies with and without it.
 
-    Attributes: position: behind it the rest is resampled.  positions: whose tokens were replaced or cut.
-                entropy: nats, their mean.  token, replacement: their texts; of a cut only the first.
+    Attributes: position: the rest after it is resampled.  positions: whose tokens were replaced or cut.
+                entropy: their mean, nats.  token, replacement: their texts; of a cut only the first.
     """
 
     problem: str
@@ -77,7 +77,7 @@ class Point:
 
 @dataclass(frozen=True)
 class PivotStudy:
-    """The outcome. ``num_tried``: problems answered to find the solved ones."""
+    """Outcome of a study.  Attributes: num_tried: problems answered to find the solved ones."""
 
     settings: PivotSettings
     num_tried: int
@@ -85,7 +85,7 @@ class PivotStudy:
     points: list[Point]
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Per kind, over responses: mean entropy, accuracies and drop with standard errors."""
+        """Average over responses, per kind: entropy, accuracies and drop with standard errors."""
         found = {}
         for kind in KINDS:
             found[kind] = {"entropy": mean_and_stderr(self._by_response(kind, "entropy"))[0]}
@@ -95,7 +95,7 @@ class PivotStudy:
         return found
 
     def contrasts(self) -> dict[str, dict[str, float]]:
-        """Fall of accuracy at pivots beyond that at the other kinds, paired by response."""
+        """Compare the drop at pivots with that at the other kinds, paired by response."""
         pivot = self._by_response("pivot", "drop")
         found = {}
         for kind in KINDS[1:]:
@@ -115,7 +115,7 @@ class PivotStudy:
         return [sum(of_one) / len(of_one) for of_one in values.values()]
 
     def to_dict(self, decode: Callable[[int], str]) -> dict[str, Any]:
-        """Everything, as JSON values."""
+        """Convert everything to JSON values."""
         return {
             "settings": asdict(self.settings),
             "num_tried": self.num_tried,
@@ -135,7 +135,7 @@ class PivotStudy:
 
 
 def sign_flip_p(differences: Sequence[float], seed: int) -> float:
-    """Two-sided p of a mean of 0 under random signs of the paired differences."""
+    """Compute the two-sided p of a mean of 0 under random signs of the paired differences."""
     values = torch.tensor(differences, dtype=torch.float64)
     signs = (
         torch.randint(0, 2, (NUM_FLIPS, len(values)), generator=torch.Generator().manual_seed(seed)) * 2 - 1

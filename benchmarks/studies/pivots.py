@@ -10,20 +10,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from matplotlib.axes import Axes
 
 from nemo_grpo.cli import main
-from nemo_grpo.cli.model_folder import check_place, finite_logits, result_name
+from nemo_grpo.cli.eval import check_place, finite_logits, result_name
 from nemo_grpo.support import machine
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.hf_folder import load_config
+from nemo_grpo.support.pictures import COLORS, INK, new_figure, set_title, tidy, write_png
 
 if TYPE_CHECKING:
     from benchmarks.studies.pivot_results import PivotSettings, PivotStudy
     from nemo_grpo.recipe import Recipe
+
 
 app = typer.Typer(add_completion=False)
 
@@ -32,13 +36,9 @@ RESULT, PICTURE = "pivots.json", "pivots.png"
 
 @app.command()
 def pivots(
-    run: Annotated[
-        Path | None, typer.Option(help="Folder of a finished run: its model and recipe.", show_default=False)
-    ] = None,
-    model: Annotated[Path | None, typer.Option(help="Hugging Face folder.", show_default=False)] = None,
-    recipe: Annotated[
-        Path | None, typer.Option(help="Recipe whose task and prompt are used.", show_default=False)
-    ] = None,
+    run: Annotated[Path | None, typer.Option(help="Folder of a finished run: its model and recipe.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Hugging Face folder.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Recipe whose task and prompt are used.")] = None,
     num_problems: Annotated[int, typer.Option(min=2, help="Solved problems to study.")] = 50,
     share: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of a response's tokens, per kind.")
@@ -57,12 +57,10 @@ def pivots(
         typer.Option(help="Any other token, or another one drawn from the policy."),
     ] = "uniform",
     seed: Annotated[int, typer.Option(help="Seed of positions, replacements, continuations.", min=0)] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of pivots.json and pivots.png.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of pivots.json and pivots.png.")] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Recipe overrides.", show_default=False),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Recipe overrides."),
     ] = None,
 ) -> None:
     """Perturb solved responses at decision pivots and elsewhere, resample the rest, compare accuracies."""
@@ -87,7 +85,7 @@ def pivots(
 
 
 def _sources(run: Path | None, model: Path | None, recipe: Path | None) -> tuple[Path, Path]:
-    """Model folder and recipe: the run's, or those given."""
+    """Find model folder and recipe: the run's, or those given."""
     if run is not None:
         model, recipe = model or run / "hf", recipe or run / "recipe.resolved.yaml"
     if model is None or recipe is None:
@@ -135,8 +133,6 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
 
 
 def _write(result: dict[str, Any], out: Path) -> None:
-    from benchmarks.studies.pivot_plot import draw_pivots
-
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / RESULT).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -167,3 +163,50 @@ def _show(result: dict[str, Any], out: Path) -> None:
 
 if __name__ == "__main__":
     main(app)
+
+
+KINDS = {"pivot": "highest entropy", "random": "random", "calm": "lowest entropy"}
+MAX_TOKENS_SHOWN = 60
+
+
+def draw_pivots(study: Mapping[str, Any], path: Path) -> None:
+    """Draw a study's JSON object (ERPO Figure 1 a and b)."""
+    figure = new_figure(11.5, 4.4)
+    left, right = figure.subplots(1, 2, width_ratios=(1.7, 1))
+    _draw_response(left, study)
+    _draw_accuracies(right, study)
+    write_png(figure, path, dpi=130)
+
+
+def _draw_response(axes: Axes, study: Mapping[str, Any]) -> None:
+    """Draw the entropy of each token of the first response, pivots marked."""
+    response = study["responses"][0]
+    tokens, entropies = response["tokens"][:MAX_TOKENS_SHOWN], response["entropies"][:MAX_TOKENS_SHOWN]
+    chosen = {
+        position
+        for point in study["points"]
+        if point["problem"] == response["problem"] and point["kind"] == "pivot"
+        for position in point["positions"]
+    }
+    colors = [COLORS[1] if i in chosen else COLORS[4] for i in range(len(tokens))]
+    axes.bar(range(len(tokens)), entropies, color=colors, width=0.8)
+    tidy(axes)
+    size = 8 if len(tokens) <= 30 else 5.5
+    labels = [repr(token)[1:-1].replace("$", r"\$") for token in tokens]
+    axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=size)
+    set_title(axes, "Entropy along a response, pivots in red")
+    axes.set_ylabel("nats", fontsize=9, color=INK)
+
+
+def _draw_accuracies(axes: Axes, study: Mapping[str, Any]) -> None:
+    """Draw the accuracy after each kind of position, with one standard error over responses."""
+    for offset, what, color in ((-0.19, "kept", COLORS[5]), (0.19, "replaced", COLORS[1])):
+        values = [study["summary"][kind][what] for kind in KINDS]
+        errors = [study["summary"][kind][f"{what}_stderr"] for kind in KINDS]
+        places = [i + offset for i in range(len(KINDS))]
+        axes.bar(places, values, yerr=errors, width=0.36, color=color, label=f"token {what}", capsize=3)
+    axes.set_xticks(range(len(KINDS)), list(KINDS.values()), fontsize=9)
+    axes.set_ylim(0, 1.05)
+    set_title(axes, "Accuracy of the continuations")
+    axes.legend(frameon=False, fontsize=8.5, ncols=2, loc="upper right")
+    tidy(axes)

@@ -103,7 +103,7 @@ def doctor(
     nemo_rl: Annotated[Path | None, Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")] = None,
     changes: Annotated[bool, Option("--changes", help="Only what is changed or gone.")] = False,
 ) -> None:
-    """Compare a NeMo-RL tree with what this package calls, reads and replaces of it.
+    """Compare a NeMo-RL tree with the names that this package calls, reads and replaces.
 
     Reads the tree's syntax: no import, no GPU, a few seconds. One line for each name, against the tested
     version with the fewest differences: there, changed (how) or gone; then the verdict.
@@ -144,7 +144,7 @@ for command in (plan.plan, rehearse.rehearse, compare.compare, compare.sweep, pr
 app.command("eval")(eval.eval_command)
 GROUPS = (recipe.app, convert.app, data.app, launch.app, launch.slurm, retriever.app, variants.app)
 for group in (app, *GROUPS):
-    for registered in group.registered_commands:  # a terminal breaks the lines, however wide it is
+    for registered in group.registered_commands:  # join the lines of a paragraph; the terminal wraps them
         text = inspect.getdoc(registered.callback) or ""
         registered.help = re.sub(r"(?<!\n)\n(?!\n| )", " ", text)
 for group in GROUPS:

@@ -183,7 +183,7 @@ def show_results(found: Results) -> None:
 
 
 def comparison(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
-    """Lay out a row per figure and a column per setting; those that do not fit follow below."""
+    """Lay out a row per figure and a column per setting; columns that do not fit follow in another table."""
     from rich.table import Table
 
     widths = [max(map(len, cells)) + 2 for cells in (head, *rows)]

@@ -151,7 +151,7 @@ def status(
     lines: Annotated[int, Option(min=0, help="Last lines of the driver's log.")] = 5,
 ) -> None:
     """Show a run's newest job: Slurm's state, its attempts, newest checkpoint, last lines."""
-    from nemo_grpo.launch.status import status_of
+    from nemo_grpo.launch.submit import status_of
 
     for line in status_of(run, logs, lines):
         typer.echo(line)

@@ -1,4 +1,4 @@
-"""``nemo-grpo plan``: will a recipe fit its GPUs, how long will it take, what will it cost?"""
+"""``nemo-grpo plan``: memory, time and cost of recipes on their GPUs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _beside(path: Path, overrides: list[str]) -> Iterator[Recipe]:
 
 
 def _about_data(recipes: list[Recipe]) -> list[str]:
-    """Name the files that the recipes lack, once for all; of a single recipe also what they hold."""
+    """List remedies for missing files, each once; for a single recipe also the content of its data."""
     from nemo_grpo.engine.recipe_checks import check_data, missing_files, remedies
 
     if len(recipes) > 1:

@@ -19,7 +19,7 @@ OVERVIEW = "{:<22}{:>9}{:>9}{:>7}{:>12}{:>8}  {:>9}"
 
 
 def _table(title: str, columns: Sequence[str], texts: Sequence[str]) -> Table:
-    """Align numbers to the right and ``texts`` to the left; at 80 columns no word is broken."""
+    """Make a table with ``texts`` left-aligned, numbers right-aligned, and no broken word at 80 columns."""
     table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, show_edge=False)
     for name in columns:
         if name in texts:
@@ -52,7 +52,7 @@ def memory_table(one: Plan) -> Table:
 
 
 def overview(plans: list[Plan], price: float | None) -> Iterator[tuple[str, str | None]]:
-    """Yield the lines of several recipes with their styles; no name is broken at 80 columns."""
+    """Yield lines and their styles for several recipes; no name is broken at 80 columns."""
     yield f"GiB per GPU, of {plans[0].usable_bytes / GIB:.1f} usable on {plans[0].gpu}", "bold"
     yield OVERVIEW.format("  layout", *_PHASES, "KV cache", "s/step", "GPU-hours"), "bold"
     for one in plans:
@@ -138,7 +138,7 @@ def best_table(base: Forecast, found: Sequence[Found]) -> Table:
 
 
 def scale_table(points: Sequence[Point], price: float | None) -> Table:
-    """List steps by GPUs, each with its best layout: the batch stays (strong), or grows (weak)."""
+    """List numbers of GPUs, each with its best layout: the same batch (strong), or a growing one (weak)."""
     numbers = ("GPUs", "own layout", "strong s/step", "efficiency", "GPU-hours", "weak s/step", "efficiency")
     texts = ("best layout, strong", "")
     table = _table("other numbers of GPUs, each with its best layout", (*numbers, *texts), texts)

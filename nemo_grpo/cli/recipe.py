@@ -144,7 +144,7 @@ def _settings(path: Path, overrides: Iterable[str] = ()) -> tuple[Resolved, list
 
 
 def annotated(lines: Iterable[str], errors: Iterable[str]) -> Iterator[str]:
-    """Put each message as a comment above its key's line; those about no line come first."""
+    """Put each message as a comment above its key's line; messages without a line come first."""
     left, shown, place = list(errors), list[str](), list[str]()
     for line in lines:
         if key := re.match(r"( *)([^\s#-][^\s]*):(?= |$)", line):
@@ -261,8 +261,7 @@ def rules() -> None:
 
     Example: nemo-grpo recipe rules | grep sequence_packing
     """
-    from nemo_grpo.recipe.registry import Scope
-    from nemo_grpo.recipe.tables import rows
+    from nemo_grpo.recipe.registry import Scope, rows
 
     for scope in Scope:
         for row in rows(scope):
@@ -287,7 +286,7 @@ def split_items(items: list[str], verb: str) -> tuple[list[Path], list[str]]:
 
 
 def wide_console() -> Console:
-    """Make one as wide as the terminal or COLUMNS; in a pipe or file wide enough for whole names."""
+    """Make a console as wide as the terminal or COLUMNS; in a pipe or file, wide enough for whole names."""
     from rich.console import Console
 
     console = Console()

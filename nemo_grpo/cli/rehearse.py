@@ -42,9 +42,9 @@ def run_rehearsal(
     max_ranks: int = 4,
     folder: Path | None = None,
 ) -> int:
-    """Check the recipe, then rehearse it in the environment of NeMo-RL; returns the exit code.
+    """Check the recipe, then rehearse it in NeMo-RL's environment; returns the exit code.
 
-    Args: given: of `find_stack`.
+    Args: given: arguments of `find_stack`.
     """
     from nemo_grpo.engine.recipe_checks import try_own_loss
     from nemo_grpo.recipe import load_recipe

@@ -95,7 +95,7 @@ def check(
 
     given = dict(parse_override(text) for text in settings or [])
     if "max_response_length" in variant_class(name, "variants check").model_fields:
-        given = {"max_response_length": 8} | given  # a recipe sets it; aggregation=constant divides by it
+        given = {"max_response_length": 8} | given  # usually set by a recipe; aggregation=constant needs it
     config = parse_loss_fn({"variant": name, **given})
     failed = dict(check_variant(config))
     for each in CHECKS:

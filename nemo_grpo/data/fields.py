@@ -1,7 +1,7 @@
-"""Mappings from a published row to an entry: question, answer, metadata."""
+"""Mappings from a published row to an entry (question, answer, metadata), and filters of entries."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ FieldMapping = Callable[[Row], Entry]
 
 
 def text(value: Any) -> str:
-    """Write an answer as text: a whole float as an integer, a list with commas, None as nothing."""
+    """Write a value as text: a whole float as an integer, a list with commas, None as an empty text."""
     if value is None:
         return ""
     if isinstance(value, float) and value.is_integer():
@@ -116,6 +116,79 @@ def offered_choices(row: Row) -> Entry:
     return Entry(question, text(row["correct_answer"]), metadata, tuple(row["image_bytes"]))
 
 
+Keep = Callable[[Entry], bool]
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A rule over entries in their order, with the passage of a paper that asks for it.
+
+    Attributes: rule, cited: the rule and the passage, for the manifest.
+                build: makes the test; called once per run, so that the test may keep state.
+    """
+
+    rule: str
+    cited: str
+    build: Callable[[], Keep]
+
+
+def complete() -> Filter:
+    """Keep entries with a question and an answer; always the first filter."""
+
+    def is_complete(entry: Entry) -> bool:
+        return bool(entry.question.strip() and entry.answer.strip())
+
+    return Filter("question and answer are not empty", "file format", lambda: is_complete)
+
+
+def levels(wanted: Iterable[str], cited: str) -> Filter:
+    """Keep entries whose metadata's ``level`` is one of these."""
+    kept = frozenset(wanted)
+    rule = f"level is one of {', '.join(sorted(kept))}"
+    return Filter(rule, cited, lambda: lambda entry: str(entry.metadata.get("level")) in kept)
+
+
+def short_solution(max_words: int, cited: str) -> Filter:
+    """Keep entries whose metadata's ``solution`` has at most ``max_words`` words separated by white space."""
+
+    def keep(entry: Entry) -> bool:
+        return len(str(entry.metadata.get("solution", "")).split()) <= max_words
+
+    return Filter(f"solution has at most {max_words} words", cited, lambda: keep)
+
+
+def one_image(cited: str) -> Filter:
+    """Keep entries with one image."""
+    return Filter("one image", cited, lambda: lambda entry: len(entry.images) == 1)
+
+
+def unique_questions(cited: str) -> Filter:
+    """Keep the first of several entries with the same images and the same question, white space aside."""
+
+    def build() -> Keep:
+        seen: set[object] = set()
+
+        def keep(entry: Entry) -> bool:
+            key = (" ".join(entry.question.split()), repr(entry.images))
+            new = key not in seen
+            seen.add(key)
+            return new
+
+        return keep
+
+    return Filter("first of equal questions", cited, build)
+
+
+def first(count: int, cited: str) -> Filter:
+    """Keep the first ``count`` entries."""
+
+    def build() -> Keep:
+        left = iter(range(count))
+        return lambda entry: next(left, None) is not None
+
+    return Filter(f"first {count}", cited, build)
+
+
 MAPPINGS: dict[str, Callable[..., Entry]] = {
     "columns": columns,
     "chat_row": chat_row,
@@ -127,3 +200,11 @@ MAPPINGS: dict[str, Callable[..., Entry]] = {
     "offered_choices": offered_choices,
 }
 """Name in `sources.yaml` -> function of a row and the options there."""
+FILTERS: dict[str, Callable[..., Filter]] = {
+    "levels": levels,
+    "short_solution": short_solution,
+    "one_image": one_image,
+    "unique_questions": unique_questions,
+    "first": first,
+}
+"""Name in `sources.yaml` -> function of the options there."""

@@ -1,4 +1,4 @@
-"""Data sets with images that are in no repository as a whole: from a folder that the user puts together."""
+"""Data sets with images that no repository holds as a whole, read from a folder that the user assembles."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ QUESTION = (
     "The output answer format should be as follows:\n"
     "<think> ... </think> <answer>species name</answer>\nPlease strictly follow the format."
 )
-"""Visual-RFT's evaluation asks so, as its training sets do."""
+"""Question of Visual-RFT's evaluation and training sets."""
 
 
 Rows = Iterator[dict[str, Any]]
@@ -45,12 +45,12 @@ def reason_seg(folder: Path, split: str) -> Rows:
 
 
 def polygons(shapes: list[dict[str, Any]], label: str) -> list[list[list[float]]]:
-    """The polygons of this label, each a list of [x, y]."""
+    """List the polygons of this label, each a list of [x, y]."""
     return [shape["points"] for shape in shapes if shape["label"] == label]
 
 
 def box_around(target: list[list[list[float]]]) -> str:
-    """The smallest box around every polygon; empty if there is none."""
+    """Write the smallest box around all polygons; empty without any."""
     points = [point for polygon in target for point in polygon]
     if not points:
         return ""
@@ -71,7 +71,7 @@ CLASSIFICATION = {
     "fgvc_aircraft": ("an aircraft", "model"),
     "stanford_cars": ("a car", "model"),
 }
-"""Split -> the thing in the picture and its class, as the question calls them."""
+"""Split -> words of the question for the pictured thing and its class."""
 
 
 def classification_test(folder: Path, split: str) -> Rows:

@@ -1,4 +1,4 @@
-"""The note beside a data file: what it holds, where that came from, and its hash; checks files against it."""
+"""Manifest beside a data file: content, source and hash, and the check of files against it."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,12 @@ SUFFIX = ".manifest.json"
 
 
 def manifest_path(path: Path) -> Path:
-    """``x.jsonl`` -> ``x.manifest.json``."""
+    """Return the path of a data file's manifest."""
     return path.with_suffix(SUFFIX)
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest of a data file; None if there is none that can be read."""
+    """Read a data file's manifest; None if it is missing or cannot be read."""
     try:
         manifest = json.loads(manifest_path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -33,8 +33,7 @@ def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
 def verify(folder: Path) -> dict[str, str | None]:
     """Check every data set of a folder: hash, count, every line, every picture.
 
-    Returns: name -> None if all is well, or what is wrong.
-    Raises:  UserError: the folder holds no manifest.
+    Returns: name -> None, or the first fault.
     """
     manifests = sorted(folder.glob(f"*{SUFFIX}"))
     if not manifests:

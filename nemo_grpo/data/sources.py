@@ -8,9 +8,7 @@ from typing import Any, Literal, Self
 
 import yaml
 
-from nemo_grpo.data import filters
-from nemo_grpo.data.fields import MAPPINGS, FieldMapping
-from nemo_grpo.data.filters import Filter
+from nemo_grpo.data.fields import FILTERS, MAPPINGS, FieldMapping, Filter, complete
 from nemo_grpo.data.local_folders import LocalFolder
 from nemo_grpo.data.origins import Generated, GitFiles, Hub, Origin, generated
 from nemo_grpo.support.errors import UserError, did_you_mean
@@ -22,7 +20,7 @@ ORIGINS: dict[str, Callable[..., Origin]] = {"hub": Hub, "git": GitFiles, "folde
 class Expected:
     """Expected number of problems.
 
-    Attributes: within: the fraction by which a count may differ, if the text that states it rounds.
+    Attributes: stated: the text that states it.  within: fraction by which a count may differ, if it rounds.
     """
 
     count: int
@@ -42,10 +40,10 @@ class Source:
 
     Attributes:
         task: the task that scores it.  paper: papers that use it, with the passage.
-        schema: source of its columns' names. ``files``: the published files; ``readers``: public programs or
-            cards that read it.
-        filters: question and answer exist, then the set's own, in order.
-        made_here: another origin for the same kind of problems, by `generate`.
+        schema: source of the columns' names. ``files``: the published files; ``readers``: public programs or
+            cards that read them.
+        filters: `complete`, then the set's own, in order.
+        made_here: generator of the same kind of problems, for `generate`.
     """
 
     name: str
@@ -60,7 +58,7 @@ class Source:
     made_here: Generated | None = None
 
     def generate(self) -> Self:
-        """Return the data set with `made_here` as its origin. Raises: UserError: it has no generator."""
+        """Return the data set with `made_here` as its origin."""
         if self.made_here is None:
             able = ", ".join(source.name for source in SOURCES.values() if source.made_here)
             raise UserError(f"{self.name} cannot be generated; --generate is for {able}")
@@ -70,13 +68,13 @@ class Source:
 def _source(name: str, entry: dict[str, Any]) -> Source:
     (origin,) = (make(**_tuples(entry.pop(key))) for key, make in ORIGINS.items() if key in entry)
     (mapping,) = (partial(read, **entry.pop(key)) for key, read in MAPPINGS.items() if key in entry)
-    own = [getattr(filters, key)(**options) for key, options in entry.pop("filters", {}).items()]
+    own = [FILTERS[key](**options) for key, options in entry.pop("filters", {}).items()]
     expected, made_here = entry.pop("expected", None), entry.pop("made_here", None)
     return Source(
         name,
         origin=origin,
         mapping=mapping,
-        filters=(filters.complete(), *own),
+        filters=(complete(), *own),
         expected=expected and Expected(**expected),
         made_here=made_here and Generated(**_tuples(made_here)),
         **entry,
@@ -96,7 +94,7 @@ ALIASES = {"rs1": "open-s1", "rs2": "open-rs", "rs3": "open-rs", "math": "math-l
 
 
 def find_source(name: str) -> Source:
-    """Find the data set of a name or alias. Raises: UserError: there is none."""
+    """Find the data set of a name or alias."""
     name = ALIASES.get(name, name)
     if name not in SOURCES:
         raise UserError(f"unknown data set {name!r}{did_you_mean(name, [*SOURCES, *ALIASES])}")

@@ -23,19 +23,19 @@ log = logging.getLogger(__name__)
 
 _PROMPTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
 DEFAULT_PROMPTS: dict[str, str] = _PROMPTS["defaults"]
-"""Task -> its default preset."""
+"""Task -> default prompt preset."""
 TASK_OPTIONS: dict[str, dict[str, Any]] = _PROMPTS["task_options"]
-"""Preset -> matching task parameters: the form that the prompt asks for."""
+"""Preset -> task parameters that match the answer format which the prompt asks for."""
 RECIPE = "recipe"
-"""The name of a recipe's own held-out problems among the benchmarks, and of its prompt among the presets."""
+"""Name of a recipe's held-out problems as a benchmark, and of its prompt as a preset."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Problems, their task, and how they are asked.
+    """Problems, their task and their prompt.
 
     Attributes: prompt_name: the preset, or ``recipe``.  by_recipe: a recipe's prompt or task parameters are
-                used.  path, digest: the file of the problems; None: they are a recipe's own.
+                used.  path, digest: file of the problems, and its hash; None: a recipe's own.
     """
 
     name: str
@@ -48,9 +48,9 @@ class Benchmark:
     digest: str | None = None
 
     def identity(self, num_problems: int) -> dict[str, Any]:
-        """JSON values that identify the benchmark: results with other values belong to another one.
+        """Return JSON values that identify the benchmark: results with other values belong to another one.
 
-        Args: num_problems: number of results; later problems do not matter.
+        Args: num_problems: number of results; later problems do not count.
         """
         digest = self.digest or problems_digest(self.problems[:num_problems])
         files = {"train_files", "validation_files"}
@@ -62,7 +62,7 @@ class Benchmark:
         return {"sha256": digest, "prompt": self.prompt_name, "recipe": by_recipe}
 
     def as_prompted(self, tokenizer: Any) -> Task:
-        """The task as it must read responses to this prompt: some chat templates open the think block.
+        """Return the task that reads responses to this prompt: some chat templates open the think block.
 
         A recipe's own problems are read as in training.
         """
@@ -76,10 +76,7 @@ class Benchmark:
 
 
 def load_benchmarks(config: EvalConfig) -> list[Benchmark]:
-    """The benchmarks of an evaluation.
-
-    Raises: UserError: none is named, one is named twice, or see `load_benchmark`.
-    """
+    """Load the benchmarks of an evaluation."""
     items = config.benchmarks
     if items is None:
         if config.section is None:
@@ -92,7 +89,7 @@ def load_benchmarks(config: EvalConfig) -> list[Benchmark]:
 
 
 def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
-    """A data set by name, a JSONL or Parquet file, or ``recipe``: its held-out problems."""
+    """Load a data set by name, a JSONL or Parquet file, or ``recipe``: a recipe's held-out problems."""
     path = None if item == RECIPE else _path_of(item, config.data_dir)
     base, prompt, prompt_name, by_recipe = _asked(path, config)
     if base.needs_images and not config.uses_vllm:
@@ -130,7 +127,7 @@ def _path_of(item: str, data_dir: Path) -> Path:
 
 
 def _asked(path: Path | None, asked: EvalConfig) -> tuple[TaskConfig, Prompt, str, bool]:
-    """Task configuration, prompt, the prompt's name, and whether a recipe sets any of it."""
+    """Choose (task configuration, prompt, the prompt's name, True if a recipe sets any of it)."""
     recipe, task = asked.section, asked.section.task if asked.section else None
     config: TaskConfig
     if path is None:
@@ -165,6 +162,6 @@ def _asked(path: Path | None, asked: EvalConfig) -> tuple[TaskConfig, Prompt, st
 
 
 def problems_digest(problems: Sequence[Problem]) -> str:
-    """A hash of these problems, their order and their answers."""
+    """Hash the problems with their answers and order."""
     everything = json.dumps([asdict(problem) for problem in problems], sort_keys=True)
     return hashlib.sha256(everything.encode()).hexdigest()

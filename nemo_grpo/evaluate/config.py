@@ -1,4 +1,4 @@
-"""One evaluation: the model, what it is asked, how it samples, and what computes."""
+"""Configuration of an evaluation: model, benchmarks, sampling, generator and device."""
 
 import hashlib
 import platform
@@ -21,26 +21,26 @@ from nemo_grpo.support.files import sha256_of
 from nemo_grpo.support.hf_folder import end_tokens, load_config
 
 PROTOCOLS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("protocols.yaml").read_text())
-"""Papers' evaluations by name: fields of `EvalConfig`, and where their values stand."""
+"""Papers' evaluations by name: fields of `EvalConfig` with the source of their values."""
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Everything that the command line, a recipe and a protocol decide. The defaults are ERPO's (A.3).
+    """Settings from the command line, a recipe and a protocol. The defaults are ERPO's (A.3).
 
     Attributes:
         benchmarks: prepared sets, JSONL files and ``recipe``, comma-separated; None: the recipe's problems.
-        data_dir: of prepared sets.  num_problems: at most; None: all, or the recipe's number.
-        task: of files without a manifest; None: math.
+        data_dir: folder of prepared sets.  num_problems: at most; None: all, or the recipe's number.
+        task: task of files without a manifest; None: math.
         prompt: a preset's name; None: the recipe's prompt, or the task's default.
-        presets: benchmark or task -> preset, where neither a recipe nor ``prompt`` decides.
-        section: a recipe's own section, with its task and prompt.
-        protocol, source: a key of `PROTOCOLS` that was asked for, and where its values stand.
+        presets: benchmark or task -> preset, if neither a recipe nor ``prompt`` is given.
+        section: a recipe's section ``nemo_grpo``, with its task and prompt.
+        protocol, source: a key of `PROTOCOLS`, and the source of its values.
         k: samples per problem.  pass_at: more k for pass@k.  temperature: 0 is greedy.
-        max_tokens: longest response.  stop_token_ids: beside the model's own, `end_tokens`.
+        max_tokens: longest response.  stop_token_ids: in addition to the model's own, `end_tokens`.
         dtype: of the weights; auto: bfloat16 on a GPU, float32 on a CPU.
-        batch_size: responses that are sampled together; not for vllm.
-        tensor_parallel, cache_gib: of vllm: GPUs; memory of the KV cache.
+        batch_size: responses sampled together; not for vllm.
+        tensor_parallel, cache_gib: GPUs and GiB of KV cache, for vllm.
         num_threads: on a CPU; None: torch's default.
     """
 
@@ -71,10 +71,7 @@ class EvalConfig:
 
     @classmethod
     def of(cls, model: Path, recipe: Recipe | None, options: Mapping[str, Any]) -> Self:
-        """Options; those that are None are the protocol's, else the recipe's, else the defaults.
-
-        Raises: UserError: an unknown protocol, or k below 1.
-        """
+        """Merge options; each None becomes the protocol's value, else the recipe's, else the default."""
         given = {name: value for name, value in options.items() if value is not None}
         values = _of_recipe(recipe) if recipe else {}
         if name := given.get("protocol"):
@@ -95,7 +92,7 @@ class EvalConfig:
 
     @property
     def sampling(self) -> SamplingParams:
-        """Raises: UserError: sampling that no generator supports."""
+        """Sampling parameters of the random answers."""
         return SamplingParams(
             max_new_tokens=self.max_tokens,
             temperature=self.temperature or 1.0,
@@ -106,15 +103,12 @@ class EvalConfig:
 
     @property
     def problems_per_call(self) -> int:
-        """vLLM fills its batches itself; others get one batch at a time."""
+        """Problems sampled per call: one batch, or more for vLLM, which fills its batches itself."""
         at_once = max(self.batch_size, 1024) if self.uses_vllm else self.batch_size
         return max(1, at_once // self.k)
 
     def resolved(self, tokenizer: Any) -> Self:
-        """The same with the generator, device, dtype and stop tokens that ``auto`` and the model decide.
-
-        Raises: UserError: an unavailable device or generator.
-        """
+        """Replace ``auto`` by the generator, device and dtype in use, and add the model's stop tokens."""
         device = vllm_device(self.device) if self.uses_vllm else self.device
         on_gpu = device != "cpu" and torch.cuda.is_available()
         if device == "cuda" and not on_gpu:
@@ -128,9 +122,9 @@ class EvalConfig:
         )
 
     def conditions(self) -> dict[str, Any]:
-        """Everything except the problems that a response depends on, by name; of a resolved configuration.
+        """Return all that a response depends on besides its problem, for a resolved configuration.
 
-        The device's name: results differ between kinds of device and generators in the last digits.
+        The device's name is included: results differ in the last digits between devices and generators.
         """
         on_gpu = self.device == "cuda"
         return {
@@ -144,12 +138,12 @@ class EvalConfig:
         }
 
     def build_generator(self, longest: int, max_images: int = 0) -> Sampler:
-        """The generator of a resolved configuration.
+        """Build the generator of a resolved configuration.
 
-        Args: longest: tokens of the longest prompt.  max_images: the most images of a prompt.
+        Args: longest: tokens of the longest prompt.  max_images: most images in a prompt.
         """
         if self.uses_vllm:
-            check_sampling(self.sampling)  # loading takes longer
+            check_sampling(self.sampling)  # before the model is loaded
             return VLLMGenerator(
                 self.model,
                 self.dtype,
@@ -166,7 +160,7 @@ class EvalConfig:
 
 
 def describe(conditions: Mapping[str, Any], seeds: Sequence[int] = ()) -> str:
-    """Conditions in words.  Args: seeds: of several results under them."""
+    """Describe conditions in words.  Args: seeds: of several results under them."""
     c, sampling = conditions, conditions["sampling"]
     seeded = f"seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {c['seed']}"
     drawn = f"temperature {sampling['temperature']:g}, top_p {sampling['top_p']:g}"
@@ -194,13 +188,13 @@ def _of_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 CACHE_BYTES = 1 << 30
-"""Bytes of the KV cache of responses that are sampled together."""
+"""Bytes of KV cache for responses sampled together."""
 
 
 def fitting_batch_size(model: Path, max_tokens: int) -> int:
-    """Responses of this length whose KV cache fits `CACHE_BYTES` in float32, between 1 and the default.
+    """Count responses of this length whose KV cache fits `CACHE_BYTES` in float32, from 1 to the default.
 
-    A large model then gets few at a time: answers come, and are on disk, early.
+    A large model then gets small batches, whose answers are on disk early.
     """
     config = load_config(model).get_text_config()  # of a model with images, its decoder's
     if not hasattr(config, "num_attention_heads"):  # without attention there is no such cache
@@ -212,7 +206,7 @@ def fitting_batch_size(model: Path, max_tokens: int) -> int:
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of a model folder's content: the same for a copy, another after any edit."""
+    """Hash a model folder's content: equal for a copy, different after any edit."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     with ThreadPoolExecutor() as pool:
         lines = [

@@ -10,14 +10,14 @@ from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.rewards.math_grader import verdict_on_texts
 
 MOST_COMPARISONS = 200
-"""Maximum pairs of different texts that a vote compares, pairs of integers not counted; 16 answers have 120.
-A comparison takes about 25 ms."""
+"""Most pairs of different texts that a vote compares, not counting pairs of integers; 16 answers have 120
+pairs. A comparison takes about 25 ms."""
 MOST_UNDECIDED = 2
 """Comparisons without a verdict after which a vote stops; each costs the grader's full time limit."""
 
 SameAnswer = Callable[[str, str], bool | None]
-"""Tells if two answers are equal, as 1/2 and 0.5 are; None: no verdict within the limits. It must decide two
-integers at once."""
+"""Compares two answers, such as 1/2 and 0.5; None: no verdict within the limits. Integers must always get one
+at once."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -34,7 +34,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def parse_ks(text: str | None, num_samples: int) -> tuple[int, ...]:
-    """``3,5`` as numbers.  Raises: UserError: not numbers between 1 and the number of samples."""
+    """Read ``3,5`` as numbers between 1 and the number of samples."""
     parts = [part.strip() for part in (text or "").split(",") if part.strip()]
     numbers = [int(part) for part in parts if part.isdecimal()]
     if len(numbers) < len(parts) or not all(1 <= number <= num_samples for number in numbers):
@@ -47,7 +47,7 @@ def parse_ks(text: str | None, num_samples: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Majority:
-    """A vote's outcome. ``cut_short``: it hit a limit, so equal answers may have counted separately."""
+    """Outcome of a vote.  Attributes: cut_short: a limit was hit; equal answers may count separately."""
 
     score: float
     cut_short: bool = False
@@ -59,12 +59,12 @@ def majority_at_k(
     same: SameAnswer = operator.eq,
     hopeless: Collection[str] = (),
 ) -> Majority:
-    """The score of the most frequent answer; ties go to the earliest.
+    """Find the score of the most frequent answer; ties go to the earliest.
 
     Args:    answers: normalised; None does not vote.  scores: of the same samples.
              same: compares with the first answer of each kind, at most `MOST_COMPARISONS` times and until
              `MOST_UNDECIDED` comparisons had no verdict; then answers are equal only if their texts are.
-             hopeless: answers that could not be compared with this problem's reference. Trying them against
+             hopeless: answers that could not be compared with this problem's reference. Comparing them with
              every other answer would take long, so they too are equal only if their texts are.
     Returns: the score of the first sample that gave the winning answer; 0 if nobody voted.
     """
@@ -81,7 +81,7 @@ def majority_at_k(
 
 @dataclass
 class _Asked:
-    """The comparisons of one vote so far."""
+    """Compares the answers of one vote, within the limits."""
 
     same: SameAnswer
     hopeless: Collection[str]
@@ -111,7 +111,7 @@ class _Asked:
 
 
 def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
-    """Mean over problems and its standard error, std (ddof 1) / sqrt(N); 0 for a single problem."""
+    """Compute the mean and its standard error, std (ddof 1) / sqrt(N); 0 for a single value."""
     num = len(values)
     mean = math.fsum(values) / num
     if num == 1:
@@ -121,10 +121,10 @@ def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
 
 
 def stderr_of_runs(values: Sequence[Sequence[float]]) -> float:
-    """Standard error of a mean over fixed problems when the evaluation is repeated with other samples.
+    """Compute the standard error of a mean over fixed problems, if the evaluation is repeated.
 
-    sqrt(sum_i var_i / k_i) / N, with var_i of ddof 1 over the k_i samples of problem i. It tells whether two
-    models differ on these problems. For other problems see the error over problems.
+    sqrt(sum_i var_i / k_i) / N, with var_i of ddof 1 over the k_i samples of problem i. It shows whether two
+    models differ on these problems; for other problems see the error over problems.
 
     Args:    values: per problem, the scores of its samples.
     Returns: 0 if a problem has a single sample.

@@ -1,4 +1,4 @@
-"""Results as a table and as a picture."""
+"""Table and bar chart of an evaluation's results."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 PICTURE = "scores.png"
 GROUP_WIDTH = 0.8
-"""Width of a benchmark's bars, with 1 between the middles of two benchmarks."""
+"""Width of a benchmark's bars together; the centres of two benchmarks are 1 apart."""
 TOKENS = "num_tokens"
 OWN = ("box_", "mask_")
 """Prefixes of a task's own metrics that the table shows."""
 
 
 def show(result: SuiteResult, summaries: Mapping[int, dict[str, Any]], model: Path, out: Path) -> None:
-    """Print the results and draw them; of several seeds also write their mean.
+    """Print and plot the results; for several seeds, also write their mean.
 
-    Args: result: of one seed.  summaries: by seed, as `SuiteResult.write` returns them.
+    Args: result: of one seed.  summaries: by seed, from `SuiteResult.write`.
     """
     from rich.console import Console
 
@@ -50,9 +50,9 @@ def show(result: SuiteResult, summaries: Mapping[int, dict[str, Any]], model: Pa
 
 
 def table(summary: Mapping[str, Any], spread: str = ERRORS) -> Table:
-    """A column per benchmark and one for their average; per cent with standard errors.
+    """Lay out a column per benchmark and one for their average, in per cent with errors.
 
-    Args: summary: what `SuiteResult.write` or `over_seeds` returns.  spread: its key of what follows +-.
+    Args: summary: from `SuiteResult.write` or `over_seeds`.  spread: its key of the numbers after +-.
     """
     from rich.table import Table
 
@@ -73,7 +73,7 @@ def table(summary: Mapping[str, Any], spread: str = ERRORS) -> Table:
 
 
 def groups(summary: Mapping[str, Any]) -> list[str]:
-    """A line per benchmark with grouped problems: avg@k of each group."""
+    """Write a line per benchmark with grouped problems: avg@k of each group."""
     lines = []
     for name, entry in summary[BENCHMARKS].items():
         found = [f"{label} {100 * g['accuracy']:.1f}" for label, g in entry["groups"].items()]
@@ -87,7 +87,7 @@ def _num_samples(summary: Mapping[str, Any]) -> int:
 
 
 def labels(num_samples: int, measured: Sequence[str]) -> dict[str, str]:
-    """A table's metrics -> their labels."""
+    """Map the table's metrics to their labels."""
     passes = {name: name for name in measured if name.startswith("pass@") and name != "pass@1"}
     return {
         "greedy": "greedy pass@1",
@@ -109,7 +109,7 @@ def _cell(metric: str, means: Mapping[str, float], errors: Mapping[str, float]) 
 
 
 def plot(summary: Mapping[str, Any], path: Path, title: str, spread: str = ERRORS) -> None:
-    """PNG: avg@k, greedy, maj@k and pass@k as bars beside each other; ``spread``: as in `table`."""
+    """Plot avg@k, greedy, maj@k and pass@k as bars, as a PNG.  Args: spread: as in `table`."""
     from nemo_grpo.support.pictures import COLORS, INK, new_figure, tidy, write_png
 
     k, entries = _num_samples(summary), summary[BENCHMARKS]

@@ -18,8 +18,7 @@ from nemo_grpo.evaluate.passk import (
     pass_at_k,
     stderr_of_runs,
 )
-from nemo_grpo.evaluate.response_cache import Completion, ResponseCache
-from nemo_grpo.evaluate.sampling import CachedSampler, calls, eval_request
+from nemo_grpo.evaluate.sampling import CachedSampler, Completion, ResponseCache, calls, eval_request
 from nemo_grpo.sampling.requests import Sampler, SamplingParams
 from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.support.progress import TokenMeter
@@ -83,7 +82,7 @@ class EvalResult:
 
     Attributes:
         undecided: True if a reference and an extracted answer could not be compared within the limits.
-        pass_at: values of k for pass@k beside the powers of two; at most the number of samples.
+        pass_at: values of k for pass@k in addition to powers of two; at most the number of samples.
         overall: the task's own metrics, see `nemo_grpo.tasks.base.Answered`.
     """
 
@@ -125,7 +124,7 @@ class EvalResult:
 
     @cached_property
     def _by_problem(self) -> dict[str, list[float]]:
-        """Metrics with a value per problem."""
+        """Metrics that have a value per problem."""
         n, problems = self.num_samples, self.problems
         return {
             "accuracy": [fmean(p.samples.scores) for p in problems],

@@ -1,16 +1,131 @@
-"""Responses to problems: sampled, or reused from the cache."""
+"""Samples responses to problems, and reuses those recorded on disk."""
 
+import hashlib
+import json
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
-from nemo_grpo.evaluate.response_cache import Completion, ResponseCache
 from nemo_grpo.sampling.episodes import sample_responses
 from nemo_grpo.sampling.images import Images, image_digest
 from nemo_grpo.sampling.requests import Request, Sampler, SamplingParams
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.files import hold_lock
 from nemo_grpo.support.progress import TokenMeter
 from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
+
+GREEDY = "greedy"
+"""Sample number of a greedy response."""
+
+
+class Completion(NamedTuple):
+    """Text of a response.  Attributes: num_tokens: the policy's, stop token included."""
+
+    text: str
+    num_tokens: int
+    truncated: bool
+
+
+class ResponseLog:
+    """Responses in a JSONL file, a line each; new ones are appended and are on disk when `write` returns.
+
+    A line's ``key`` hashes everything that the response depends on, so that a changed model, prompt or
+    setting finds no match and keeps the old lines. A last line that a kill truncated is dropped. The file is
+    locked: one process at a time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b")
+        try:
+            hold_lock(self._file, f"{path} is being written by another evaluation; give each its own --out")
+            self._known = self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def read(self, key: str, sample: int | str) -> Completion | None:
+        """Return the response of this key and number, if recorded."""
+        return self._known.get((key, sample))
+
+    def write(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Append records with ``key``, ``sample`` and the fields of `Completion`, in one write."""
+        self._file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._known |= dict(map(_entry, lines))
+
+    def _read(self) -> dict[tuple[str, int | str], Completion]:
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            self._file.truncate(len(whole))
+        known = {}
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                key, sampled = _entry(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{self.path}:{number} is damaged ({error}); remove that line") from error
+            known[key] = sampled
+        return known
+
+
+def _entry(line: Mapping[str, Any]) -> tuple[tuple[str, int | str], Completion]:
+    return (line["key"], line["sample"]), Completion(line["text"], line["num_tokens"], line["truncated"])
+
+
+@dataclass(frozen=True)
+class ResponseCache:
+    """Recorded responses of one benchmark under one set of conditions.
+
+    Attributes: conditions: JSON values; all that a response depends on besides its prompt. A greedy response
+                does not depend on ``seed`` and serves all seeds.
+    """
+
+    log: ResponseLog
+    benchmark: str
+    conditions: Mapping[str, Any]
+
+    def get(
+        self, problem: str, prompt: Sequence[int], count: int, *, greedy: bool
+    ) -> list[Completion] | None:
+        """Return the ``count`` responses to a problem's prompt; None unless all of them are recorded."""
+        key = self._key(problem, prompt, greedy)
+        found = [self.log.read(key, GREEDY if greedy else number) for number in range(count)]
+        known = [response for response in found if response is not None]
+        return known if len(known) == count else None
+
+    def put(
+        self, answered: Iterable[tuple[str, Sequence[int], Sequence[Completion]]], *, greedy: bool
+    ) -> None:
+        """Record (problem, prompt, all responses in order) of one call."""
+        lines = []
+        for problem, prompt, responses in answered:
+            where = {"key": self._key(problem, prompt, greedy), "benchmark": self.benchmark, "id": problem}
+            for number, response in enumerate(responses):
+                sample = GREEDY if greedy else number
+                if self.log.read(where["key"], sample) is None:
+                    lines.append({**where, "sample": sample, **response._asdict()})
+        self.log.write(lines)
+
+    def _key(self, problem: str, prompt: Sequence[int], greedy: bool) -> str:
+        conditions = {name: v for name, v in self.conditions.items() if not (greedy and name == "seed")}
+        everything = [conditions, self.benchmark, problem, list(prompt)]
+        return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:32]
 
 
 class EvalRequest(NamedTuple):
@@ -22,7 +137,7 @@ class EvalRequest(NamedTuple):
 
 
 def eval_request(tokenizer: Any, prompt: Prompt, problem: Problem, has_images: bool) -> EvalRequest:
-    """Encode a problem as this prompt asks it."""
+    """Encode a problem with its prompt."""
     tokens = encode_prompt(tokenizer, prompt, problem, with_images=has_images)
     images: Images = tuple(problem.metadata["images"]) if has_images else ()
     return EvalRequest(" ".join([problem.id, *map(image_digest, images)]), tokens, images)

@@ -1,4 +1,4 @@
-"""Several benchmarks under one set of conditions: results, their average, files."""
+"""Runs several benchmarks under the same conditions, and writes their results."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +10,8 @@ from typing import Any
 
 from nemo_grpo.evaluate.benchmarks import Benchmark
 from nemo_grpo.evaluate.config import EvalConfig
-from nemo_grpo.evaluate.response_cache import ResponseCache, ResponseLog
 from nemo_grpo.evaluate.runner import EvalResult, ProblemResult, evaluate
+from nemo_grpo.evaluate.sampling import ResponseCache, ResponseLog
 from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY, check_summary, joined, read_summary
 from nemo_grpo.sampling.images import ImageTokens
 from nemo_grpo.sampling.requests import Request, Rollout, Sampler
@@ -29,7 +29,7 @@ task (GPG Table 7), MATH by subject."""
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """Results by benchmark, in the order asked for; ``protocol``: its name and source."""
+    """Results by benchmark, in the given order.  Attributes: protocol: its name and source."""
 
     conditions: dict[str, Any]
     benchmarks: dict[str, Benchmark]
@@ -37,7 +37,7 @@ class SuiteResult:
     protocol: dict[str, str] | None = None
 
     def groups(self, name: str) -> dict[str, dict[str, float]]:
-        """One benchmark's avg@k, greedy and number of problems, by ``key=value`` of their metadata."""
+        """Compute a benchmark's avg@k, greedy and number of problems by ``key=value`` of their metadata."""
         members: dict[str, list[ProblemResult]] = {}
         problems, results = self.benchmarks[name].problems, self.results[name].problems
         for problem, answered in zip(problems, results, strict=True):
@@ -53,7 +53,7 @@ class SuiteResult:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Convert to JSON values."""
         entries = {
             name: {
                 "file": benchmark.path and str(benchmark.path),
@@ -67,9 +67,9 @@ class SuiteResult:
         return joined(None, {"conditions": self.conditions, BENCHMARKS: entries})
 
     def write(self, folder: Path, model: Path) -> dict[str, Any]:
-        """summary.json, and samples-NAME.jsonl of each benchmark.
+        """Write summary.json, and samples-NAME.jsonl of each benchmark.
 
-        Returns: the summary, with the other benchmarks that the folder had under the same conditions.
+        Returns: the summary, with earlier benchmarks of the folder under the same conditions.
         """
         folder.mkdir(exist_ok=True)
         for name, result in self.results.items():
@@ -88,9 +88,9 @@ def run_suite(
     log: ResponseLog,
     meter: TokenMeter | None = None,
 ) -> SuiteResult:
-    """Evaluate one benchmark after the other; responses that ``log`` holds are not sampled again.
+    """Evaluate one benchmark after the other; responses in ``log`` are not sampled again.
 
-    Args: config: a resolved one.  conditions: its own, with the seed to use.
+    Args: config: resolved.  conditions: the config's, with the seed to use.
     """
     results = {}
     for benchmark in benchmarks:
@@ -127,10 +127,9 @@ def evaluate_seeds(
 ) -> dict[int, SuiteResult]:
     """Evaluate under every seed.
 
-    Args:    folders: of each seed's results.  out: of the responses of all.
+    Args:    folders: seed -> folder of its results.  out: folder of all responses.
              longest: tokens of the longest prompt.
     Returns: results by seed, not written yet.
-    Raises:  UserError: before anything is loaded or written, where possible.
     """
     config = config.resolved(tokenizer)
     max_images = max(
@@ -164,7 +163,7 @@ def evaluate_seeds(
 
 
 class LazyGenerator:
-    """Loads the model when the first response is needed: never if all are recorded.
+    """Generator that loads the model when the first response is sampled: never if all are recorded.
 
     Args: build: makes the generator, with the model's weights.
     """
@@ -185,11 +184,9 @@ def longest_prompt(
     limit: int | None,
     vocab_size: int | None = None,
 ) -> int:
-    """Tokens of the longest prompt, images included.
+    """Count tokens of the longest prompt, images included; refuses prompts that do not fit the model.
 
-    Args:    limit: the model's longest sequence.  vocab_size: its vocabulary; None: it is not known.
-    Raises:  UserError: it and its response do not fit, or the tokenizer is of another model; names the
-             problem.
+    Args:    limit: the model's longest sequence.  vocab_size: its vocabulary; None: unknown.
     """
     longest, image_tokens = 0, cache(ImageTokens)
     for benchmark in benchmarks:

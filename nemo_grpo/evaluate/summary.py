@@ -1,4 +1,4 @@
-"""summary.json of an evaluation: joined with earlier results, and averaged over seeds."""
+"""Summary of an evaluation, summary.json: joined with earlier results, averaged over seeds."""
 
 import json
 import math
@@ -17,7 +17,7 @@ BENCHMARKS = "benchmarks"
 ERRORS = "standard_errors"
 SEEDS = "seeds.json"
 SPREAD = "standard_deviations"
-"""Over seeds, with ddof 1."""
+"""Key of the standard deviations over seeds, with ddof 1."""
 
 
 class _Entry(BaseModel):
@@ -40,7 +40,7 @@ class _Summary(BaseModel):
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The summary in a folder of results; None: missing; {}: damaged."""
+    """Read the summary in a folder of results; None: missing; {}: damaged."""
     path = folder / SUMMARY
     if not path.exists():
         return None
@@ -77,14 +77,14 @@ _REMEDY = "choose another --out, or --overwrite"
 
 
 def differences(before: object, now: Mapping[str, Any]) -> list[str]:
-    """Names of the conditions that differ, as JSON values."""
+    """Name the conditions that differ as JSON values."""
     old = before if isinstance(before, dict) else {}
     new = json.loads(json.dumps(now))
     return sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
 
 
 def joined(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, Any]:
-    """The new results joined with earlier ones under the same conditions, and the average over all.
+    """Join new results with earlier ones under the same conditions, and average over all benchmarks.
 
     New results replace earlier ones of the same benchmark.
     """
@@ -96,7 +96,7 @@ def joined(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str
 
 
 def average(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means of the metrics over benchmarks, and their standard errors sqrt(sum_b se_b^2) / B."""
+    """Average the metrics over benchmarks, with standard errors sqrt(sum_b se_b^2) / B."""
     chosen = list(entries)
     errors = [entry[ERRORS] for entry in chosen]
     means = _means([entry["metrics"] for entry in chosen])
@@ -105,16 +105,16 @@ def average(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def common(values: Sequence[Mapping[str, float]]) -> list[str]:
-    """Names common to all: an older version may have written fewer."""
+    """List names common to all: an older version may have written fewer."""
     return [name for name in values[0] if all(name in other for other in values)]
 
 
 def over_seeds(summaries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The mean of the summaries of several seeds, with the standard deviation over the seeds.
+    """Average the summaries of several seeds, with the standard deviation over the seeds.
 
-    Args:    summaries: by seed, at least two, of the same conditions and benchmarks; see `SuiteResult.write`.
-    Returns: a summary; ``standard_deviations`` are over the seeds, ``standard_errors`` over problems, the
-             mean of the seeds'; ``by_seed`` has each seed's metrics.
+    Args:    summaries: by seed, at least two, of the same conditions and benchmarks.
+    Returns: a summary; ``standard_deviations`` are over the seeds, ``standard_errors`` are the seeds' mean
+             error over problems; ``by_seed`` has each seed's metrics.
     """
     first, *_ = summaries.values()
     names = [name for name in first[BENCHMARKS] if all(name in s[BENCHMARKS] for s in summaries.values())]

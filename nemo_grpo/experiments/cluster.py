@@ -1,4 +1,4 @@
-"""An experiment on Slurm: every run's recipe in a file, submitted as `nemo-grpo launch` submits it."""
+"""An experiment on Slurm: writes every run's recipe to a file and submits it as `nemo-grpo launch` does."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ RECIPES, SUBMITTED = "recipes", "submitted.json"
 
 @dataclass(frozen=True)
 class Slurm:
-    """Options of the submission, see `nemo_grpo.launch.submit.prepare`, and the GPU of the plans."""
+    """Options of `nemo_grpo.launch.submit.prepare`, and the GPU to plan for."""
 
     gpu: str
     options: Mapping[str, str | None]
@@ -36,10 +36,9 @@ class Slurm:
 def prepare_submissions(
     jobs: Sequence[Job], out: Path, slurm: Slurm, *, dry_run: bool = False
 ) -> dict[str, Submission]:
-    """Each job's command, by its name; writes nothing.
+    """Check all jobs as `nemo-grpo launch` does and make each job's command, by name; writes nothing.
 
-    Args:   dry_run: the data may be missing, as they may come before the jobs do.
-    Raises: UserError: what `nemo-grpo launch` refuses of a recipe, naming the setting.
+    Args:   dry_run: accept missing data files.
     """
     submitted, limit = _read(out / SUBMITTED), slurm.options.get("time")
     time = None if limit is None else parse_time_limit(limit)
@@ -72,22 +71,20 @@ def _refusals(recipe: Recipe, slurm: Slurm, time: timedelta | None) -> Iterator[
 
 
 def recipe_file(job: Job, out: Path) -> Path:
-    """The file of a run's resolved recipe."""
+    """Return the path of a run's resolved recipe."""
     return (out / RECIPES / f"{job.name}.yaml").absolute()
 
 
 def submit_experiment(
     jobs: Sequence[Job], out: Path, slurm: Slurm, command: str, baseline: str | None = None
 ) -> Results:
-    """Write the recipes, submit the runs that have not been, and write the results of those that are done.
+    """Write the recipes, submit runs that were not submitted yet, and write the results of finished runs.
 
-    ``out/submitted.json`` has each run's job and is written after every submission, so that a command that
-    is killed and repeated goes on with the next run. (A kill between sbatch's answer and that note leaves a
-    job that is submitted again; its name tells.)
+    ``out/submitted.json`` lists each run's job and is written after every submission, so that a command that
+    is killed and repeated continues with the next run. (If it is killed between sbatch's answer and that
+    write, the job is submitted twice, under the same name.)
 
     Args:    command: this command line, for the record.  baseline: see `results.baseline_of`.
-    Returns: what the runs that are done have found.
-    Raises:  UserError: see `prepare_submissions`; sbatch refuses; or a run was submitted with another recipe.
     """
     prepared = prepare_submissions(jobs, out, slurm)
     with only_one(out):
@@ -117,7 +114,7 @@ def submit_experiment(
 
 
 def _has_ended(job: Job) -> bool:
-    """True if the metrics reach the last step, or the goal that ends a run before it."""
+    """True if the metrics reach the last step, or the goal that ends a run early."""
     done, grpo = steps_done(job), job.recipe.grpo
     if done >= grpo.max_num_steps:
         return True

@@ -1,4 +1,4 @@
-"""The runs of an experiment, one per setting and seed; all recipes are validated before any run starts."""
+"""Runs of an experiment, one per setting and seed; all recipes are validated before any run starts."""
 
 import json
 import re
@@ -22,7 +22,7 @@ OWN_KEYS = {
 """Keys that every job sets itself -> the remedy."""
 
 START = ("policy.model_name", "nemo_grpo.warm_start", "nemo_grpo.task", "nemo_grpo.prompt")
-"""Keys of the start, which all runs share unless a sweep varies them."""
+"""Keys of model and task, which must be the same for all runs unless a sweep varies them."""
 VALIDATION = (
     "grpo.max_val_samples",
     "grpo.val_num_generations_per_prompt",
@@ -32,7 +32,7 @@ VALIDATION = (
     "policy.generation.val_top_k",
     "policy.generation.val_top_p",
 )
-"""Keys of the validation, likewise."""
+"""Keys of the validation, which must be the same for all runs unless a sweep varies them."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a setting with a seed; ``overrides`` are all of them, for the command line."""
+    """One run: a setting with a seed, and all overrides for the command line."""
 
     setting: Setting
     seed: int
@@ -62,7 +62,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Status:
-    """The end of a run: its last process's exit code, and a failed run's last words."""
+    """State of a run: its last process's exit code, and the last error of a failed run."""
 
     state: Literal["finished", "failed", "interrupted"]
     exit_code: int
@@ -73,12 +73,10 @@ class Status:
 
 
 def make_jobs(settings: Sequence[Setting], seeds: Sequence[int], out: Path, *, prefix: str = "") -> list[Job]:
-    """The runs, all settings with the first seed first, so that early results already compare.
+    """Make the runs, seed by seed, so that early results already compare all settings.
 
     Args:    out: the experiment's folder; the runs go to ``out/runs``.
-             prefix: of the runs' names, which are the jobs' on a cluster.
-    Raises:  UserError: no seed or setting, a recipe that is not valid, runs that would share a folder,
-             different starts or validations, or an override of `OWN_KEYS`.
+             prefix: of the runs' names, which are also the names of cluster jobs.
     """
     for key, remedy in OWN_KEYS.items():
         if any(key == override_key(override) for setting in settings for override in setting.overrides):
@@ -99,7 +97,7 @@ def make_jobs(settings: Sequence[Setting], seeds: Sequence[int], out: Path, *, p
 
 @contextmanager
 def naming(setting: Setting) -> Iterator[None]:
-    """Within the block a refusal begins with the setting's label."""
+    """Put the setting's label before a `UserError` from the block."""
     try:
         yield
     except UserError as error:
@@ -107,12 +105,12 @@ def naming(setting: Setting) -> Iterator[None]:
 
 
 def one_per_setting(jobs: Sequence[Job]) -> list[Job]:
-    """One job of each setting, as seeds are alike."""
+    """Return one job of each setting, because seeds are alike."""
     return list({job.setting.label: job for job in jobs}.values())
 
 
 def override_key(override: str) -> str:
-    """The dotted key of ``key=value``, ``++key=value`` or ``~key``."""
+    """Return the dotted key of ``key=value``, ``++key=value`` or ``~key``."""
     return override.lstrip("+~").partition("=")[0]
 
 
@@ -132,7 +130,7 @@ def _job(setting: Setting, seed: int, out: Path, prefix: str) -> Job:
 
 
 def _check_alike(jobs: Sequence[Job]) -> None:
-    """Require one start and one validation of all jobs, except where a sweep varies just that."""
+    """Require that all jobs share `START` and `VALIDATION`, except for keys that a sweep varies."""
     first = jobs[0]
     for job in jobs:
         for key in (*VALIDATION, *START):

@@ -1,4 +1,4 @@
-"""Results of an experiment: report.html, its pictures and the forest plot, table.md, results.json."""
+"""Results of an experiment: report.html with its plots, table.md, results.json."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ REPORT, TABLE, RESULTS = "report.html", "table.md", "results.json"
 
 
 def finished_groups(jobs: Sequence[Job], ended: Mapping[str, Status]) -> list[RunGroup]:
-    """The finished runs of each setting, seeds in order; settings without any are left out."""
+    """Group the finished runs by setting, seeds in order; settings without any are left out."""
     labels = dict.fromkeys(job.setting.label for job in jobs)
     done = [job for job in sorted(jobs, key=lambda job: job.seed) if _is_finished(job, ended)]
     runs = {label: [read_run(job.folder) for job in done if job.setting.label == label] for label in labels}
@@ -39,7 +39,7 @@ def _is_finished(job: Job, ended: Mapping[str, Status]) -> bool:
 class Results:
     """Results of an experiment so far.
 
-    Attributes: groups: the finished runs by setting.  missing: unfinished runs and why.
+    Attributes: groups: finished runs by setting.  missing: unfinished run -> reason.
                 paired: every other setting against the baseline.
     """
 
@@ -71,10 +71,10 @@ def write_results(
     missing: Mapping[str, str] | None = None,
     baseline: str | None = None,
 ) -> Results:
-    """Write the files; unfinished runs are named there and enter no mean.
+    """Write the files; they name unfinished runs, which enter no mean.
 
-    Args:    command: the command line that makes this, for the record.
-             missing: why each unfinished run is; None: as ``ended`` says.
+    Args:    command: this command line, for the record.
+             missing: unfinished run -> reason; None: from ``ended``.
              baseline: see `baseline_of`.
     """
     if missing is None:
@@ -86,7 +86,7 @@ def write_results(
     if found.groups:
         write_group_report(found.groups, out / REPORT, found.paired, baseline)
     else:
-        (out / REPORT).unlink(missing_ok=True)  # of runs that are to be made again
+        (out / REPORT).unlink(missing_ok=True)  # an old report, of runs that are to be repeated
     if not found.paired:
         (out / PLOTS / FOREST).unlink(missing_ok=True)
     table = f"{markdown(found.groups)}\n" if found.groups else ""
@@ -103,7 +103,7 @@ def write_results(
 
 
 def baseline_of(jobs: Sequence[Job], given: str | None = None) -> str:
-    """The label of the setting that the others are compared with: as given, else GRPO, else the first."""
+    """Choose the setting that the others are compared with: the given label, else grpo, else the first."""
     labels = [job.setting.label for job in jobs]
     if given is None:
         return "grpo" if "grpo" in labels else labels[0]

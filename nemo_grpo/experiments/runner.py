@@ -1,4 +1,4 @@
-"""Run jobs, several at a time, each in its own process; finished jobs are not repeated."""
+"""Runs jobs, several at a time, each in its own process; finished jobs are not repeated."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ LOGS = "logs"
 POLL_SECONDS = 0.5
 ANOTHER_OUT = "choose another --out"
 ENDED_BY_SIGTERM = (-signal.SIGTERM, 128 + signal.SIGTERM)
-"""Codes of a run, and of the launcher of its ranks, that had nothing to save yet."""
+"""Exit codes of a run and of the launcher of its ranks if SIGTERM came before there was anything to save."""
 
 
 def run_experiment(
@@ -43,16 +43,15 @@ def run_experiment(
 
     Args:    out: folder of everything.  command: this command line, for the record.
              baseline: see `results.baseline_of`.
-    Returns: what was found; exit code 0 if every run is finished, 75 if a signal stopped some, else 1.
-    Raises:  UserError: the engine refuses a recipe, a run in the folder was trained or validated differently,
-             no setting is the baseline, or the folder cannot be used; nothing was run then.
+    Returns: the results; exit code 0 if every run is finished, 75 if a signal stopped some, else 1.
+    Raises:  UserError: before any run starts.
     """
     baseline = baseline_of(jobs, baseline)
     if missing := check_settings(jobs):
         raise UserError("; ".join(remedies(missing)))
     check_unchanged(jobs)
     started = []
-    for job in jobs:  # each policy once, before several runs would
+    for job in jobs:  # make each policy once, before several runs do
         own = job.recipe.nemo_grpo
         if own.warm_start is not None and (start := (own.warm_start, own.task, own.prompt)) not in started:
             started.append(start)
@@ -64,10 +63,9 @@ def run_experiment(
 
 
 def check_settings(jobs: Sequence[Job]) -> list[str]:
-    """Refuse settings that could not be trained; seeds are alike.
+    """Refuse settings that cannot be trained, checking one seed of each.
 
-    Returns: what other commands write first, see `recipe_checks.remedies`.
-    Raises:  UserError: naming the setting.
+    Returns: missing files, see `recipe_checks.remedies`.
     """
     missing = list[str]()
     for job in one_per_setting(jobs):
@@ -80,7 +78,7 @@ def check_settings(jobs: Sequence[Job]) -> list[str]:
 
 
 def train_command(job: Job) -> list[str]:
-    """The command that runs a job, or resumes it, to its end."""
+    """Make the command that runs a job, or resumes it, to its end."""
     start = [sys.executable, "-m", "nemo_grpo.cli.child"]
     return [*start, "train", str(job.setting.recipe), *job.overrides, "--resume"]
 
@@ -88,14 +86,14 @@ def train_command(job: Job) -> list[str]:
 def run_jobs(
     jobs: Sequence[Job], out: Path, num_parallel: int = 1, command: Callable[[Job], list[str]] = train_command
 ) -> dict[str, Status]:
-    """Run unfinished jobs, ``num_parallel`` at a time, and record in ``out/status.json`` how each ended.
+    """Run unfinished jobs, ``num_parallel`` at a time, and record each one's status in ``out/status.json``.
 
     An unfinished run is resumed from its newest checkpoint. A run that fails does not stop the others. The
     first signal to stop is passed on; every run then saves a checkpoint.
 
-    Args:    jobs: that `check_unchanged` accepts.
-             command: makes the process of a job; exit codes as of ``nemo-grpo train``.
-    Returns: job's name -> how it ended, in the order of ``jobs``; not those that a signal kept from starting.
+    Args:    jobs: accepted by `check_unchanged`.
+             command: makes the command of a job; exit codes as of ``nemo-grpo train``.
+    Returns: job's name -> status, in the order of ``jobs``; without jobs that a signal kept from starting.
     """
     with only_one(out):
         ended = _read_status(out)
@@ -103,7 +101,7 @@ def run_jobs(
         if len(waiting) < len(jobs):
             log.info("%d of %d runs are already finished", len(jobs) - len(waiting), len(jobs))
         for job in waiting:
-            if job.name in ended and ended[job.name].state == "finished":  # with another recipe
+            if job.name in ended and ended[job.name].state == "finished":  # with fewer steps
                 ended[job.name] = Status("interrupted", EXIT_INTERRUPTED)
         for name, status in _ends(waiting, out, num_parallel, command):
             ended[name] = status
@@ -115,9 +113,9 @@ def run_jobs(
 def _ends(
     waiting: Sequence[Job], out: Path, num_parallel: int, command: Callable[[Job], list[str]]
 ) -> Iterator[tuple[str, Status]]:
-    """Run jobs, each in a process.  Yields: (name, how it ended), as they end."""
+    """Run jobs, each in a process; yields (name, status) as they end."""
     queue, running = deque(waiting), dict[str, subprocess.Popen[bytes]]()
-    told, num_ended = set[str](), 0
+    stopped, num_ended = set[str](), 0
     last = sum(map(steps_done, waiting))
     total = max(sum(job.recipe.grpo.max_num_steps for job in waiting), last + 1)
     with stop_on_signals() as stop, progress("steps of all runs", total, done=last) as advance:
@@ -133,9 +131,9 @@ def _ends(
                         running.pop(name).communicate()
                         num_ended += 1
                         yield name, _status(name, process.returncode, out)
-                    elif stop and name not in told:  # a second signal would end it without a checkpoint
+                    elif stop and name not in stopped:  # a second signal would end it without a checkpoint
                         process.terminate()
-                        told.add(name)
+                        stopped.add(name)
                 names = f", running {', '.join(running)}" if running else ""
                 now = max(last, sum(map(steps_done, waiting)))
                 advance(f"{num_ended} of {len(waiting)} runs ended{names}", now - last)
@@ -145,9 +143,9 @@ def _ends(
                 process.terminate()
 
 
-def _started(command: Sequence[str], words: Path) -> subprocess.Popen[bytes]:
-    """Start a job's process; it ends when its standard input does, with this process (`cli.child`)."""
-    with words.open("wb") as file:
+def _started(command: Sequence[str], log_file: Path) -> subprocess.Popen[bytes]:
+    """Start a job's process; it ends when its standard input closes, as this process ends (`cli.child`)."""
+    with log_file.open("wb") as file:
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=file, stderr=file, start_new_session=True
         )
@@ -168,11 +166,11 @@ def _status(name: str, code: int, out: Path) -> Status:
 
 
 def check_unchanged(jobs: Sequence[Job]) -> None:
-    """Refuse runs that were trained or validated otherwise before: a mean is of like runs.
+    """Refuse runs that were trained or validated differently before, because a mean needs like runs.
 
-    More steps are allowed where learning rate and weight decay do not depend on their number.
+    More steps are allowed if learning rate and weight decay do not depend on their number.
     """
-    model_of = cache(model_files)  # says once what it leaves out
+    model_of = cache(model_files)  # logs the files that it skips once
     for job in jobs:
         schedule = job.recipe.policy.megatron_cfg.scheduler
         constant = schedule.lr_decay_style == schedule.weight_decay_incr_style == "constant"
@@ -189,7 +187,7 @@ def check_unchanged(jobs: Sequence[Job]) -> None:
 
 
 def _is_finished(job: Job, ended: dict[str, Status]) -> bool:
-    """True if the run finished, and is not to make more steps than it was then."""
+    """True if the run finished, and the recipe now asks for no more steps."""
     resolved = job.folder / RECIPE_FILE
     if job.name not in ended or ended[job.name].state != "finished" or not resolved.is_file():
         return False
@@ -197,7 +195,7 @@ def _is_finished(job: Job, ended: dict[str, Status]) -> bool:
 
 
 def steps_done(job: Job) -> int:
-    """The last step in the run's metrics; reads only the file's end, as it is polled twice a second."""
+    """Find the last step in the run's metrics; reads only the file's end, because it is polled often."""
     try:
         with (job.folder / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))

@@ -1,4 +1,4 @@
-"""Settings of an experiment: a sweep file with a recipe and what to vary in it, or a list of variants.
+"""Settings of an experiment: a sweep file with a recipe and the keys to vary, or a list of variants.
 
 sweep:
   recipe: ../quickstart-tr_grpo.yaml        # relative to this file
@@ -9,7 +9,7 @@ sweep:
     - {loss_fn.lower: 1.0, loss_fn.upper: 1.2}
   grids:                                    # every combination of each grid's values
     - {loss_fn.tau: [0.5, 2.0, 9.0]}
-  cluster:                                  # what is different with --target cluster; may be left out
+  cluster:                                  # keys that differ with --target cluster; may be left out
     recipe: ../tr_grpo/tr_grpo-qwen2.5-3b-instruct-logic-1n8g.yaml
     seeds: 1
 """
@@ -72,16 +72,13 @@ def is_sweep(path: Path) -> bool:
     try:
         text = path.read_text()
         tree = yaml.safe_load(text) if SECTION in text else None
-    except (*UNREADABLE, yaml.YAMLError):  # if it is none, the reader of recipes says what is wrong
+    except (*UNREADABLE, yaml.YAMLError):  # the recipe loader reports the error
         return False
     return isinstance(tree, dict) and list(tree) == [SECTION]
 
 
 def find_sweep(name: str) -> Path:
-    """The file for ``name``: a path, or a preset's name in recipes/sweeps.
-
-    Raises: UserError: there is none; the presets are listed.
-    """
+    """Find the file for ``name``: a path, or a preset's name in recipes/sweeps."""
     folders = (FOLDER, shipped.folder("recipes") / "sweeps")
     for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
         if path.is_file():
@@ -91,15 +88,12 @@ def find_sweep(name: str) -> Path:
 
 
 def targets(path: Path) -> list[Target]:
-    """The targets that a sweep file has settings for.  Raises: UserError: see `load_sweep`."""
+    """List the targets that a sweep file has settings for."""
     return ["embedded"] if _read(path).cluster is None else ["embedded", "cluster"]
 
 
 def load_sweep(path: Path, target: Target = "embedded") -> Sweep:
-    """Read a sweep file for a target. The settings' recipes are not loaded here: `make_jobs` does that.
-
-    Raises: UserError: not such a file, an unknown key, a value of another type, or the same setting twice.
-    """
+    """Read a sweep file for a target; `make_jobs` loads the settings' recipes."""
     file = _read(path).of(target)
     common = tuple(_override(key, value) for key, value in file.overrides.items())
     grids = (
@@ -116,10 +110,7 @@ def load_sweep(path: Path, target: Target = "embedded") -> Sweep:
 
 
 def sweep_variants(recipe: Path, variants: Sequence[str], seeds: Sequence[int]) -> Sweep:
-    """Vary ``loss_fn.variant`` alone; a setting is called like its variant.
-
-    Raises: UserError: no such recipe, or a variant is given twice.
-    """
+    """Vary ``loss_fn.variant`` alone; each setting is named after its variant."""
     points = [{LABEL: variant, VARIANT: variant} for variant in variants]
     settings = _settings(f"--variants {','.join(variants)}", points, shipped.recipe_file(recipe), ())
     return Sweep(recipe.stem, settings, list(seeds))
@@ -128,12 +119,12 @@ def sweep_variants(recipe: Path, variants: Sequence[str], seeds: Sequence[int]) 
 def _settings(
     source: str, points: Sequence[Mapping[str, Any]], recipe: Path, common: tuple[str, ...]
 ) -> list[Setting]:
-    """Settings whose default label names what is varied: ``tau=0.5`` or ``lower=1.0 upper=1.2``."""
+    """Make the settings; the default label is what varies: ``tau=0.5`` or ``lower=1.0 upper=1.2``."""
     settings: dict[str, Setting] = {}
     for point in points:
         varied = {key: value for key, value in point.items() if key != LABEL}
-        told = (f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
-        label = str(point.get(LABEL, " ".join(told)))
+        words = (f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
+        label = str(point.get(LABEL, " ".join(words)))
         if label in settings:
             raise UserError(f"{source}: the setting {label!r} is repeated; name it once")
         own, replaced = _recipe_of(varied.get(VARIANT), recipe)
@@ -158,10 +149,10 @@ def _read(path: Path) -> _SweepFile:
 
 
 def _recipe_of(variant: str | None, recipe: Path) -> tuple[Path, tuple[str, ...]]:
-    """The recipe of a variant, and the overrides that make it the variant's.
+    """Find the recipe of a variant, and the overrides that make it the variant's.
 
-    That is the given one if it is the variant's already; else ``<stem>-<variant>.yaml`` beside it; else the
-    given one with the variant's defaults for ``loss_fn``.
+    It is the given recipe if that has the variant already; else ``<stem>-<variant>.yaml`` beside it; else the
+    given recipe with the variant's defaults for ``loss_fn``.
     """
     if variant is None or variant == load_tree(recipe).get("loss_fn", {}).get("variant"):
         return recipe, ()
@@ -175,10 +166,7 @@ def _override(key: str, value: Any) -> str:
 
 
 def with_overrides(settings: list[Setting], overrides: Sequence[str]) -> list[Setting]:
-    """The settings with additional overrides, which take precedence.
-
-    Raises: UserError: one would undo what the settings vary and falsify their labels.
-    """
+    """Add overrides to all settings; refuses those that would undo what the settings vary."""
     varied = sorted({key for setting in settings for key in setting.varied})
     for override in overrides:
         given = override_key(override)

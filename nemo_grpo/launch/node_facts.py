@@ -28,8 +28,8 @@ def collect() -> dict[str, Any]:
     """Return this node's facts.
 
     Returns: node: Slurm's name, or the host's.  clock: seconds since the epoch.  gpus: names of the GPUs.
-             interfaces, hcas: names of network interfaces and InfiniBand adapters.  memlock: bytes of
-             memory that may be pinned, -1: any.  shm_free: bytes free in /dev/shm.
+             interfaces, hcas: names of network interfaces and InfiniBand adapters.  memlock: bytes that may
+             be pinned, -1: unlimited.  shm_free: bytes free in /dev/shm.
     """
     adapters = "/sys/class/infiniband"
     return {

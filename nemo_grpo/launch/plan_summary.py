@@ -36,39 +36,39 @@ def plan_verdict(recipe: Recipe, gpu: str) -> tuple[bool, str]:
 def time_verdict(recipe: Recipe, gpu: str, limit: timedelta, signal: str | None = None) -> tuple[bool, str]:
     """Check that a job's start, a step and a checkpoint fit into its time limit; returns (accepted, why).
 
-    Refused is only what does not fit even if the step is faster than predicted by the worst error that was
-    seen. Steps of recipes that are not planned are not compared.
+    It refuses only if they do not fit even with a step that is faster than predicted by the worst known
+    error. Recipes that are not planned are not compared with the limit.
 
     Args: signal: sbatch's option; None: the job script's.
     """
     target, seconds = recipe.nemo_grpo.target, limit.total_seconds()
     lead = signal_lead(target, signal)
-    told = f"{lead} s before the limit the job is told to save and stop"
+    stop = f"{lead} s before the limit the job is told to save and stop"
     found = plan_recipe(recipe, gpu).forecast if target == "cluster" else None
     if found is None:
         if seconds <= lead:
-            return False, f"--time {limit}: {told}; give more time, or --sbatch signal=B:USR1@SECONDS"
+            return False, f"--time {limit}: {stop}; give more time, or --sbatch signal=B:USR1@SECONDS"
         return True, f"--time {limit}: not compared with the steps"
     step, save = found.step.seconds, found.step.checkpoint
     least = START + step / (1 + found.error.worst) + save
     if seconds <= max(least, START + lead):
         return False, (
             f"--time {limit}: a step takes about {step:.0f} s and a checkpoint {save:.0f} s on {gpu}, and "
-            f"not one of each fits: NeMo-RL starts in {START:.0f} s or more, and {told}; give more time or "
+            f"not one of each fits: NeMo-RL starts in {START:.0f} s or more, and {stop}; give more time or "
             "GPUs, or see nemo-grpo plan"
         )
     num_begun = 1 + int((seconds - START - lead) / step)  # the step of the signal is finished
     steps, total = max(min(found.steps_within(seconds - START), num_begun), 1), found.work.num_steps
     return True, (
         f"--time {limit}: about {min(steps, total)} of {total} steps of {step:.0f} s fit; NeMo-RL starts in "
-        f"{START:.0f} s or more, and {told}"
+        f"{START:.0f} s or more, and {stop}"
     )
 
 
 def checkpoint_bytes(recipe: Recipe) -> int | None:
-    """Bound a checkpoint's bytes from above (LoRA saves its adapters alone); None: the model is not known.
+    """Estimate an upper bound of a checkpoint's bytes, ignoring LoRA; None: the model is not known.
 
-    By the planner's table, or the files of policy.model_name, taken as 2 bytes per parameter.
+    From the files of policy.model_name, taken as 2 bytes per parameter, or the planner's table.
     """
     per_parameter = BYTES_PER_PARAMETER[recipe.checkpointing.save_optimizer]
     if files := list(Path(recipe.policy.model_name or "/nonexistent").glob("*.safetensors")):
@@ -80,9 +80,9 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
 
 
 def kind_of(name: str) -> str | None:
-    """Find the planner's name of a GPU that calls itself ``name``; None: the planner does not know it.
+    """Find the planner's name of a GPU that calls itself ``name``; None: unknown.
 
-    An A100 of 40 GB is not the planner's, which has 80.
+    The planner's A100 has 80 GB, so that one of 40 GB is unknown.
     """
     if "40gb" in name.lower():
         return None

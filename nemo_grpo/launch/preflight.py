@@ -1,15 +1,15 @@
-"""Checks of a job's nodes and folders against its recipe, and the settings that its scripts read."""
+"""Checks of a job's nodes, folders and environment against its recipe, and settings for its scripts."""
 
+import fnmatch
 import json
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from nemo_grpo.engine.recipe_checks import check_recipe, remedies
-from nemo_grpo.launch.nccl import nccl_problems
 from nemo_grpo.launch.plan_summary import checkpoint_bytes, kind_of, plan_verdict
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.support.errors import UserError
@@ -23,7 +23,7 @@ MIN_SHM = 8 << 30
 
 @dataclass(frozen=True)
 class Row:
-    """One check. ``found`` gives rule, value and remedy unless the verdict is ok."""
+    """Result of one check.  Attributes: found: rule, value and remedy, unless the verdict is ok."""
 
     check: str
     verdict: Literal["ok", "note", "refused"]
@@ -36,8 +36,8 @@ class Job:
 
     Attributes:
         nodes: names of the nodes.
-        facts: what each has written, see `node_facts.collect`.
-        began, ended: seconds since the epoch on the first node, before and after they were asked.
+        facts: report of each node, see `node_facts.collect`.
+        began, ended: seconds since the epoch on the first node, before and after the reports.
     """
 
     nodes: Sequence[str]
@@ -59,7 +59,7 @@ def check_job(recipe: Recipe, job: Job) -> list[Row]:
 
 
 def plan(recipe: Recipe, job: Job) -> Iterator[Row]:
-    """The recipe fits on the job's GPUs."""
+    """Check that the recipe fits on the job's GPUs."""
     names = {name for facts in job.facts for name in facts["gpus"]}
     kinds = {kind_of(name) for name in names}
     kind = kinds.pop() if len(kinds) == 1 else None
@@ -74,7 +74,7 @@ def plan(recipe: Recipe, job: Job) -> Iterator[Row]:
 
 
 def recipe_and_data(recipe: Recipe, _job: Job) -> Iterator[Row]:
-    """Recipe and data pass what `nemo-grpo recipe check` and `launch` check, too."""
+    """Check recipe and data as `nemo-grpo recipe check` and `launch` do."""
     checked = check_recipe(recipe, continues=True)
     yield from (Row("recipe", "refused", sentence) for sentence in checked.errors)
     yield from (Row("data", "refused", sentence) for sentence in remedies(checked.missing))
@@ -84,7 +84,7 @@ def recipe_and_data(recipe: Recipe, _job: Job) -> Iterator[Row]:
 
 
 def shared_folder(_recipe: Recipe, job: Job) -> Iterator[Row]:
-    """Every node's report has arrived in the log folder."""
+    """Check that every node's report has arrived in the log folder."""
     missing = ", ".join(sorted(set(job.nodes) - {facts["node"] for facts in job.facts}))
     wrong = missing and (
         f"{missing} did not write into the log folder; it must be on a filesystem that all nodes share "
@@ -94,14 +94,14 @@ def shared_folder(_recipe: Recipe, job: Job) -> Iterator[Row]:
 
 
 def num_nodes(recipe: Recipe, job: Job) -> Iterator[Row]:
-    """The job has as many nodes as the recipe asks for."""
+    """Check that the job has the recipe's number of nodes."""
     wanted, got = recipe.cluster.num_nodes, len(job.nodes)
     wrong = f"cluster.num_nodes={wanted}, the job has {got}; use sbatch --nodes={wanted} or that override"
     yield judged("nodes", wrong if wanted != got else "", str(got))
 
 
 def gpus(recipe: Recipe, job: Job) -> Iterator[Row]:
-    """Every node has the GPUs that the recipe asks for; the embedded engine may also run on CPUs alone."""
+    """Check that every node has the recipe's number of GPUs; the embedded engine also runs on CPUs alone."""
     wanted = recipe.cluster.gpus_per_node
     counts = {facts["node"]: len(facts["gpus"]) for facts in job.facts}
     if recipe.nemo_grpo.target == "embedded" and not any(counts.values()):
@@ -116,7 +116,7 @@ def gpus(recipe: Recipe, job: Job) -> Iterator[Row]:
 
 
 def clocks(_recipe: Recipe, job: Job) -> Iterator[Row]:
-    """Each node read its clock between ``began`` and ``ended``."""
+    """Check that each node's clock reads between ``began`` and ``ended``."""
     skews = {f["node"]: max(job.began - f["clock"], f["clock"] - job.ended) for f in job.facts}
     off = [f"{node} by at least {s:.0f} s" for node, s in sorted(skews.items()) if s > CLOCK_TOLERANCE]
     wrong = f"off: {', '.join(off)}; synchronise them (chrony), or --exclude the node" if off else ""
@@ -125,7 +125,7 @@ def clocks(_recipe: Recipe, job: Job) -> Iterator[Row]:
 
 
 def free_space(recipe: Recipe, _job: Job) -> Iterator[Row]:
-    """One more checkpoint fits; quotas are not seen."""
+    """Check that one more checkpoint fits; quotas are not seen."""
     folder = existing_parent(recipe.checkpoint_dir)
     free, needed = shutil.disk_usage(folder).free, checkpoint_bytes(recipe)
     room = f"{gib(free)} in {folder}"
@@ -141,14 +141,14 @@ def free_space(recipe: Recipe, _job: Job) -> Iterator[Row]:
 
 
 def shared_memory(_recipe: Recipe, job: Job) -> Iterator[Row]:
-    """/dev/shm is large enough for Ray and NCCL on nodes with GPUs."""
+    """Check that /dev/shm is large enough for Ray and NCCL on nodes with GPUs."""
     low = {f["node"]: f["shm_free"] for f in job.facts if f["gpus"] and f["shm_free"] < MIN_SHM}
     if listed := ", ".join(f"{node} {gib(free)}" for node, free in sorted(low.items())):
         yield Row("/dev/shm", "note", f"{listed} free; below {gib(MIN_SHM)} Ray's object store may not fit")
 
 
 def versions(_recipe: Recipe, job: Job) -> Iterator[Row]:
-    """All nodes run the same packages."""
+    """Check that all nodes run the same packages."""
     different = differing({facts["node"]: facts["versions"] for facts in job.facts})
     wrong = different and f"{different}; use one environment on all nodes"
     if job.facts:
@@ -157,7 +157,7 @@ def versions(_recipe: Recipe, job: Job) -> Iterator[Row]:
 
 
 def nccl(_recipe: Recipe, job: Job) -> Iterator[Row]:
-    """Environment variables of NCCL and the like are the same on all nodes, and valid there."""
+    """Check that environment variables of NCCL and the like are valid, and the same on all nodes."""
     different = differing({facts["node"]: facts["environment"] for facts in job.facts})
     problems = dict.fromkeys(problem for facts in job.facts for problem in nccl_problems(facts))
     if different or not problems:
@@ -204,7 +204,7 @@ def shell_settings(recipe: Recipe) -> str:
 
 
 def folder_of(model: str) -> str:
-    """Find a Hub model's local folder; one that is a folder or not downloaded is returned unchanged."""
+    """Find a Hub model's local folder; folders and models that are not downloaded are returned unchanged."""
     if not model or Path(model).is_dir():
         return model
     from huggingface_hub import snapshot_download
@@ -214,3 +214,70 @@ def folder_of(model: str) -> str:
         return snapshot_download(model, local_files_only=True)
     except (HFValidationError, LocalEntryNotFoundError):
         return model
+
+
+Problem = tuple[bool, str]
+"""(True if the run would fail, a sentence with value, rule and remedy)."""
+
+FATAL, SLOW = True, False
+
+
+def nccl_problems(facts: Mapping[str, Any]) -> list[Problem]:
+    """Return the problems of a node's environment.
+
+    Args: facts: as `node_facts.collect` returns them.
+    """
+    return [problem for rule in RULES for problem in rule(facts, facts["environment"])]
+
+
+def interface_exists(facts: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Problem]:
+    """NCCL_SOCKET_IFNAME takes prefixes (= exact names, ^ excluded ones); Gloo's takes one exact name."""
+    interfaces = facts["interfaces"]
+    for key, exact in (("NCCL_SOCKET_IFNAME", False), ("GLOO_SOCKET_IFNAME", True)):
+        value = env.get(key, "")
+        if not value or value.startswith("^"):
+            continue
+        names = value.removeprefix("=").split(",")
+        exact = exact or value.startswith("=")
+        matched = [i for i in interfaces for name in names if i == name or (not exact and i.startswith(name))]
+        if not matched:
+            there = ", ".join(interfaces)
+            yield FATAL, f"{key}={value}: {facts['node']} has only {there}; name one of these or unset it"
+        elif all(name == "lo" for name in matched):
+            yield FATAL, f"{key}={value} reaches this node only; name the cluster's interface or unset it"
+
+
+def adapter_exists(facts: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Problem]:
+    """NCCL_IB_HCA names adapters by prefix, as name:port; ^ excludes."""
+    value = env.get("NCCL_IB_HCA", "")
+    if not value or value.startswith("^"):
+        return
+    patterns = [name.split(":")[0] + "*" for name in value.lstrip("=").split(",")]
+    if not any(fnmatch.fnmatch(hca, pattern) for hca in facts["hcas"] for pattern in patterns):
+        there = ", ".join(facts["hcas"]) or "no InfiniBand adapter"
+        yield FATAL, f"NCCL_IB_HCA={value}: {facts['node']} has {there}; name one of its adapters or unset it"
+
+
+def fast_paths_are_used(facts: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Problem]:
+    """InfiniBand, NVLink and shared memory must not be switched off."""
+    if env.get("NCCL_IB_DISABLE") == "1" and facts["hcas"]:
+        yield SLOW, "NCCL_IB_DISABLE=1 on nodes with InfiniBand: traffic goes over TCP; unset it"
+    for key, path in (("NCCL_P2P_DISABLE", "NVLink"), ("NCCL_SHM_DISABLE", "shared memory")):
+        if env.get(key) == "1":
+            yield SLOW, f"{key}=1: GPUs of a node do not use {path}; unset it"
+
+
+def memory_can_be_pinned(facts: Mapping[str, Any], _env: Mapping[str, str]) -> Iterator[Problem]:
+    """InfiniBand pins its buffers, and `ulimit -l` limits pinned memory."""
+    if facts["hcas"] and facts["memlock"] != -1:
+        limit = f"{facts['node']}: ulimit -l is {facts['memlock'] // 1024} KiB"
+        yield SLOW, f"{limit}; InfiniBand may fail to register buffers, ask for unlimited"
+
+
+def logs_stay_readable(_facts: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Problem]:
+    """NCCL_DEBUG=TRACE writes a line for every call."""
+    if env.get("NCCL_DEBUG", "").upper() == "TRACE":
+        yield SLOW, "NCCL_DEBUG=TRACE writes gigabytes; INFO says which interfaces and adapters are used"
+
+
+RULES = (interface_exists, adapter_exists, fast_paths_are_used, memory_can_be_pinned, logs_stay_readable)

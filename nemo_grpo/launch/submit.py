@@ -1,4 +1,4 @@
-"""From a recipe to a submitted Slurm job."""
+"""Submission of a recipe as a Slurm job, and the job's status from Slurm and from its logs."""
 
 import os
 import re
@@ -6,7 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,8 +14,9 @@ from pathlib import Path
 import nemo_grpo
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.loader import load_tree
+from nemo_grpo.recipe.own import FOLDER_NAME
 from nemo_grpo.support import shipped
-from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.errors import UserError, did_you_mean
 
 SCRIPTS = {"cluster": "train.sbatch", "embedded": "embedded.sbatch"}
 """nemo_grpo.target -> the script that runs it."""
@@ -40,7 +41,7 @@ SET_BY_LAUNCH = {
     "container container-image": "use --container",
     "container-mounts": "use --mounts",
 }
-"""Options of sbatch that contradict what a submission sets or plans -> why, and what to use instead."""
+"""Options of sbatch that contradict what a submission sets or plans -> reason and alternative."""
 ALLOWED: dict[str, Callable[[str], bool]] = {
     "gpus-per-node": lambda value: value == "0",  # where Slurm does not manage GPUs
     "export": lambda value: value.split(",")[0] == "ALL",
@@ -59,13 +60,13 @@ INHERITED = ("CONTAINER", "MOUNTS", "PYTHON", "LOGS", "NEMO_GRPO_ROOT", "MAX_RET
 
 @dataclass(frozen=True)
 class Submission:
-    """An sbatch command and what is added to its environment."""
+    """An sbatch command and the variables added to its environment."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
 
     def __str__(self) -> str:
-        """Write the line to type instead, in any shell and folder, with the variables that a job inherits."""
+        """Write a command line for any shell and folder, with the variables that a job inherits."""
         added = {name: os.environ[name] for name in INHERITED if os.environ.get(name)} | self.environment
         return " ".join(
             [*(f"{name}={shlex.quote(value)}" for name, value in added.items()), shlex.join(self.command)]
@@ -73,7 +74,7 @@ class Submission:
 
 
 def scripts_folder() -> Path:
-    """Find the job scripts of NEMO_GRPO_ROOT, else of the repository; the sources lie beside them."""
+    """Find the job scripts of NEMO_GRPO_ROOT, else of the repository, beside the sources."""
     root = Path(os.environ.get("NEMO_GRPO_ROOT") or Path(nemo_grpo.__file__).parents[1]).absolute()
     if not (root / "slurm").is_dir():
         raise UserError(
@@ -84,9 +85,9 @@ def scripts_folder() -> Path:
 
 
 def recipe_for_job(given: Path) -> Path:
-    """Find a recipe's file as the job will read it; of a shipped recipe the copy beside the job scripts.
+    """Find the file that the job will read; for a shipped recipe, the copy beside the job scripts.
 
-    The place in which pip installed the package is in no container.
+    A container does not have the folder in which pip installed the package.
     """
     file, own = shipped.recipe_file(given), shipped.folder("recipes").resolve()
     if not file.resolve().is_relative_to(own):
@@ -112,9 +113,9 @@ def prepare(
     options: Mapping[str, str | None],
     environment: Mapping[str, str | None],
 ) -> Submission:
-    """Put together the command that submits a recipe; nodes and GPUs are the recipe's, the name is the run's.
+    """Build the command that submits a recipe; nodes and GPUs are the recipe's, the name is the run's.
 
-    Args: path, overrides: where the recipe came from.
+    Args: path, overrides: source of the recipe.
           options: long options of sbatch; None: not given, "": without a value.
           environment: CONTAINER, MOUNTS, LOGS...; None: as it is.
     """
@@ -156,7 +157,7 @@ def sbatch_option(given: str) -> tuple[str, str]:
 
 
 def signal_lead(target: str, signal: str | None) -> int:
-    """Find the seconds before its time limit at which a job is told to save and stop.
+    """Find how many seconds before its time limit a job is told to save and stop.
 
     Args: signal: the option of sbatch; None: the script's own.
     """
@@ -199,3 +200,79 @@ def parse_time_limit(text: str) -> timedelta | None:
             "as 04:00:00"
         )
     return limit
+
+
+FIELDS = ("JobState", "Reason", "RunTime", "TimeLimit", "NodeList", "Restarts", "ExitCode")
+ATTEMPT = "  attempt {}, ended {}: {}, exit code {}, checkpoints {} -> {}, {}"
+"""A row of attempts.tsv, whose columns slurm/lib/retry.sh writes."""
+
+
+def status_of(run: str, logs: Path, num_lines: int = 5) -> list[str]:
+    """Describe the newest job of a run: Slurm's state, attempts, newest checkpoint, end of the log.
+
+    Args: run: the job's name, or its number.  logs: folder of all logs.  num_lines: of the driver's log.
+    """
+    if not re.fullmatch(FOLDER_NAME, run, re.ASCII):
+        raise UserError(f"{run!r} is no name of a run, and no number of a job")
+    folder, queued = _find(run, logs), _queued(run)
+    job = folder.parent.name if folder else ""
+    if queued and int(queued) > int(job or 0):
+        return [_state_of(queued), "  logs: none yet"]
+    if folder is None:
+        known = [path.parent.name for path in logs.glob("*/latest")]
+        raise UserError(
+            f"no job of {run!r} has logs in {logs}, nor is one queued; name the folder by --logs"
+            f"{did_you_mean(run, known)}"
+        )
+    return [_state_of(job), *_attempts(folder), *_newest_step(folder), *_end_of_log(folder, num_lines)]
+
+
+def _find(run: str, logs: Path) -> Path | None:
+    if run.isdigit():
+        attempts = [path for path in logs.glob(f"*/{run}/attempt-*") if path.is_dir()]
+        if attempts:
+            return max(attempts, key=lambda path: int(path.name.removeprefix("attempt-")))
+    latest = logs / run / "latest"
+    return latest.resolve() if latest.is_dir() else None
+
+
+def _queued(run: str) -> str | None:
+    queue = _slurm("squeue", "--me", "--noheader", "--format=%A|%j")
+    rows = (line.split("|", 1) for line in queue.splitlines())
+    return max((job for job, name in rows if run in (job, name)), key=int, default=None)
+
+
+def _state_of(job: str) -> str:
+    shown = _slurm("scontrol", "show", "job", job, "-o").split()
+    pairs = [item.split("=", 1) for item in shown if "=" in item]
+    known = [f"{key} {value}" for key, value in pairs if key in FIELDS and value not in ("", "None")]
+    return f"job {job}: {', '.join(known) or 'Slurm does not know it'}"
+
+
+def _attempts(folder: Path) -> Iterator[str]:
+    table = folder.parent / "attempts.tsv"
+    for row in table.read_text().splitlines() if table.exists() else ():
+        yield ATTEMPT.format(*row.split("\t"))
+
+
+def _newest_step(folder: Path) -> Iterator[str]:
+    settings = folder / "settings.sh"
+    found = re.search(r"^CHECKPOINT_DIR=(.*)$", settings.read_text(), re.M) if settings.exists() else None
+    if found is not None:
+        names = [path.name.removeprefix("step_") for path in Path(shlex.split(found[1])[0]).glob("step_*")]
+        step = max((int(name) for name in names if name.isdigit()), default=0)
+        yield f"  newest checkpoint: {f'step {step}' if step else 'none'}"
+
+
+def _end_of_log(folder: Path, num_lines: int) -> Iterator[str]:
+    yield f"  logs: {folder}"
+    driver = folder / "driver.log"
+    lines = driver.read_text(errors="replace").splitlines() if driver.exists() else []
+    yield from (f"  | {line}" for line in lines[-num_lines:])
+
+
+def _slurm(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,8 +1,7 @@
-"""A variant's step-level part as a NeMo-RL advantage estimator; it runs on the driver, once per step.
+"""NeMo-RL's advantage estimator for any variant: advantages, token weights and metrics of a step.
 
-NeMo-RL's single controller calls it for every chunk of a step's groups, see `single_controller`.
-
-The driver is the only place that sees whole groups: the workers get rows in any order and split.
+It runs on the driver, the only place that sees whole groups: workers get rows in any order, and split.
+NeMo-RL's single controller calls it once per chunk of a step's groups, see `single_controller`.
 """
 
 import json
@@ -29,8 +28,8 @@ from nemo_grpo.variants.base import VariantConfig
 
 log = logging.getLogger(__name__)
 
-OF_SCORES = ("mismatch/", "covariance/")
-"""Metrics of scored logprobs, in whose place NeMo-RL gives zeros under force_on_policy_ratio."""
+NEEDS_SCORES = ("mismatch/", "covariance/")
+"""Prefixes of metrics that need prev_logprobs, which are zeros under force_on_policy_ratio."""
 
 
 def group_ids(prompt_ids: Tensor, num_generations: int) -> Tensor:
@@ -53,9 +52,10 @@ def group_ids(prompt_ids: Tensor, num_generations: int) -> Tensor:
 
 @dataclass(frozen=True)
 class StepDiagnostics:
-    """Token diagnostics as the embedded engine measures them, on the step that the estimator has prepared.
+    """Token diagnostics of a prepared step, the same as the embedded engine's.
 
-    Attributes: folder: of the run.  period: first and every n-th step; 0: never.  decode: one token.
+    Attributes: folder: the run's.  period: measure the first and every n-th step; 0: never.  decode: one
+        token.
     """
 
     folder: Path
@@ -69,7 +69,7 @@ class StepDiagnostics:
         logs: Sequence[Sequence[Mapping[str, Any]]],
         step: int,
     ) -> dict[str, float]:
-        """Return numbers to log, ``tokens/*``; write details to diagnostics.jsonl. Nothing between periods.
+        """Return metrics ``tokens/*`` and append details to diagnostics.jsonl; do nothing between periods.
 
         Args: logs: the responses' conversations, as NeMo-RL's ``message_log``.  step: counts from 1.
         """
@@ -96,9 +96,9 @@ def predicted_tokens(logs: Sequence[Sequence[Mapping[str, Any]]], width: int) ->
 class VariantEstimator:
     """NeMo-RL's advantage estimator for any variant.
 
-    Attributes: step: finished steps, a resumed run's too, so that random draws continue.
+    Attributes: step: finished steps, those before a resume included, so that random draws continue.
         folds: the advantages carry token weights and row factors (`PreparedBatch.folded`).
-        is_scored: the policy's logprobs are computed (`Recipe.policy_is_scored`), not zeros in their place.
+        is_scored: NeMo-RL computes the policy's logprobs (`Recipe.policy_is_scored`); else they are zeros.
         last_metrics: of the newest step; NeMo-RL logs them in asynchronous training, and through
         `StepContext.metrics` in synchronous training.
     """
@@ -119,7 +119,7 @@ class VariantEstimator:
 
     @classmethod
     def of(cls, recipe: Recipe, context: StepContext, **further: Any) -> Self:
-        """Make the estimator of a recipe.  Args: further: of the constructor."""
+        """Make the estimator of a recipe.  Args: further: other fields."""
         return cls(
             recipe.loss_fn,
             num_generations=recipe.grpo.num_generations_per_prompt,
@@ -144,7 +144,7 @@ class VariantEstimator:
         Args:    prompt_ids: [B, P].  rewards: [B]; NaN leaves a response out of group and loss.
                  mask: [B, S], token_mask x sample_mask.
                  repeated_batch: its conversations identify responses for random draws.
-                 logprobs_policy, logprobs_reference: [B, S], nats; index t speaks of token t.
+                 logprobs_policy, logprobs_reference: [B, S], nats; index t belongs to token t.
                  further: extra arguments of asynchronous training; ``generation_logprobs`` is used.
         Returns: [B, S] float32 on the CPU; exactly 0 where the mask is 0.
         """
@@ -156,8 +156,8 @@ class VariantEstimator:
         prepared = self.objective.prepare(batch, seed=step_seed(self.seed, self.step))
         self.context.carried = prepared.carried
         self.step += 1
-        if told := implausible_advantage(prepared):
-            log.warning("step %d: %s", self.step, told)
+        if warning := implausible_advantage(prepared):
+            log.warning("step %d: %s", self.step, warning)
         if not batch.in_groups.all():  # a reward abstains
             self.context.train_tensors["sample_mask"] = prepared.batch.sample_mask.float()
         if prepared.row_factors is not None:
@@ -172,7 +172,7 @@ class VariantEstimator:
         if further.get("generation_logprobs") is None:  # synchronous training: nothing to compare with
             metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
         if not self.is_scored:
-            metrics = {name: value for name, value in metrics.items() if not name.startswith(OF_SCORES)}
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(NEEDS_SCORES)}
         values = torch.stack([metric.double() for metric in metrics.values()]).tolist()
         self.last_metrics = dict(zip(metrics, values, strict=True))
         if self.diagnostics is not None and logs is not None:

@@ -30,7 +30,7 @@ class Callback:
         return {}
 
     def on_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
-        """Take the metrics that NeMo-RL has logged, with those that were added."""
+        """Handle metrics that NeMo-RL has logged, including the added ones."""
 
     def on_checkpoint(self, folder: Path) -> None:
         """Put files into a checkpoint that NeMo-RL has started."""
@@ -40,7 +40,7 @@ class Callback:
 def calling_back(
     callbacks: Sequence[Callback], logger: Any = None, checkpointer: Any = None
 ) -> Iterator[None]:
-    """Let NeMo-RL's logger and checkpoint manager call these, too, within the block and in this order."""
+    """Make NeMo-RL's logger and checkpoint manager call these callbacks, in order, within the block."""
 
     def log(theirs: Callable[..., Any]) -> Callable[..., Any]:
         def log_metrics(metrics: dict[str, Any], step: int, *rest: Any, **named: Any) -> Any:
@@ -108,10 +108,10 @@ def alone(recipe: Recipe) -> Iterator[None]:
 
 
 class RunRecord(Callback):
-    """Files of a run for `nemo-grpo report`, as the embedded engine writes them.
+    """Writes the files that `nemo-grpo report` reads, in the embedded engine's format.
 
-    ``metrics.jsonl``, ``versions.json``, ``recipe.resolved.yaml``, in addition to NeMo-RL's own logs; a step
-    may have several rows.
+    They are ``metrics.jsonl``, in which a step may have several rows, ``versions.json`` and
+    ``recipe.resolved.yaml``.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -189,9 +189,9 @@ EMPTY = (
 
 
 def bound(recipe: Recipe, step: int) -> float:
-    """Compute the largest healthy gen_kl_error: rounding, and k3 of the steps by which rollouts may be older.
+    """Compute the largest healthy gen_kl_error: rounding, plus k3 of the steps that rollouts may lag behind.
 
-    Args: step: from 1, whose rollouts come from the weights that it trains.
+    Args: step: counts from 1; the first step's rollouts come from the weights that it trains.
     """
     older = LARGEST_STEP * min(recipe.rollouts_ahead, step - 1)
     return (FP8_BOUND if recipe.uses_fp8 else BF16_BOUND) + math.expm1(older) - older
@@ -224,7 +224,7 @@ class RolloutCheck(Callback):
 
 
 class RolloutRewards:
-    """Reward components of the responses that were drawn since the last `take`, trained or not.
+    """Reward components of the responses sampled since the last `take`, trained or dropped.
 
     NeMo-RL's trainer sees only a response's total reward. The environment's actor keeps the components here.
     """

@@ -1,6 +1,6 @@
-"""The installed NeMo-RL: its names by import, the tested version that it matches, and rebinding.
+"""Access to the installed NeMo-RL: imports by name, the tested version that it matches, rebinding.
 
-A name of `host_api` that has moved is an error here, before any GPU is allocated.
+A name of `host_api` that has moved raises an error here, before any GPU is allocated.
 """
 
 import importlib
@@ -71,7 +71,7 @@ def check() -> str:
 
 
 def require(part: str) -> None:
-    """Check that nothing is broken that a part of this package needs."""
+    """Check that the names which a part of this package needs are intact."""
     broken = [finding for finding in installed().findings if finding.breaks and finding.part == part]
     if broken:
         raise UserError(

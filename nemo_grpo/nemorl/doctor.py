@@ -1,7 +1,7 @@
-"""Comparison of a NeMo-RL tree with everything that this package touches of it.
+"""Comparison of a NeMo-RL tree with the tested versions, in every name that this package uses or replaces.
 
-`observe` describes the tree by its syntax, nothing is imported from it; `diagnose` compares that with the
-records of the tested versions, which lie in ``interfaces``.
+`observe` describes the tree by its syntax and imports nothing; `diagnose` compares that with the records of
+the tested versions in ``interfaces``.
 """
 
 import json
@@ -46,15 +46,15 @@ FILES = (f"examples/configs/{BASE}", f"examples/configs/{VISION_BASE}")
 
 Description = Mapping[str, Any]
 Interface = Mapping[str, Description]
-"""Key of `HOST_API`, or another thing that we touch -> its description; without those that the tree lacks."""
+"""Key of `HOST_API`, or a file or module -> its description; those that the tree lacks are left out."""
 Verdict = Literal["supported", "untested", "broken"]
 
 
 class Finding(NamedTuple):
-    """Comparison of one thing that we touch.
+    """Result for one name, file or module.
 
-    Attributes: name: NeMo-RL's.  why: what it is for.  part: who needs it.  state: against the nearest tested
-        version.  how: the change.  breaks: a run that needs it fails, or would silently do something else.
+    Attributes: name: NeMo-RL's.  why: its purpose.  part: the part that needs it.  state: against the nearest
+        tested version.  how: the change.  breaks: a run that needs it fails, or silently does something else.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Finding(NamedTuple):
 class Diagnosis(NamedTuple):
     """Attributes: like: the tested version with the fewest differences.  findings: of every name.
 
-    A tested version may do without a single controller: one that does not fit breaks its recipes alone.
+    A single controller that does not fit breaks recipes with async_rl alone, and leaves the verdict as it is.
     """
 
     like: str
@@ -98,7 +98,7 @@ def diagnose_tree(root: Path) -> Diagnosis:
 
 
 def observe(tree: Tree) -> dict[str, Any]:
-    """Describe everything that we touch in a NeMo-RL tree."""
+    """Describe all that this package uses or replaces in a NeMo-RL tree."""
     found: dict[str, Any] = {key: _described(tree, name) for key, name in HOST_API.items()}
     for module, texts in TEXTS.items():
         if tree.text(module):

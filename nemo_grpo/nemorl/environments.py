@@ -172,7 +172,7 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Args: config: ``task`` and ``prompt``, the recipe's sections; ``rewards``, component -> weight;
-        ``max_failed_rewards``; ``own_files``, `Recipe.own_files`; ``reserved``, the tokenizer's marks, which
+        ``max_failed_rewards``; ``own_files``, `Recipe.own_files`; ``reserved``, special tokens that
         observations must not contain; ``num_generations``, of `RolloutRewards`.
         """
         receive_files(config["own_files"])

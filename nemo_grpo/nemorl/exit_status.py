@@ -1,6 +1,6 @@
-"""Completion of a run on NeMo-RL, and the driver's exit code; NeMo-RL's trainers return without a reason.
+"""Exit code of the driver: NeMo-RL's trainers return without saying why, so `Ending` notes the reasons.
 
-A signal acts like NeMo-RL's own time limit, at which it saves and returns. Its asynchronous trainer also
+A signal acts like NeMo-RL's own time limit, at which it saves and returns. The asynchronous trainer also
 returns after errors, which it only prints, so a return alone does not mean success.
 """
 
@@ -25,7 +25,7 @@ ENDLESS = ("grpo.async_grpo.enabled", "data.use_multiple_dataloader")
 """Keys with which NeMo-RL goes through the data again until grpo.max_num_steps."""
 SEVERAL = "with grpo.use_dynamic_sampling a step takes several batches"
 SPARE = "async_rl.rollout_failure kept prompts in reserve, or dropped some"
-"""Why the data may end early without an error; the single controller raises its errors."""
+"""Reasons for which the data may end early without an error; the single controller raises its errors."""
 
 
 class Ending(Callback):
@@ -42,7 +42,7 @@ class Ending(Callback):
         self.last_step = 0
 
     def on_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
-        """Note a step's end, and a goal that is reached."""
+        """Note the end of a step, and a validation that reaches the threshold."""
         if prefix == LAST_PREFIX:
             self.last_step = step
         if prefix == "validation":

@@ -25,7 +25,7 @@ NEMO_GYM = "recipes with NeMo-Gym's environments"
 DATA_PLANE = "recipes with data_plane.enabled"
 SINGLE_CONTROLLER = "recipes with async_rl"
 REHEARSAL = "rehearsals"
-"""Part of this package that needs a name, as the others above."""
+"""Parts of this package that need names of NeMo-RL, from `EVERY_RUN` on."""
 ELSEWHERE = (DATA_PLANE, SINGLE_CONTROLLER, ENTROPIES, STAGES, REHEARSAL)
 """Parts whose names the driver does not import; some need megatron-core or vLLM."""
 
@@ -44,7 +44,7 @@ CONTROLLER_ACTOR = "nemo_rl.algorithms.single_controller:SingleControllerActor"
 CONTROLLER_CONFIG = "nemo_rl.algorithms.single_controller_utils.config"
 _ACTORS = "nemo_rl.distributed.ray_actor_environment_registry"
 ACTOR_PYTHONS, ACTOR_PYTHON = f"{_ACTORS}:ACTOR_ENVIRONMENT_REGISTRY", f"{_ACTORS}:get_actor_python_env"
-"""The interpreter of each actor, and the function that completes it."""
+"""Table of the actors' interpreters, and the function that looks one up."""
 GYM_SETTINGS = "nemo_rl.environments.nemo_gym:setup_nemo_gym_config"
 VIDEO_SETTINGS = "nemo_rl.models.generation.vllm.config:materialize_vllm_video_config"
 

@@ -57,7 +57,7 @@ class ObjectiveLoss:
         assert not self.objective.whole_groups_per_loss_call, "recipe.cluster_rules refuses it"
 
     def __reduce__(self) -> Any:
-        """Send the recipe's section, with the file of a user's own variant: workers need none."""
+        """Pickle the recipe's section and the text of a user's own variant, so that workers need no file."""
         section = self.config.model_dump()
         files = texts_of([self.config.variant])
         return _received, (section, files, self.use_fused_linear_logprobs, self.folded)

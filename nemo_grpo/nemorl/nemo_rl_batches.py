@@ -1,7 +1,7 @@
 """Data sets and environments of a recipe with NeMo-RL's own data, set up by NeMo-RL.
 
-Among the environments is NeMo-Gym: servers that make the rollouts and their rewards, out of vLLM's HTTP
-server. NeMo-RL's `setup` starts them; what its driver for them (examples/nemo_gym) does around that is here.
+NeMo-Gym is one of the environments: servers that sample from vLLM over HTTP and grade. NeMo-RL's `setup`
+starts them; the settings that its own driver for them (examples/nemo_gym) makes are made here.
 """
 
 from pathlib import Path

@@ -34,9 +34,8 @@ from nemo_grpo.nemorl.host_api import GRPO, GRPO_SYNC
 from nemo_grpo.nemorl.loss import loss_of
 from nemo_grpo.nemorl.nemo_rl_batches import gym_environments, set_names, set_up_data
 from nemo_grpo.nemorl.policy import data_plane_of, policy_factory
-from nemo_grpo.nemorl.pretrained import load_tokenizer, model_config
+from nemo_grpo.nemorl.pretrained import load_tokenizer, model_config, remove_remains
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
-from nemo_grpo.nemorl.stale_conversions import remove_remains
 from nemo_grpo.nemorl.start_checks import check_async_save, check_data_plane, check_ray_address
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.support.dotted import value_of
@@ -63,14 +62,14 @@ def main(argv: list[str] | None = None) -> int:
                 compat.check()
                 run = load_run(arguments.config, arguments.overrides)
                 until_the_end.enter_context(alone(run.recipe))
-                ready = set_up(run)  # refuses what only the data can tell: a missing file, too few problems
+                ready = set_up(run)  # refuses a missing file or too few problems
             except UserError as error:
                 sys.stderr.write(f"error: {error}\n")
                 return EXIT_USAGE
             return train(run, ready)
     except Exception:  # may not recur in the next attempt
-        # Not left to the interpreter's end: the error's frames hold NeMo-RL's workers, and workers that are
-        # freed after Ray has gone wait for ever.
+        # Handled here, not by the interpreter: the error's frames hold NeMo-RL's workers, and workers that
+        # are freed after Ray has shut down hang.
         log.exception("the driver failed")
         return 1
 
@@ -237,8 +236,8 @@ def close(parts: Parts, environments: list[Any]) -> None:
 
 
 if __name__ == "__main__":
-    # Otherwise what NeMo-RL frees after Ray has gone connects again, and waits. Ray reads it when it is
-    # imported; the workers inherit the environment and must connect: vLLM's engine is a process of its own.
+    # Otherwise an object that NeMo-RL frees after Ray has shut down connects again, and hangs. Ray reads the
+    # variable when imported; workers inherit the environment and must connect, as vLLM's engine process does.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     importlib.import_module("ray")
     del os.environ["RAY_ENABLE_AUTO_CONNECT"]

@@ -23,11 +23,11 @@ from nemo_grpo.nemorl.host_api import SFT, SUPERVISED
 if TYPE_CHECKING:
     from nemo_grpo.nemorl.environments import TaskProblems
 
-OF_SETUP = (
+SETUP_RESULT = (
     *("policy", "cluster", "dataloader", "val_dataloader", "loss_fn", "logger", "checkpointer"),
     *("grpo_save_state", "master_config"),
 )
-"""Values that its `setup` returns, by our names of the same parts for GRPO."""
+"""Values that ``sft.setup`` returns, in order, by the names of GRPO's `Parts`."""
 
 
 def set_up(run: ClusterRun, problems: TaskProblems, tokenizer: Any) -> Parts:
@@ -42,7 +42,7 @@ def set_up(run: ClusterRun, problems: TaskProblems, tokenizer: Any) -> Parts:
     data = DemonstrationDataset(shown.training, number, tokenizer)
     validation = DemonstrationDataset(held_out.__getitem__, len(held_out), tokenizer) if held_out else None
     made = compat.import_name(f"{SFT}:setup")(config, tokenizer, data, validation)
-    parts = dict(zip(OF_SETUP, made, strict=True))
+    parts = dict(zip(SETUP_RESULT, made, strict=True))
     return Parts(**parts, policy_generation=parts["policy"])  # the workers to shut down at the end
 
 

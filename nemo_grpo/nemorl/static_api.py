@@ -1,6 +1,6 @@
-"""A source tree as griffe reads it, and the calls in it: nothing is imported or run.
+"""Static view of a source tree, by griffe: definitions, signatures, calls. Nothing is imported or run.
 
-A function is a list of words, ``["data", "timer=", "*", "mbs=", "**more"]``; a call is its arguments without
+A signature is a list of words, ``["data", "timer=", "*", "mbs=", "**more"]``; a call is its arguments without
 their values, ``(_, *, prefix=_, **)``.
 """
 

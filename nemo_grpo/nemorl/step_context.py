@@ -17,12 +17,12 @@ class StepContext:
         metrics: the dictionary that the trainer logs with the step; emptied by `dynamic_sampling`.
         entropies: [B, S] float32, nats, full-vocabulary at temperature 1, index t belongs to token t and
             column 0 is 0, rows as in the batch; put by the policy's ``get_logprobs``, taken by the estimator.
-        has_gradient: whether the step can move the policy; of the advantages that the driver writes to the
-            data plane, read by the training that follows.
+        has_gradient: the step can move the policy; set when the driver writes advantages to the data plane,
+            read by the training that follows.
         train_tensors: [B, S] or [B] tensors that the loss reads in addition to NeMo-RL's; put by the
             estimator, added to the data by the policy's ``train``.
         num_sequences: rows that the weights of a mean over groups count; put by the estimator, else 0.
-        carried: what the variant hands from step to step; kept by the estimator, saved in every checkpoint.
+        carried: the variant's statistics across steps; kept by the estimator, saved in every checkpoint.
     """
 
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -45,8 +45,8 @@ class StepContext:
     def take_row_scale(self, sample_mask: Tensor) -> float:
         """Return the factor on the weights of a mean over groups.
 
-        NeMo-RL divides by all rows of ``sample_mask`` [B]; of those without a token, as its asynchronous
-        rollouts leave where a request fails, the estimator knows nothing.
+        NeMo-RL divides by all rows of ``sample_mask`` [B], also by those without a token that its
+        asynchronous rollouts leave where a request failed; the estimator does not count these.
         """
         counted, self.num_sequences = self.num_sequences, 0
         return float(sample_mask.sum()) / counted if counted else 1.0

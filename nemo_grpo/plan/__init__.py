@@ -1,4 +1,4 @@
-"""Will it fit, how long will it take, what will it cost? Without a GPU, a network or an engine."""
+"""The planner: memory, time and cost of a recipe, without a GPU, a network or an engine."""
 
 from nemo_grpo.plan.hardware import HARDWARE
 from nemo_grpo.plan.planner import Plan, plan_recipe

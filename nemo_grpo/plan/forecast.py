@@ -1,4 +1,4 @@
-"""From a recipe to its time and cost: the step, the run, and where the time goes."""
+"""Forecast of a cluster recipe: time of a step and of the run, bottleneck, cost."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_grpo.models import ModelSpec
-from nemo_grpo.plan.efficiency import OTHER, PUBLISHED, PredictionError
-from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.hardware import OTHER, PUBLISHED, Hardware, PredictionError
 from nemo_grpo.plan.inputs import PlanInput, plan_input
 from nemo_grpo.plan.lengths import PROMPT, Lengths, of_mean, read_lengths
-from nemo_grpo.plan.scenario import Scenario
+from nemo_grpo.plan.scenario import ACCEPTANCE, SIGNAL, Scenario, Workload, workload_of
 from nemo_grpo.plan.step_time import ROLLOUT, UPDATE, StepTime, step_time
-from nemo_grpo.plan.workload import ACCEPTANCE, SIGNAL, Workload, workload_of
 from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
 
 MEAN_SHARE = 0.5
-"""Mean length of a response, as a share of the longest, where nothing states it."""
+"""Mean length of a response as a share of the longest, if not stated."""
 
 _WORDS = {
     "prefill": "prompts",
@@ -33,16 +31,16 @@ _WORDS = {
     "swaps to the host": "moving weights and optimizer state to the host",
     "rewards, data, logs": "work outside the GPUs",
 }
-"""Phases in a sentence; the others go by their names."""
+"""Phase -> its words in a sentence; the others keep their names."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
     """Properties of a run that its recipe does not state.
 
-    Attributes: lengths: mean of the responses, or a run's file of them; None: half of the longest.
+    Attributes: lengths: mean length of the responses, or a run's file of lengths; None: half of the longest.
                 prompt: mean tokens of a prompt.  signal: share of groups whose rewards differ.
-                acceptance: of a drafted token whose predecessors were accepted.
+                acceptance: probability of a drafted token after accepted ones.
     """
 
     lengths: float | Path | None = None
@@ -51,7 +49,7 @@ class Assumptions:
     acceptance: float = ACCEPTANCE
 
     def lengths_of(self, recipe: Recipe) -> Lengths:
-        """The lengths of a recipe's responses."""
+        """Return the lengths of a recipe's responses."""
         limit, context = recipe.policy.generation.max_new_tokens, recipe.policy.max_total_sequence_length
         prompt = min(PROMPT, context - 1) if self.prompt == PROMPT else self.prompt
         if not 1 <= prompt < context:
@@ -66,7 +64,7 @@ class Assumptions:
         return of_mean(self.lengths, limit, prompt)
 
     def work_of(self, recipe: Recipe) -> Workload:
-        """The work of one step of the recipe."""
+        """Compute the work of one step of the recipe."""
         if not 0 < self.signal <= 1:
             raise UserError(f"--signal {self.signal:g}: a share of groups above 0 and up to 1")
         if not 0 <= self.acceptance <= 1:
@@ -76,7 +74,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A recipe's time on one kind of GPU, and the error of known steps there."""
+    """A recipe's time on one kind of GPU, and the prediction's error there."""
 
     step: StepTime
     error: PredictionError
@@ -95,7 +93,7 @@ class Forecast:
 
     @property
     def run_seconds(self) -> float:
-        """Steps, validations and checkpoints; the start of a job is not counted."""
+        """Seconds of steps, validations and checkpoints, without the start of a job."""
         step, work = self.step, self.work
         validations = work.num_steps // work.val_period if work.val_period else 0
         saves = -(-work.num_steps // work.save_period) if work.save_period else 0
@@ -107,7 +105,7 @@ class Forecast:
 
     @property
     def bottleneck(self) -> str:
-        """The largest phase of the longer side, its share, and what helps."""
+        """Largest phase of the slower side, its share, and remedies."""
         phases = self.step.phases
         if self.step.age and self.step.training >= self.step.seconds:
             phases = {name: seconds for name, seconds in phases.items() if name not in ROLLOUT}
@@ -119,12 +117,12 @@ class Forecast:
         return f"{share:.0%}{side} is {_WORDS.get(name, name)}; {remedy}"
 
     def steps_within(self, seconds: float) -> int:
-        """Steps that fit in so many seconds with one checkpoint at the end."""
+        """Count the steps that fit in a time with one checkpoint at the end."""
         return max(int((seconds - self.step.checkpoint) / self.step.seconds), 0)
 
 
 def for_time(phase: str, setup: PlanInput, work: Workload) -> str:
-    """Name what makes a phase of the step shorter and is not in use."""
+    """Name remedies that shorten a phase of the step and are not in use."""
     layout = setup.layout
     remedies = {
         "decode": {
@@ -163,17 +161,13 @@ def for_time(phase: str, setup: PlanInput, work: Workload) -> str:
 def forecast(
     recipe: Recipe, shape: ModelSpec, gpu: str, hardware: Hardware, assumed: Assumptions
 ) -> Forecast:
-    """The time of a cluster recipe.
-
-    Args:    gpu: its name, for the error of steps there.
-    Raises:  UserError: lengths that the recipe does not allow, or a share of signal outside (0, 1].
-    """
+    """Forecast a cluster recipe's time.  Args: gpu: a name, for the prediction's error there."""
     scenario = Scenario(shape, plan_input(recipe), assumed.work_of(recipe), hardware)
     return Forecast(step_time(scenario), PUBLISHED.get(gpu, OTHER))
 
 
 def at_scale(base: Forecast, num_gpus: int, *, weak: bool = False) -> Forecast:
-    """The same layout on other GPUs, whether it divides them or not.
+    """Forecast the same layout on another number of GPUs, whether it divides them or not.
 
     Args:   weak: the batch grows with the GPUs.
     """
@@ -195,12 +189,12 @@ def at_scale(base: Forecast, num_gpus: int, *, weak: bool = False) -> Forecast:
 
 
 def of_layout(base: Forecast, setup: PlanInput) -> Forecast:
-    """The same step with another layout."""
+    """Forecast the same step with another layout."""
     return replace(base, step=step_time(replace(base.scenario, setup=setup)))
 
 
 def as_dict(found: Forecast, price: float | None = None) -> dict[str, object]:
-    """For machines: seconds, tokens, GPU-hours, dollars."""
+    """Convert a forecast to JSON's types: seconds, tokens, GPU-hours, dollars."""
     step, work = found.step, found.work
     return {
         "step_seconds": step.seconds,

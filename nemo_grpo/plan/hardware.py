@@ -1,4 +1,8 @@
-"""Kinds of GPU and their peaks, from `hardware.yaml`; more come from a file of the user's."""
+"""Kinds of GPU: their peaks, from `hardware.yaml` or a user's file, and the fractions that real runs reach.
+
+`benchmarks/plan_vs_published.py --fit` fits the fractions on published step times, `--errors` prints the
+values of `PredictionError`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -19,8 +23,8 @@ class Hardware:
                 memory_bandwidth: of HBM, bytes/s.
                 nvlink_bandwidth: to another GPU of the same NVLink domain, bytes/s; PCIe where there is none.
                 network_bandwidth, host_bandwidth: to another domain, and to the host's memory, bytes/s.
-                nvlink_domain: GPUs that NVLink joins; those of a node where there is none.
-                host_slowdown: of the CPU's own work beside an H100's, a Xeon's.
+                nvlink_domain: GPUs joined by NVLink; those of a node where there is none.
+                host_slowdown: time of the CPU's own work, relative to the Xeon of an H100 node.
                 compute_capability: 8 Ampere, 8.9 Ada, 9 Hopper, 10 Blackwell.
     """
 
@@ -41,9 +45,9 @@ _DEFAULTS = {field.name: field.default for field in fields(Hardware) if field.de
 
 
 def read_hardware(path: Path, known: Mapping[str, Hardware]) -> dict[str, Hardware]:
-    """A file's own kinds of GPU: a mapping of names to the attributes of `Hardware`.
+    """Read a file of kinds of GPU: a mapping of names to the attributes of `Hardware`.
 
-    ``base: h100`` takes what the entry leaves out from a kind that is known.
+    With ``base: h100`` an entry takes missing attributes from a known kind.
     """
     names = ", ".join(_NAMES)
     with reading(f"--hardware {path}", "valid YAML", f"write name: {{{names}}}", yaml.YAMLError):
@@ -79,10 +83,82 @@ HARDWARE = read_hardware(Path(__file__).with_name("hardware.yaml"), {})
 
 
 def hardware_of(gpu: str, file: Path | None = None) -> Hardware:
-    """A kind of GPU by its name."""
+    """Look up a kind of GPU by its name."""
     known = HARDWARE | (read_hardware(file, HARDWARE) if file else {})
     if gpu not in known:
         raise UserError(
             f"--gpu {gpu}: unknown{did_you_mean(gpu, known)}; `nemo-grpo plan --hardware FILE` takes others"
         )
     return known[gpu]
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Fractions of a peak, and fixed times in seconds.
+
+    Attributes: matrix: dense matrix products in training and scoring, of peak FLOP/s.
+                grouped: the experts' products, of peak FLOP/s.
+                memory: HBM bandwidth while decoding.
+                link: NVLink and network bandwidth in collectives.
+                layer: least time of a layer's kernels for one microbatch and one direction, dense.
+                expert_layer: the same with experts: routing, permutation, launches.
+                decode: a decoding iteration's fixed time: scheduling, sampling, launches.
+                hop, far_hop: an all-reduce's least time inside an NVLink domain, and across domains.
+                tensor: handing one tensor of the Hugging Face model to the rollout engines.
+                refit: putting engines to sleep and waking them, where they share the training GPUs.
+                routes: share of a decoding batch's tokens whose experts are independent of the others'.
+                step: data, rewards and logging of a step.
+                sample: the same, per response.
+    """
+
+    matrix: float = 0.495
+    grouped: float = 0.193
+    memory: float = 0.731
+    link: float = 0.594
+    layer: float = 0.0003
+    expert_layer: float = 0.00499
+    decode: float = 0.006
+    hop: float = 1.54e-05
+    far_hop: float = 9.35e-05
+    tensor: float = 0.000499
+    refit: float = 3.2
+    routes: float = 0.392
+    step: float = 3.36
+    sample: float = 0.00105
+
+
+FITTED = Efficiency()
+
+
+@dataclass(frozen=True)
+class PredictionError:
+    """Error of predicted step times on one kind of GPU, against published ones.
+
+    Attributes: what: the steps, for a sentence.  num_steps: compared.
+                median, worst: of |predicted / published - 1|.
+                low, high: ends of the prediction interval, as factors of the prediction.
+                covered: share of steps inside an interval fitted on the other models' steps.
+    """
+
+    what: str
+    num_steps: int
+    median: float
+    worst: float
+    low: float
+    high: float
+    covered: float
+
+    def around(self, seconds: float) -> tuple[float, float]:
+        """Compute the interval of a predicted time."""
+        return self.low * seconds, self.high * seconds
+
+
+PUBLISHED = {
+    "h100": PredictionError("published steps on H100", 26, 0.106, 0.299, 0.77, 1.29, 0.846),
+    "gb200": PredictionError("published steps on GB200", 18, 0.23, 0.564, 0.697, 2.3, 0.611),
+}
+"""Errors on NeMo-RL's steps, each predicted by constants fitted without its model
+(`benchmarks/plan_vs_published.py --errors`)."""
+
+OTHER = PredictionError("published steps, none of them on such GPUs", 44, 0.145, 0.564, 0.697, 2.3, 0.864)
+"""Errors on the steps of all GPUs together, for GPUs without published steps."""

@@ -1,11 +1,19 @@
-"""The planner's view of a recipe: the layout, and all settings that decide memory and time."""
+"""The planner's view of a recipe: the model's shape, and all settings that decide memory and time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
+from nemo_grpo.models import ModelSpec, read_spec
 from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.model_folder import read_config
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -21,14 +29,14 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "a_proj", "b_proj", "self_
 class PlanInput:
     """Everything besides the model's shape that memory and time depend on.
 
-    Attributes: train_tokens, score_tokens: of one microbatch, before context parallelism divides them.
-                num_microbatches: of one update on one data-parallel rank, at least.
+    Attributes: train_tokens, score_tokens: tokens of one microbatch, before context parallelism divides them.
+                num_microbatches: least microbatches of an update on a data-parallel rank.
                 recompute: ``("full",)``, or the modules that are recomputed selectively; empty: none.
                 num_rollout_gpus: GPUs that only sample; 0: rollouts share the GPUs that train.
                 logprob_chunk: tokens whose logits are held in FP32 at once; 0: all of a microbatch.
                 embedded: the recipe is the embedded engine's, which has no offloading.
                 precision_bytes: of a parameter.  keeps_reference: the engine holds the reference policy too.
-                has_penalty: a KL penalty alone needs the reference policy.
+                has_penalty: the reference policy is needed for a KL penalty alone.
                 vllm_mx: FP8 with a scale per 32 numbers.  vllm_bf16_attention: FP8 leaves attention alone.
                 draft_tokens: tokens drafted before each pass.  draft_layers: layers of the draft model; 0: no
                     model, as with n-grams.
@@ -161,3 +169,44 @@ def _sampling(recipe: Recipe) -> dict[str, Any]:
         "stop_token_ids": tuple(sampler.stop_token_ids or ()),
         "draft_layers": 0 if drafts and drafts.method == "ngram" else 1,
     }
+
+
+def _published() -> Iterator[ModelSpec]:
+    """Read the table `models.yaml`, and put each name's length where its config.json has it."""
+    for entry in yaml.safe_load(Path(__file__).with_name("models.yaml").read_text()).values():
+        for name, longest in entry["names"].items():
+            config = copy.deepcopy(entry["config"])
+            config.get("text_config", config)["max_position_embeddings"] = longest
+            yield read_spec(config, name)
+
+
+PRESETS: dict[str, ModelSpec] = {spec.name: spec for spec in _published()}
+"""Name on the Hub -> shape of the model."""
+
+
+def shape_of(recipe: Recipe, config_file: Path | None = None, others: Iterable[Recipe] = ()) -> ModelSpec:
+    """Find the shape of a recipe's model: in a config.json, a local folder, the table, or the warm start.
+
+    Args:   others: recipes, one of whose runs may export the model that this one starts from.
+    """
+    name, warm_start = recipe.policy.model_name, recipe.nemo_grpo.warm_start
+    if config_file is None and name is None and warm_start is not None:
+        config = {"model_type": "qwen2", "tie_word_embeddings": True, **warm_start.model_dump()}
+        return read_spec(config, "warm start")
+    assert name is not None
+    local = config_file or Path(name) / "config.json"
+    longest = recipe.policy.hf_config_overrides.get("max_position_embeddings")
+    changed: dict[str, Any] = {"max_position_embeddings": longest} if isinstance(longest, int) else {}
+    if config_file is not None or local.is_file():
+        return replace(read_spec(read_config(local), name), **changed)
+    if name not in PRESETS:
+        for other in others:
+            if other.run_dir != recipe.run_dir and Path(name).is_relative_to(other.run_dir / "hf"):
+                return replace(shape_of(other), name=f"{name}, of {other.nemo_grpo.run_name}", **changed)
+        is_folder = name.startswith((".", "/")) or name.count("/") != 1
+        near = "" if is_folder else did_you_mean(name, PRESETS)
+        raise UserError(
+            f"policy.model_name={name}: neither a folder with a config.json nor in the planner's table"
+            f"{near}; give --model-config FILE"
+        )
+    return replace(PRESETS[name], **changed)

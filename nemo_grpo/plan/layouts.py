@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 COLOCATED = f"{GENERATION}.colocated"
 POWERS = (1, 2, 4, 8)
 COSTS = (1.0, 1.5, 1.5, 1.0, 0.5, 4.0)
-"""Cost of doubling or halving TP, PP, CP, EP, vLLM's TP, nodes; other GPUs than the recipe's cost most."""
+"""Cost of doubling or halving TP, PP, CP, EP, vLLM's TP and the nodes, which cost most."""
 RECOMPUTE_COST = 0.5
 TENSOR, PIPELINE, CONTEXT, EXPERT = POWERS, (*POWERS, 16), (1, 2, 4), (1, 2, 4, 8, 16, 32, 64)
 ROWS = (1, 2, 4)
 MAX_REFUSED = {"nearest": 12, "fastest": 60}
-"""Candidates that the recipe's own rules refuse before a search gives up."""
+"""Candidates refused by the recipe's own rules before a search gives up."""
 
 
 def _laid_out(
     starts: Iterable[PlanInput], sizes: Sequence[Sequence[int]], recomputes: Iterable[tuple[str, ...]]
 ) -> Iterator[PlanInput]:
-    """Each start with each (TP, PP, CP, EP) of ``sizes`` that divides its GPUs; stages have equal length."""
+    """Yield each start with each (TP, PP, CP, EP) of ``sizes`` that divides its GPUs, in equal stages."""
     for start, (tp, pp, cp, ep), recompute in product(starts, product(*sizes), recomputes):
         if start.world_size % (tp * pp * cp) or start.world_size % (pp * ep):
             continue
@@ -50,7 +50,7 @@ def accepted(
     most_refused: int,
     further: tuple[str, ...] = (),
 ) -> Iterator[tuple[tuple[str, ...], PlanInput]]:
-    """(overrides, setup) of those that fit and with which the recipe loads, until too many are refused.
+    """Yield (overrides, setup) of layouts that fit and load, until the recipe's rules refuse too many.
 
     Args: further: overrides for all of them.
     """
@@ -72,7 +72,7 @@ def accepted(
 
 
 def overrides_between(start: PlanInput, candidate: PlanInput) -> tuple[str, ...]:
-    """The changed keys as ``key=value``."""
+    """List the changed keys as ``key=value``."""
     old = _settings(start)
     changed = {key: value for key, value in _settings(candidate).items() if value != old[key]}
     if not (start.recompute and candidate.recompute):
@@ -83,7 +83,7 @@ def overrides_between(start: PlanInput, candidate: PlanInput) -> tuple[str, ...]
 
 
 def _settings(setup: PlanInput) -> dict[str, Any]:
-    """Keys and values by which a recipe has this setup."""
+    """Return the recipe's keys and values for this setup."""
     layout, apart = setup.layout, setup.num_rollout_gpus
     return {
         f"{MEGATRON}.tensor_model_parallel_size": layout.tensor,
@@ -108,7 +108,7 @@ def _settings(setup: PlanInput) -> dict[str, Any]:
 
 
 def nearest_layout(recipe: Recipe, shape: ModelSpec, gpu: Hardware) -> tuple[str, ...] | None:
-    """Overrides that make the recipe fit with the fewest changes, or None if no layout of the search does.
+    """Find overrides that make the recipe fit with the fewest changes; None if no layout searched does.
 
     Tries TP, PP, CP, EP, full recomputation, vLLM's TP and up to eight times the nodes, nearest first.
     """
@@ -148,11 +148,11 @@ class Found:
 def best_layouts(
     recipe: Recipe, base: Forecast, number: int = 3, further: tuple[str, ...] = ()
 ) -> list[Found]:
-    """The fastest layouts on the forecast's GPUs that fit and that its rules allow, fastest first.
+    """Find the fastest layouts on the forecast's GPUs that fit and that the recipe's rules allow.
 
-    Tries TP, PP, CP, EP, recomputation, rows per microbatch, vLLM's TP, and how many GPUs only sample. They
-    wait for the update all the same, so the algorithm stays; rollouts that run ahead would change it, and
-    those that already do keep GPUs of their own.
+    Tries TP, PP, CP, EP, recomputation, rows per microbatch, vLLM's TP, and the number of GPUs that only
+    sample. Those still wait for the update, so that the algorithm stays the same; rollouts that already run
+    ahead keep GPUs of their own.
 
     Args: further: overrides that make the recipe's batch that of the forecast.
     """
@@ -182,7 +182,7 @@ def _candidates(recipe: Recipe, base: Forecast) -> Iterator[PlanInput]:
 
 
 def _rollouts(start: PlanInput, *, ahead: bool) -> Iterator[PlanInput]:
-    """vLLM's TP, and GPUs that only sample: whole nodes, or of a single node a part."""
+    """Vary vLLM's TP and the GPUs that only sample: whole nodes, or a part of a single node."""
     units, unit = start.num_nodes, start.gpus_per_node
     if units == 1:
         units, unit = start.gpus_per_node, 1

@@ -11,10 +11,10 @@ from statistics import NormalDist
 from nemo_grpo.support.errors import UserError
 
 SPREAD = 0.6
-"""Standard deviation of the logarithm of a response's length, where only the mean is given."""
+"""Standard deviation of the logarithm of a response's length, if only the mean is given."""
 
 PROMPT = 128
-"""Tokens of a prompt, where nothing states them."""
+"""Mean tokens of a prompt, if not given."""
 
 NUM_CLASSES = 64
 
@@ -23,8 +23,8 @@ NUM_CLASSES = 64
 class Lengths:
     """Lengths in tokens.
 
-    Attributes: prompt: mean.  responses: ascending, one for each of equally many responses.
-                limit: the longest that a response can be.  source: where they come from, for the table.
+    Attributes: prompt: mean.  responses: ascending quantiles, equally many responses at each.
+                limit: longest possible response.  source: of the lengths, for the table.
     """
 
     prompt: float
@@ -47,9 +47,9 @@ class Lengths:
         return sum(s * s for s in total) / sum(total) / 2
 
     def longest(self, num_samples: int) -> float:
-        """The expected longest of so many responses: the quantile num_samples / (num_samples + 1).
+        """Estimate the longest of ``num_samples`` responses: the quantile num_samples / (num_samples + 1).
 
-        Linear between the classes, and from the last class to the limit.
+        Interpolates linearly between the quantiles, and from the last one to the limit.
         """
         classes = len(self.responses)
         position = num_samples / (num_samples + 1) * classes - 0.5
@@ -61,7 +61,7 @@ class Lengths:
         return self.responses[below] + weight * (above - self.responses[below])
 
     def packed(self, capacity: int) -> float:
-        """Mean tokens in a packed row of this capacity: first-fit decreasing over two of each class."""
+        """Estimate mean tokens of a packed row: first-fit decreasing over two responses of each quantile."""
         return _packed(tuple(self.prompt + length for length in self.responses), capacity)
 
 
@@ -79,10 +79,7 @@ def _packed(lengths: tuple[float, ...], capacity: int) -> float:
 
 
 def of_mean(mean: float, limit: int, prompt: float = PROMPT, source: str = "") -> Lengths:
-    """Log-normal lengths that end at the limit, with this mean after they are cut.
-
-    Raises: UserError: a mean outside 1 .. limit.
-    """
+    """Make log-normal lengths, cut at the limit, with this mean after the cut."""
     if not 1 <= mean <= limit:
         raise UserError(
             f"--lengths {mean:g}: responses have 1 to {limit} tokens (max_new_tokens); give their mean"
@@ -101,7 +98,7 @@ def of_mean(mean: float, limit: int, prompt: float = PROMPT, source: str = "") -
 
 
 def read_lengths(path: Path, limit: int, prompt: float = PROMPT) -> Lengths:
-    """Lengths of a run: its samples.jsonl (each response) or its metrics.jsonl (means of its steps)."""
+    """Read a run's lengths from samples.jsonl (each response) or metrics.jsonl (means of its steps)."""
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

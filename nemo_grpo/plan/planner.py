@@ -1,4 +1,4 @@
-"""From a recipe to a verdict: memory per GPU, what is wrong, and the nearest layout that fits."""
+"""Plan of a recipe on one kind of GPU: memory, problems, the nearest layout that fits, forecast."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.forecast import Assumptions, Forecast, forecast
 from nemo_grpo.plan.hardware import Hardware, hardware_of
-from nemo_grpo.plan.inputs import PlanInput, plan_input
+from nemo_grpo.plan.inputs import PlanInput, plan_input, shape_of
 from nemo_grpo.plan.layouts import nearest_layout
 from nemo_grpo.plan.parameters import model_parameters, stage_counts
-from nemo_grpo.plan.presets import shape_of
 from nemo_grpo.plan.rules import gpu_has_fp8, problems
 from nemo_grpo.recipe.registry import Scope, messages
 
@@ -87,14 +86,13 @@ def plan_recipe(
     assumed: Assumptions | None = None,
     others: Iterable[Recipe] = (),
 ) -> Plan:
-    """Plan a recipe that has been loaded, so that all of its own rules hold.
+    """Plan a loaded recipe, all of whose own rules hold.
 
     Args:    gpu: a name of `HARDWARE` or of the file.
              config_file: the model's config.json, for models that the table lacks.
-             hardware_file: other kinds of GPU.  assumed: what the recipe does not say.
-             others: recipes, one of whose runs may make the model.
+             hardware_file: other kinds of GPU.  assumed: properties that the recipe does not state.
+             others: recipes, one of whose runs may export the model.
     Returns: the plan, accepted or with its problems.
-    Raises:  UserError: unknown GPU or model, or lengths that the recipe does not allow.
     """
     shape, setup = shape_of(recipe, config_file, others), plan_input(recipe)
     hardware = hardware_of(gpu, hardware_file)

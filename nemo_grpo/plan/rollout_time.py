@@ -17,19 +17,19 @@ from nemo_grpo.plan.lengths import Lengths
 from nemo_grpo.plan.scenario import Scenario, reduce_seconds
 
 EAGER = 4.0
-"""A decoding pass's fixed time without CUDA graphs, in times of the one with them."""
+"""Fixed time of a decoding pass without CUDA graphs, relative to one with them."""
 DRAFT = 0.22
-"""A draft's fixed time, in times of a pass's; from SkyRL's pair of runs with and without three drafts."""
+"""Fixed time of a draft, relative to a pass; from SkyRL's pair of runs with and without three drafts."""
 
 
 @dataclass(frozen=True)
 class Engine:
     """One vLLM engine of a scenario, in numbers per GPU.
 
-    Attributes: layers: of the engine.  dense, expert: bytes of a layer's weights that every token reads, and
-                of all its experts.  head: those of the output matrix.
+    Attributes: layers: per GPU.  dense, expert: bytes of a layer's weights that every token reads, and of all
+                its experts.  head: bytes of the output matrix.
                 products, head_products: FLOPs of one token in a layer, and in the output matrix.
-                cache: bytes that a layer holds of one token.  flops: peak of the products.
+                cache: bytes of the KV cache per token and layer.  flops: peak FLOP/s of the products.
     """
 
     scenario: Scenario
@@ -43,7 +43,7 @@ class Engine:
     flops: float
 
     def iteration(self, active: float, context: float) -> float:
-        """Seconds per token of ``active`` sequences that hold ``context`` tokens each."""
+        """Compute seconds per token of ``active`` sequences that hold ``context`` tokens each."""
         setup, eff = self.scenario.setup, self.scenario.eff
         fixed = eff.decode * self.scenario.hardware.host_slowdown * (EAGER if setup.vllm_eager else 1.0)
         drafts = setup.draft_tokens
@@ -53,10 +53,10 @@ class Engine:
         return seconds / kept_tokens(drafts, self.scenario.work.acceptance)
 
     def _pass(self, layers: float, active: float, tokens: int, context: float) -> float:
-        """So many tokens of each sequence through layers and output matrix.
+        """Compute seconds of ``tokens`` tokens of each sequence through layers and output matrix.
 
-        Experts are read that at least one token chose: E (1 - (1 - k / E)^n) with n independent tokens.
-        Tokens of one problem are not: n is 1 + routes x (tokens - 1).
+        An expert is read if at least one token chose it: E (1 - (1 - k / E)^n) with n independent tokens.
+        Tokens of one problem are not independent: n is 1 + routes x (tokens - 1).
         """
         shape, hardware, eff = self.scenario.shape, self.scenario.hardware, self.scenario.eff
         batch, bandwidth = active * tokens, hardware.memory_bandwidth * eff.memory
@@ -72,20 +72,20 @@ class Engine:
         return max(read, computed) + attended + 2 * layers * reduced
 
     def prefill(self, tokens: float) -> float:
-        """Seconds of a prompt's tokens."""
+        """Compute seconds of a prompt's tokens."""
         products = self.layers * self.products + self.head_products
         return tokens * products / (self.flops * self.scenario.eff.matrix)
 
 
 def kept_tokens(drafts: int, acceptance: float) -> float:
-    """Tokens that a pass yields on average: 1 + a + ... + a^k."""
+    """Compute the tokens that a pass yields on average: 1 + a + ... + a^k."""
     return float(sum(acceptance**position for position in range(drafts + 1)))
 
 
 def engine_of(scenario: Scenario) -> Engine:
-    """The vLLM engine of a layout.
+    """Describe the vLLM engine of a layout.
 
-    MX formats are computed on Blackwell; before it their weights are widened to BF16.
+    MX formats are computed natively from Blackwell on; older GPUs widen their weights to BF16.
     """
     shape, setup, hardware = scenario.shape, scenario.setup, scenario.hardware
     attention, feed_forward, _ = memory.rollout_layer_sizes(shape, setup)
@@ -111,13 +111,13 @@ def engine_of(scenario: Scenario) -> Engine:
 
 
 def num_engines(setup: PlanInput) -> int:
-    """Engines that sample side by side."""
+    """Count the engines that sample in parallel."""
     gpus = setup.num_rollout_gpus or setup.num_nodes * setup.gpus_per_node
     return max(gpus // (setup.vllm_tensor * setup.vllm_pipeline), 1)
 
 
 def concurrency(scenario: Scenario) -> int:
-    """Sequences that an engine decodes at once: its limit, or what its cache holds of the mean length."""
+    """Count sequences that an engine decodes at once: its limit, or those of mean length in its cache."""
     shape, setup = scenario.shape, scenario.setup
     room = memory.cache_bytes(shape, setup, int(scenario.hardware.memory_bytes))
     held = int(room / (memory.cache_bytes_per_token(shape, setup) * scenario.work.lengths.mean_sequence))
@@ -125,10 +125,10 @@ def concurrency(scenario: Scenario) -> int:
 
 
 def rollout_seconds(scenario: Scenario) -> dict[str, float]:
-    """Seconds of one step's rollout: prefill, decoding until half of the responses have ended, and the tail.
+    """Predict one step's rollout: prefill, decoding until half of the last responses have ended, the tail.
 
-    While responses wait for a place, places are always taken; then the last ones run out, and the step ends
-    with the longest.
+    While responses wait for a place, all places are taken; then the last ones run out, and the step ends with
+    the longest.
     """
     engine, work, lengths = engine_of(scenario), scenario.work, scenario.work.lengths
     waiting = -(-work.num_samples // num_engines(scenario.setup))
@@ -144,9 +144,9 @@ def rollout_seconds(scenario: Scenario) -> dict[str, float]:
 def _drained(
     places: int, lengths: Lengths, longest: float, iteration: Callable[[float, float], float]
 ) -> tuple[float, float]:
-    """Seconds of decoding ``places`` responses together: until half of them have ended, and the rest.
+    """Compute seconds of decoding ``places`` responses together: until half have ended, and the rest.
 
-    Args: longest: the last one's tokens.  iteration: (active responses, tokens that each holds) -> seconds.
+    Args: longest: tokens of the last one.  iteration: (active responses, tokens that each holds) -> seconds.
     """
     ends = [*lengths.responses[:-1], longest]
     halves, position = [0.0, 0.0], 0.0
@@ -159,7 +159,7 @@ def _drained(
 
 
 def steady_seconds(scenario: Scenario) -> float:
-    """Seconds per step of engines that always have as many responses to decode as may run ahead: no tail."""
+    """Predict seconds per step of engines that never run out of responses, so that there is no tail."""
     engine, work = engine_of(scenario), scenario.work
     per_step = -(-work.num_samples // num_engines(scenario.setup))
     places = min(per_step * max(work.trajectory_age, 1), concurrency(scenario))
@@ -168,12 +168,12 @@ def steady_seconds(scenario: Scenario) -> float:
 
 
 def _seconds_per_response(engine: Engine, places: int) -> float:
-    """Seconds of an engine whose places are all taken, by responses half done on average."""
+    """Compute seconds per response of an engine whose places are all taken, by responses half done."""
     lengths = engine.scenario.work.lengths
     return lengths.mean / places * engine.iteration(places, lengths.prompt + lengths.mean / 2)
 
 
 def _prefill_seconds(engine: Engine, num_responses: int) -> float:
-    """Prompts are computed once per group: its other responses find them in the prefix cache."""
+    """Count a prompt once per group: the prefix cache serves its other responses."""
     work = engine.scenario.work
     return engine.prefill(-(-num_responses // work.group_size) * work.lengths.prompt)

@@ -1,7 +1,4 @@
-"""Rules that need the model's shape, the GPU, or both: what must divide what, and what must fit.
-
-They register themselves as the rules of `nemo_grpo.recipe.registry` do.
-"""
+"""Rules that need the model's shape or the GPU: divisibility and memory; see `nemo_grpo.recipe.registry`."""
 
 from __future__ import annotations
 
@@ -11,11 +8,10 @@ from typing import TYPE_CHECKING
 from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.hardware import Hardware
-from nemo_grpo.plan.inputs import PlanInput, plan_input
+from nemo_grpo.plan.inputs import PlanInput, plan_input, shape_of
 from nemo_grpo.plan.memory import GIB, USABLE
-from nemo_grpo.plan.presets import shape_of
-from nemo_grpo.recipe.generation_sections import stop_refusals
 from nemo_grpo.recipe.layout import expert_refusals, stage_refusals, width_refusals
+from nemo_grpo.recipe.policy_sections import stop_refusals
 from nemo_grpo.recipe.registry import Scope, messages, rule
 from nemo_grpo.recipe.sections import MEGATRON, VLLM
 from nemo_grpo.support.errors import UserError
@@ -161,7 +157,7 @@ def training_fits_in_memory(shape: ModelSpec, setup: PlanInput, gpu: Hardware) -
 
 
 def for_memory(part: str, setup: PlanInput) -> str:
-    """Name what makes a part of the training phase smaller and is not in use."""
+    """Name remedies that shrink a part of the training phase and are not in use."""
     rows = setup.train_tokens > setup.max_length
     remedies = {
         "reference": {"leave out the KL penalty": setup.has_penalty, "train adapters": True},
@@ -210,7 +206,7 @@ def rollouts_fit_in_memory(shape: ModelSpec, setup: PlanInput, gpu: Hardware) ->
 
 
 def shape_problems(recipe: Recipe) -> list[str]:
-    """Messages about a recipe whose model's shape is known here, whatever the GPUs; else none."""
+    """List messages about a recipe on any GPU; none if its model's shape is unknown here."""
     try:
         shape = shape_of(recipe)
     except UserError:
@@ -219,5 +215,5 @@ def shape_problems(recipe: Recipe) -> list[str]:
 
 
 def problems(shape: ModelSpec, setup: PlanInput, gpu: Hardware) -> list[str]:
-    """All messages for one layout on one kind of GPU."""
+    """List all messages for one layout on one kind of GPU."""
     return messages(Scope.SHAPE, shape, setup) or messages(Scope.MEMORY, shape, setup, gpu)

@@ -1,4 +1,4 @@
-"""Strong and weak scaling with the best layout of each number of GPUs, and its picture."""
+"""Strong and weak scaling with the best layout for each number of GPUs, as points and as a plot."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
 
 PAYS = 0.5
-"""More GPUs pay while they bring at least this share of the speed that they would bring at best."""
+"""Least share of the ideal speed-up at which more GPUs pay."""
 
 
 @dataclass(frozen=True)
 class Point:
     """One number of GPUs.
 
-    Attributes: own: the recipe's layout with the same batch; None: it does not divide the GPUs or not fit.
+    Attributes: own: the recipe's layout with the same batch; None: it does not divide or fit the GPUs.
                 strong, weak: the best layout with the same batch, and with one that grows; None: none fits.
-                strong_efficiency, weak_efficiency: tokens/s/GPU over that of the first number with layouts.
-                note: that more GPUs have stopped to pay, or why there is no layout.
+                strong_efficiency, weak_efficiency: tokens/s/GPU, relative to the first point with layouts.
+                note: that these GPUs do not pay, or why there is no layout.
     """
 
     num_gpus: int
@@ -40,10 +40,9 @@ class Point:
 
 
 def scaling(recipe: Recipe, base: Forecast, asked: str) -> list[Point]:
-    """The best layout at each number of GPUs, ascending, and the recipe's own.
+    """Find the best layout at each number of GPUs, ascending, and forecast the recipe's own.
 
     Args:   asked: the numbers, with commas.
-    Raises: UserError: not a number or one below 1, or none that has a layout.
     """
     counts = {int(part) if part.strip().isdecimal() else 0 for part in asked.split(",")}
     if min(counts) < 1:
@@ -101,7 +100,7 @@ def _point(recipe: Recipe, base: Forecast, count: int) -> Point:
 
 
 def own_layout(points: Sequence[Point]) -> str:
-    """From the smallest number of GPUs that the recipe's own layout fits: where it stops paying."""
+    """Say at how many GPUs the recipe's own layout stops paying."""
     before: Forecast | None = None
     for point in points:
         if point.strong is None:
@@ -118,7 +117,7 @@ def own_layout(points: Sequence[Point]) -> str:
 
 
 def draw_scaling(points: Sequence[Point], file: Path, title: str) -> None:
-    """Step time, efficiency and GPU-hours against GPUs, as a PNG."""
+    """Plot step time, efficiency and GPU-hours against GPUs, as a PNG."""
     from nemo_grpo.support import pictures as look
 
     drawn = [(point, point.strong, point.weak) for point in points if point.strong and point.weak]

@@ -1,21 +1,131 @@
-"""A timed scenario, and its collectives by the ring's volume: a rank sends (n - 1) / n of the whole.
+"""Inputs of the step-time formulas: the work of a step, the scenario, and times of its collectives.
 
-Chan et al., "Collective communication: theory, practice, and experience" (2007), large messages; the least
-time is fitted. Ranks are numbered as megatron-core does: TP innermost, then CP, EP, DP, PP.
+A ring sends (n - 1) / n of the whole per rank (Chan et al., "Collective communication: theory, practice, and
+experience", 2007, large messages); the least time is fitted. Ranks are numbered as megatron-core does: TP
+innermost, then CP, EP, DP, PP.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nemo_grpo.models import ModelSpec
-from nemo_grpo.plan.efficiency import FITTED, Efficiency
-from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.hardware import FITTED, Efficiency, Hardware
 from nemo_grpo.plan.inputs import PlanInput
-from nemo_grpo.plan.workload import Workload
+from nemo_grpo.plan.lengths import Lengths
+
+if TYPE_CHECKING:
+    from nemo_grpo.recipe import Recipe
+
+
+SIGNAL = 0.5
+"""Share of groups whose rewards differ, if no run states it; it decides how often prompts are drawn again."""
+
+ACCEPTANCE = 0.87
+"""Acceptance of a drafted token after accepted ones, if no run states it: SkyRL's MTP run of Qwen3.5-9B
+has 0.886, 0.869 and 0.861 at its three depths (docs/examples/spec_decode.mdx)."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Work of one step, and of the run around it.
+
+    Attributes: num_samples: responses trained per step.  group_size: responses that share a prompt.
+                num_updates, scoring_passes: optimizer updates per step, and forward passes before them.
+                num_draws: mean number of draws of num_samples responses for one step.
+                trajectory_age: steps that rollouts may run ahead of training; 0: they alternate.
+                waits_for_rollouts: rollouts that run ahead must end before the engines get new weights.
+                acceptance: probability of a drafted token whose predecessors were accepted.
+                val_samples: responses sampled every val_period steps.  or_passes: see `Recipe`.
+                save_period: steps between checkpoints; 0: none.  saves_optimizer: with optimizer state.
+    """
+
+    num_samples: int
+    group_size: int
+    num_updates: int
+    lengths: Lengths
+    scoring_passes: int
+    num_draws: float = 1.0
+    trajectory_age: int = 0
+    waits_for_rollouts: bool = False
+    acceptance: float = ACCEPTANCE
+    num_steps: int = 1
+    or_passes: str = ""
+    val_period: int = 0
+    val_samples: int = 0
+    save_period: int = 0
+    saves_optimizer: bool = True
+
+    @property
+    def tokens(self) -> float:
+        return self.num_samples * self.lengths.mean_sequence
+
+
+def workload_of(
+    recipe: Recipe, lengths: Lengths, signal: float = SIGNAL, acceptance: float = ACCEPTANCE
+) -> Workload:
+    """Extract the work of a recipe's step.
+
+    Args: signal: share of groups whose rewards differ.  acceptance: of drafted tokens.
+    """
+    grpo, vllm = recipe.grpo, recipe.policy.generation.vllm_cfg
+    ahead, num_draws = grpo.async_grpo, 1.0
+    if grpo.use_dynamic_sampling:
+        threshold, most = recipe.loss_fn.resampling(grpo.dynamic_sampling_max_gen_batches)
+        num_draws = expected_draws(signal, threshold, most, grpo.num_prompts_per_step)
+    in_flight = vllm.async_engine and ahead is not None and ahead.in_flight_weight_updates
+    return Workload(
+        num_samples=recipe.num_sequences_per_step,
+        group_size=grpo.num_generations_per_prompt,
+        num_updates=max(recipe.num_updates_per_step, 1),
+        lengths=lengths,
+        scoring_passes=scoring_passes(recipe),
+        num_draws=num_draws,
+        trajectory_age=recipe.rollouts_ahead,
+        waits_for_rollouts=not (in_flight or recipe.has_single_controller),
+        acceptance=acceptance,
+        num_steps=grpo.max_num_steps,
+        or_passes=recipe.or_passes,
+        val_period=max(grpo.val_period, 0),
+        val_samples=(grpo.max_val_samples or 0) * grpo.val_num_generations_per_prompt,
+        save_period=recipe.checkpointing.save_period if recipe.checkpointing.enabled else 0,
+        saves_optimizer=recipe.checkpointing.save_optimizer,
+    )
+
+
+def scoring_passes(recipe: Recipe) -> int:
+    """Count forward passes over a step before its updates.
+
+    One for the policy's logprobs and entropies, one for the reference policy's if the variant compares with
+    it. NeMo-RL skips the first with force_on_policy_ratio, unless it masks sequences by logprob error.
+    """
+    return int(recipe.policy_is_scored) + int(recipe.loss_fn.needs_reference)
+
+
+def expected_draws(signal: float, threshold: float, max_draws: int, num_groups: int) -> float:
+    """Compute the expected draws of num_groups prompts until threshold x num_groups groups carry signal.
+
+    Implements the expectation of `core.resampling.accumulate_groups`: after n draws the number of groups
+    with signal is binomial(n B, p), so E[draws] = 1 + sum_n P(fewer than the threshold after n draws). The
+    binomial is approximated by a normal distribution with a continuity correction.
+    """
+    from statistics import NormalDist
+
+    need, expected = threshold * num_groups, 1.0
+    for draws in range(1, max_draws):
+        mean = draws * num_groups * signal
+        spread = (mean * (1 - signal)) ** 0.5
+        missed = NormalDist(mean, spread).cdf(need - 0.5) if spread else float(mean < need)
+        expected += missed
+        if missed < 1e-6:
+            break
+    return expected
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model, its layout, what a step of it computes, the GPUs, and what of their peaks is reached."""
+    """A model, its layout, the work of a step, the GPUs, and the fractions of their peaks in reach."""
 
     shape: ModelSpec
     setup: PlanInput
@@ -25,10 +135,10 @@ class Scenario:
 
     @property
     def domain(self) -> int:
-        """GPUs that surely share NVLink.
+        """GPUs that are certain to share NVLink.
 
-        The GPU's whole domain if the job fits into one, or as many nodes as the recipe keeps together
-        (cluster.segment_size); else a node's: which domain a node of the job is in is left to chance.
+        The GPU's whole domain if the job fits into one, or the nodes that the recipe keeps together
+        (cluster.segment_size); else one node's, because the scheduler chooses each node's domain.
         """
         setup, whole = self.setup, self.hardware.nvlink_domain
         if setup.num_nodes * setup.gpus_per_node <= whole:
@@ -37,7 +147,7 @@ class Scenario:
 
 
 def gather_seconds(scenario: Scenario, num_bytes: float, ranks: int, span: int) -> float:
-    """All-gather, or reduce-scatter, of num_bytes in all: (n - 1) / n bytes / bandwidth.
+    """Time an all-gather or reduce-scatter of num_bytes in all: (n - 1) / n bytes / bandwidth.
 
     Args: span: consecutive GPUs among which the ranks lie.
     """
@@ -49,7 +159,7 @@ def gather_seconds(scenario: Scenario, num_bytes: float, ranks: int, span: int) 
 
 
 def reduce_seconds(scenario: Scenario, num_bytes: float, ranks: int) -> float:
-    """All-reduce of num_bytes over consecutive GPUs, with its least time.
+    """Time an all-reduce of num_bytes over consecutive GPUs, with its least time.
 
     Inside a domain 2 (n - 1) / n bytes / NVLink; across domains each NVLink domain reduces first and every
     GPU exchanges its share over the network: + 2 (d - 1) / d bytes / (GPUs of a domain) / network.
@@ -67,7 +177,7 @@ def reduce_seconds(scenario: Scenario, num_bytes: float, ranks: int) -> float:
 
 
 def exchange_seconds(scenario: Scenario, num_bytes: float, ranks: int, stride: int) -> float:
-    """All-to-all in which each rank sends num_bytes, evenly, to ranks ``stride`` GPUs apart.
+    """Time an all-to-all in which each rank sends num_bytes, evenly, to ranks ``stride`` GPUs apart.
 
     The share (n - local) / n goes over the network, (local - 1) / n over NVLink, at the same time.
     """

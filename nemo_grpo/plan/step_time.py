@@ -1,4 +1,4 @@
-"""Seconds of one step, phase by phase, and the throughput, MFU and run time that follow from them."""
+"""Time of one step, phase by phase, and the throughput and MFU that follow from it."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,15 +14,15 @@ from nemo_grpo.recipe.layout import Layout
 STORAGE = 2e9
 """Bytes/s that one node writes to shared storage; an assumption, not fitted."""
 ROUTES = 1e9
-"""Bytes/s at which one process packs and unpacks routing; an assumption, not fitted: no run states it."""
+"""Bytes/s at which one process packs and unpacks routing; an assumption, not fitted."""
 
 
 @dataclass(frozen=True)
 class StepTime:
     """One step of a scenario.
 
-    Attributes: phases: name -> seconds. They follow each other; where rollouts run ahead, those of `rollout`
-                go on beside the others.
+    Attributes: phases: name -> seconds, one after the other; if rollouts run ahead, those of `rollout`
+                overlap with the rest.
                 steady: seconds per step of engines that never run out of responses.
                 validation, checkpoint: seconds of one.
     """
@@ -51,7 +51,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step: the sum; or, where rollouts run A steps ahead, the longest of three.
+        """Seconds of the step: the sum, or the longest of three if rollouts run A steps ahead.
 
         Training with the refit; engines that never wait; and (rollout + training) / (A + 1): responses for
         step n + A start with the weights of step n, so that A + 1 steps hold a rollout and an update in turn

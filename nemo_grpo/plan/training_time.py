@@ -1,4 +1,4 @@
-"""Seconds of scoring and of the update with megatron-core.
+"""Time of scoring and of the update with megatron-core.
 
 FLOPs: a product of [n, k] with [k, m] costs 2 n k m; the backward pass costs twice the forward pass, full
 recomputation once more (Narayanan et al., 2104.04473, appendix). Causal attention computes half of the score
@@ -14,9 +14,9 @@ from nemo_grpo.plan.scenario import Scenario, exchange_seconds, gather_seconds
 
 
 def microbatches(scenario: Scenario, capacity: int) -> tuple[int, float]:
-    """A data-parallel rank's microbatches of one update, and the tokens of one, padding too, before CP.
+    """Count a data-parallel rank's microbatches of one update, and tokens of one with padding, before CP.
 
-    Packed rows hold whole sequences, padded ones have the longest length.
+    Packed rows hold whole sequences; padded sequences have the longest length.
     """
     setup, work = scenario.setup, scenario.work
     sequences = max(work.num_samples / work.num_updates / setup.data_parallel, 1.0)  # others wait for one
@@ -29,10 +29,10 @@ def microbatches(scenario: Scenario, capacity: int) -> tuple[int, float]:
 
 
 def layer_flops(shape: ModelSpec, attended: float, *, is_dense: bool = True) -> tuple[float, float, float]:
-    """FLOPs of one token in one layer's forward pass: (dense products, attention, the chosen experts').
+    """Count FLOPs of one token in one layer's forward pass: (dense products, attention, the chosen experts').
 
-    Attention: scores and weighted values, 2 x 2 x width of all heads x attended tokens. Layers with linear
-    attention are spread evenly over all; of theirs only the matrices are counted.
+    Attention: scores and weighted values, 2 x 2 x width of all heads x attended tokens. Linear attention is
+    averaged over all layers, and counts by its matrices alone.
     """
     divided, replicated = mixer_sizes(shape)
     attended *= shape.attention_share
@@ -51,18 +51,18 @@ def layer_flops(shape: ModelSpec, attended: float, *, is_dense: bool = True) -> 
 
 
 def model_flops(shape: ModelSpec, attended: float) -> float:
-    """FLOPs of one token's forward pass through the whole model, the embedding's look-up left out."""
+    """Count FLOPs of one token's forward pass through the whole model, without the embedding's look-up."""
     head = 2 * shape.vocab_size * shape.hidden_size
     dense = (shape.num_layers - shape.num_sparse_layers) * sum(layer_flops(shape, attended))
     return dense + shape.num_sparse_layers * sum(layer_flops(shape, attended, is_dense=False)) + head
 
 
 def layer_seconds(scenario: Scenario, tokens: float, *, is_dense: bool) -> tuple[float, float]:
-    """One layer's forward pass over a microbatch's tokens / CP: (kernels, collectives of TP, CP and EP).
+    """Time one layer's forward pass over a microbatch's tokens / CP: (kernels, collectives of TP, CP, EP).
 
     Routing is taken as balanced: each of the TP x EP ranks computes its share of the experts' products.
-    With FP8 the products run at its peak, after their inputs are read and written once more to quantize
-    them: the gain falls with the width of the matrices.
+    With FP8 the products run at its peak, but their inputs are read and written once more to quantize them:
+    narrow matrices gain less.
     """
     setup, hardware, eff, layout = scenario.setup, scenario.hardware, scenario.eff, scenario.setup.layout
     products, scores, experts = layer_flops(scenario.shape, scenario.work.lengths.attended, is_dense=is_dense)
@@ -77,7 +77,7 @@ def layer_seconds(scenario: Scenario, tokens: float, *, is_dense: bool) -> tuple
 
 
 def _quantized(scenario: Scenario, is_dense: bool) -> float:
-    """Bytes per token to quantize the inputs of a layer's products: read 2, write 1, and transposed 1."""
+    """Count bytes per token to quantize the inputs of a layer's products: read 2, write 1, transposed 1."""
     shape, t = scenario.shape, scenario.setup.layout.tensor
     h = shape.hidden_size
     width = 2 * h + (shape.query_size + (shape.dense_ffn_size or shape.ffn_size)) / t
@@ -87,9 +87,10 @@ def _quantized(scenario: Scenario, is_dense: bool) -> float:
 
 
 def _layer_talk(scenario: Scenario, tokens: float, *, is_dense: bool) -> float:
-    """TP: an all-gather and a reduce-scatter around attention and feed-forward (2205.05198, section 4.2.2).
+    """Time the collectives of one layer's forward pass.
 
-    CP: the ring passes the keys and values of the other ranks. EP: tokens go to their experts and return.
+    TP: an all-gather and a reduce-scatter around attention and feed-forward (2205.05198, section 4.2.2). CP:
+    the ring passes the keys and values of the other ranks. EP: tokens go to their experts and return.
     """
     shape, layout = scenario.shape, scenario.setup.layout
     width = 2 * shape.hidden_size * tokens
@@ -105,7 +106,7 @@ def _layer_talk(scenario: Scenario, tokens: float, *, is_dense: bool) -> float:
 
 
 def head_seconds(scenario: Scenario, tokens: float) -> float:
-    """Logits of the last stage and their logprobs: the product, then three passes over FP32 logits."""
+    """Time the last stage's logits and logprobs: the product, then three passes over FP32 logits."""
     shape, hardware, eff = scenario.shape, scenario.hardware, scenario.eff
     width = shape.vocab_size / scenario.setup.layout.tensor
     product = 2 * tokens * width * shape.hidden_size / (hardware.bf16_flops * eff.matrix)
@@ -113,7 +114,7 @@ def head_seconds(scenario: Scenario, tokens: float) -> float:
 
 
 def stage_seconds(scenario: Scenario, tokens: float) -> float:
-    """The slowest stage's forward pass over one microbatch."""
+    """Time the slowest stage's forward pass over one microbatch."""
     shape, layout = scenario.shape, scenario.setup.layout
     has_dense = shape.num_dense_layers or not shape.num_experts
     dense = sum(layer_seconds(scenario, tokens, is_dense=True)) if has_dense else 0.0
@@ -130,12 +131,12 @@ def stage_seconds(scenario: Scenario, tokens: float) -> float:
 
 
 def bubble(stages: int, number: int) -> float:
-    """Factor by which waiting lengthens a stage's time: (m + p - 1) / m."""
+    """Compute the factor by which waiting lengthens a stage's time: (m + p - 1) / m."""
     return (number + stages - 1) / number
 
 
 def scoring_seconds(scenario: Scenario) -> float:
-    """One forward pass over all of the step's sequences."""
+    """Time one forward pass over all of the step's sequences."""
     layout = scenario.setup.layout
     number, tokens = microbatches(scenario, scenario.setup.score_tokens)
     number *= scenario.work.num_updates
@@ -143,11 +144,11 @@ def scoring_seconds(scenario: Scenario) -> float:
 
 
 def update_seconds(scenario: Scenario) -> dict[str, float]:
-    """All updates of a step: forward and backward, the pipeline's bubble, gradients, the optimizer.
+    """Time all updates of a step: forward and backward, the pipeline's bubble, gradients, the optimizer.
 
-    Backward is two forward passes, and recomputation another; selective recomputation of attention alone
-    repeats its scores, which is neglected. The reduce-scatter of the gradients and the all-gather of the
-    parameters overlap with the last microbatch's backward pass and the next update's first forward pass.
+    The backward pass counts as two forward passes, full recomputation as another; selective recomputation is
+    neglected. The reduce-scatter of the gradients and the all-gather of the parameters overlap with the last
+    microbatch's backward pass and the next update's first forward pass.
     """
     setup, layout, num_updates = scenario.setup, scenario.setup.layout, scenario.work.num_updates
     number, tokens = microbatches(scenario, setup.train_tokens)
@@ -165,7 +166,7 @@ def update_seconds(scenario: Scenario) -> dict[str, float]:
 
 
 def _gradient_seconds(scenario: Scenario, stage: int) -> float:
-    """Reduce-scatter of the gradients and all-gather of BF16 parameters over the ranks that share a part."""
+    """Time the reduce-scatter of the gradients and the all-gather of BF16 parameters over their shards."""
     setup, counts = scenario.setup, memory.trained_counts(scenario.shape, scenario.setup, stage)
     per_parameter = setup.grad_bytes + 2
     world = setup.world_size // setup.layout.pipeline
@@ -174,7 +175,7 @@ def _gradient_seconds(scenario: Scenario, stage: int) -> float:
 
 
 def _optimizer_seconds(scenario: Scenario, stage: int) -> float:
-    """Adam reads and writes its state and reads gradients; what is offloaded goes over the host's bus."""
+    """Time Adam: state read and written, gradients read, the offloaded share over the host's bus."""
     setup, hardware, eff = scenario.setup, scenario.hardware, scenario.eff
     counts = memory.trained_counts(scenario.shape, setup, stage)
     each = memory.optimizer_bytes_per_parameter(setup)
@@ -186,8 +187,10 @@ def _optimizer_seconds(scenario: Scenario, stage: int) -> float:
 
 
 def swap_seconds(scenario: Scenario, *, reference: bool) -> float:
-    """Moves over the host's bus per step: the optimizer out and in where rollouts share the GPUs, and the
-    reference policy's weights in and the policy's back.
+    """Time the moves over the host's bus per step.
+
+    The optimizer goes out and in if rollouts share the GPUs; the reference policy's weights come in, and the
+    policy's go back.
     """
     shape, setup = scenario.shape, scenario.setup
     stage = memory.heaviest_stage(shape, setup)

@@ -1,14 +1,13 @@
-"""Rules about NeMo-RL that take arithmetic or a look-up; `cluster_limits` has the others. See `registry`."""
+"""Rules on recipes for NeMo-RL that need arithmetic or a look-up; see `registry`."""
 
 import os
 from collections.abc import Iterator
 
 from nemo_grpo.recipe.host import has_images
 from nemo_grpo.recipe.recipe import Recipe
-from nemo_grpo.recipe.registry import Scope, rule
+from nemo_grpo.recipe.registry import Scope, rows, rule
 from nemo_grpo.recipe.schema import V0_7_0, lacking
 from nemo_grpo.recipe.sections import GENERATION, OVERLAP, VLLM, AsyncGRPO, AsyncRL
-from nemo_grpo.recipe.tables import rows
 from nemo_grpo.support.dotted import parents
 from nemo_grpo.support.errors import as_yaml, did_you_mean, shown
 
@@ -51,7 +50,7 @@ def loss_does_not_need_whole_groups(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def logprob_and_training_batches_match_at_high_tp(recipe: Recipe) -> Iterator[str]:
     p = recipe.policy
-    # models/policy/lm_policy.py asks for one of the three
+    # models/policy/lm_policy.py accepts any of the three
     is_scored = not (recipe.loss_fn.force_on_policy_ratio or os.environ.get(TP_CHECK_OFF))
     if p.layout.tensor >= 4 and p.train_micro_batch_size != p.logprob_batch_size and is_scored:
         yield (
@@ -63,7 +62,7 @@ def logprob_and_training_batches_match_at_high_tp(recipe: Recipe) -> Iterator[st
 
 @rule(Scope.ADVICE)
 def images_are_read_with_the_new_weights(recipe: Recipe) -> Iterator[str]:
-    """vllm_worker.py: engines on the policy's GPUs forget images in their sleep, engines apart never do."""
+    """vllm_worker.py: colocated engines drop cached images when they sleep, separate engines never do."""
     generation = recipe.policy.generation
     vllm = generation.vllm_cfg
     keeps = not (vllm.async_engine and vllm.reset_encoder_cache_after_weight_update)
@@ -77,7 +76,7 @@ def images_are_read_with_the_new_weights(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ADVICE)
 def prefixes_are_read_with_the_new_weights(recipe: Recipe) -> Iterator[str]:
-    """NeMo-RL's other trainers reset the cache, or let the engine sleep, between rollouts."""
+    """NeMo-RL's synchronous trainers reset the cache, or let the engine sleep, between rollouts."""
     trainer: AsyncGRPO | AsyncRL | None = recipe.grpo.async_grpo if recipe.grpo.is_async else recipe.async_rl
     name = "grpo.async_grpo" if recipe.grpo.is_async else "async_rl"
     cache = recipe.policy.generation.vllm_cfg.enable_prefix_caching
@@ -164,7 +163,7 @@ def single_controller_trains_on_texts(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.V0_7_0)
 def settings_are_known_to_nemo_rl_0_7_0(recipe: Recipe) -> Iterator[str]:
-    """A row of the tables says which values of a key are harmless all the same."""
+    """Keys with a row of their own are left to it: the row knows which values are harmless."""
     in_tables = {row.key for row in rows(Scope.V0_7_0)}
     for key, value in lacking(V0_7_0, recipe.settings):
         if in_tables.isdisjoint((*parents(key), key)):

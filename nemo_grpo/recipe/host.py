@@ -1,8 +1,7 @@
-"""Recipes that NeMo-RL's users already have, with one of our variants added or as they are.
+"""NeMo-RL's own recipes, unchanged or with one of our variants added.
 
 A recipe with ``data.train`` and without ``nemo_grpo.task`` keeps NeMo-RL's data, environments, processors
-and backend. Without ``loss_fn.variant`` it keeps NeMo-RL's loss and advantages, too. Which keys are there
-decides.
+and backend. Without ``loss_fn.variant`` it also keeps NeMo-RL's loss and advantages.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +19,9 @@ from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 ESTIMATOR = ("normalize_rewards", "use_leave_one_out_baseline")
 """Settings of NeMo-RL's own advantage estimator, under ``grpo`` and ``grpo.adv_estimator``."""
 VISION_PROCESSOR = "vlm_hf_data_processor"
-"""NeMo-RL's, of all its data with images, sound and films."""
+"""NeMo-RL's processor of data with images, audio or video."""
 CLIP = (("ratio_clip_min", "ratio_clip_max"), ("ratio_clip_c",), ("sequence_level_importance_ratios",))
-"""Keys of a clip; at NeMo-RL's defaults in its own files they give way to the variant's."""
+"""Keys of a clip, by group; a group that NeMo-RL's files leave at its defaults yields to the variant's."""
 
 OTHER_ALGORITHMS = {
     "distillation": ("distillation", "use NeMo-RL's own script"),
@@ -43,14 +42,14 @@ def keeps_its_data(tree: Mapping[str, Any]) -> bool:
 
 
 def refuse_other_algorithms(tree: Mapping[str, Any]) -> None:
-    """Raises: UserError: it is a recipe of NeMo-RL's that trains by none of the losses here."""
+    """Refuse a recipe of NeMo-RL's for another algorithm than GRPO."""
     for section, (name, remedy) in OTHER_ALGORITHMS.items():
         if section in tree:
             raise UserError(f"{section}: this is a recipe for NeMo-RL's {name}, not for GRPO; {remedy}")
 
 
 def adapted(tree: Mapping[str, Any], is_stock: Callable[[str], bool]) -> tuple[Tree, list[str]]:
-    """A recipe of NeMo-RL's with our names for what it says; others unchanged.
+    """Convert a recipe of NeMo-RL's to our names; others are returned unchanged.
 
     Args:    is_stock: true for a key whose value came from NeMo-RL's own files.
     Returns: (settings, notes: one sentence for each setting that the variant replaces).
@@ -72,7 +71,7 @@ def adapted(tree: Mapping[str, Any], is_stock: Callable[[str], bool]) -> tuple[T
 
 
 def _name_the_run(tree: Tree) -> None:
-    """The run's folder is that of its checkpoints."""
+    """Name the run after the folder of its checkpoints."""
     own = tree.setdefault("nemo_grpo", {})
     own.setdefault("task", None)
     own.setdefault("target", "cluster")
@@ -82,7 +81,7 @@ def _name_the_run(tree: Tree) -> None:
 
 
 def _replace_loss(loss: Tree, config: Any, is_stock: Callable[[str], bool]) -> Iterator[str]:
-    """Take out what belongs to NeMo-RL's own loss; keys that the variant has, too, keep their values."""
+    """Remove keys of NeMo-RL's own loss; keys that the variant shares keep their values."""
     variant, of_the_stock = loss["variant"], NeMoRLLoss.keys()
     by_tokens, own = loss.pop("token_level_loss", None), config.model_fields["aggregation"].default
     if by_tokens is False and own == "token_mean":
@@ -109,7 +108,7 @@ def _replace_loss(loss: Tree, config: Any, is_stock: Callable[[str], bool]) -> I
 
 
 def _replace_advantages(tree: Tree, config: Any) -> Iterator[str]:
-    """Let NeMo-RL's settings of its estimator say what the variant's own advantages are."""
+    """Set the keys of NeMo-RL's estimator to the values that the variant's own advantages use."""
     loss = tree["loss_fn"]
     for key in ESTIMATOR:
         field = config.model_fields.get(key)
@@ -127,7 +126,7 @@ def _replace_advantages(tree: Tree, config: Any) -> Iterator[str]:
 
 
 def _at_default(key: str, value: Any, variant: str, default: Any, unset: bool) -> str:
-    """Note on a value at NeMo-RL's default, where the variant's own is another."""
+    """Explain a value at NeMo-RL's default where the variant's default differs."""
     given, own = f"loss_fn.{key}={as_yaml(value)}", f"{variant}'s {as_yaml(default)}"
     if not unset:
         return f"{given} is NeMo-RL's default and kept, in place of {own}"
@@ -140,7 +139,7 @@ def _replaced(key: str, value: Any, instead: str) -> str:
 
 
 def data_sets(recipe: Recipe) -> list[tuple[str, Tree]]:
-    """NeMo-RL's data sets: (key of the recipe, settings with those of ``data.default``)."""
+    """List NeMo-RL's data sets: (key of the recipe, settings with those of ``data.default``)."""
     found = []
     for split in ("train", "validation"):
         sets = getattr(recipe.data, split) or []
@@ -160,10 +159,7 @@ def has_images(recipe: Recipe) -> bool:
 
 
 def prompt_file(name: str, repository: Path) -> Path:
-    """A file of a prompt, by its path from here or from NeMo-RL's repository, as its own recipes give it.
-
-    Raises: UserError: it is at neither place.
-    """
+    """Find a prompt's file by its path from here or, as in NeMo-RL's recipes, from NeMo-RL's repository."""
     for path in (Path(name), repository / name):
         if path.is_file():
             return path

@@ -1,4 +1,4 @@
-"""References in a recipe and their values: ``${grpo.seed}``, ``${.top_p}``, ``${mul:2, ${grpo.seed}}``."""
+"""Interpolation of references in a recipe: ``${grpo.seed}``, ``${.top_p}``, ``${mul:2, ${grpo.seed}}``."""
 
 import copy
 import inspect
@@ -63,8 +63,8 @@ def register_resolvers() -> None:
 class Resolved(NamedTuple):
     """Settings without references.
 
-    Attributes: tree: nested.  references: its texts from environment variables, which may be secrets, as they
-        were written. Numbers are not among them: a run's record must say which it computed with.
+    Attributes: tree: nested.  references: texts that come from environment variables and may be secrets, in
+        their unresolved form. Numbers are not among them: a run's record must show the ones it used.
     """
 
     tree: Tree
@@ -116,7 +116,7 @@ def _resolved(tree: Mapping[str, Any], config: DictConfig) -> tuple[Tree, Tree]:
 
 
 def _referred(tree: Mapping[str, Any], key: str) -> str:
-    """``, with grpo.seed="one"`` for each key, or section that is none, that a value refers to."""
+    """Write ``, with grpo.seed="one"`` for each key that a value refers to, or a parent that is a value."""
     found = {}
     for whole in _keys_in(key, value_of(tree, key)):
         parts = (*parents(whole), whole)
@@ -126,7 +126,7 @@ def _referred(tree: Mapping[str, Any], key: str) -> str:
 
 
 def _keys_in(key: str, value: Any) -> Iterator[str]:
-    """The absolute keys that a value refers to."""
+    """Yield the absolute keys that a value refers to."""
     for dots, name in _REFERENCE.findall(str(value)):
         yield ".".join([*key.split(".")[: -len(dots)], name]) if dots else name
 

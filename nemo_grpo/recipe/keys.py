@@ -1,6 +1,6 @@
-"""The keys that a recipe may have, and the nearest valid key for a misspelt one.
+"""Valid keys of a recipe, and the nearest one for a misspelt key.
 
-NeMo-RL accepts unknown keys, so a typo would train with a default. Names are therefore checked against
+NeMo-RL accepts unknown keys, so that a typo would train with a default. Names are therefore checked against
 NeMo-RL's `schema` and against our own models.
 """
 
@@ -19,7 +19,7 @@ from nemo_grpo.support.errors import did_you_mean, shown
 from nemo_grpo.variants import OBJECTIVES
 
 CHECKED_ELSEWHERE = ("nemo_grpo.task.", "nemo_grpo.rewards.")
-"""Keys that depend on the task, which checks them."""
+"""Prefixes of keys that the task checks."""
 
 OURS = ("loss_fn", "nemo_grpo")
 """Sections whose keys the variants, the tasks and our own models check."""
@@ -27,7 +27,7 @@ OURS = ("loss_fn", "nemo_grpo")
 
 @cache
 def known_keys() -> frozenset[str]:
-    """Every dotted leaf key that a recipe can have: NeMo-RL's, the variants' and ours."""
+    """Collect every dotted leaf key that a recipe can have: NeMo-RL's, the variants' and ours."""
     variants = {f"loss_fn.{name}" for config in OBJECTIVES.values() for name in config.model_fields}
     ours = {f"nemo_grpo.{key}" for key, is_section in model_keys(NemoGRPOSection) if not is_section}
     return nemo_rl_keys() | variants | ours
@@ -35,7 +35,7 @@ def known_keys() -> frozenset[str]:
 
 @cache
 def sections() -> frozenset[str]:
-    """Every dotted key that has keys below it."""
+    """Collect every dotted key that has keys below it."""
     above = (parent for key in known_keys() for parent in parents(key))
     return frozenset(above).union(entries().keys() - nemo_rl_keys())
 
@@ -46,7 +46,7 @@ def is_known(key: str) -> bool:
 
 
 def dotted_key_errors(tree: Mapping[str, Any], section: str = "") -> list[str]:
-    """One message for each key that is spelt as an override, with dots: nothing would read it."""
+    """Return a message for each key written with dots, like an override: nothing would read it."""
     if _is_free(section) or f"{section}.".startswith(CHECKED_ELSEWHERE):
         return []
     errors = list[str]()
@@ -61,7 +61,7 @@ def dotted_key_errors(tree: Mapping[str, Any], section: str = "") -> list[str]:
 
 
 def unknown_key_errors(tree: Mapping[str, Any]) -> list[str]:
-    """One message for each unknown key at the top level or in NeMo-RL's sections."""
+    """Return a message for each unknown key at the top level or in NeMo-RL's sections."""
     return [
         unknown_key_message(key, value)
         for key, value in leaves(tree)
@@ -70,7 +70,7 @@ def unknown_key_errors(tree: Mapping[str, Any]) -> list[str]:
 
 
 def unknown_key_message(key: str, value: Any) -> str:
-    """``key=value: rule; remedy`` for a key that a recipe cannot have."""
+    """Write ``key=value: rule; remedy`` for a key that a recipe cannot have."""
     bad = next((part for part in [*parents(key), key] if not is_known(part)), key)
     parent, _, name = bad.rpartition(".")
     siblings = _names_below(parent)
@@ -85,14 +85,14 @@ def unknown_key_message(key: str, value: Any) -> str:
 
 
 def unread_key_messages(tree: Mapping[str, Any]) -> Iterator[str]:
-    """One sentence for each key that asks for something and that no code of NeMo-RL reads."""
+    """Yield a sentence for each key that is set and that no code of NeMo-RL reads."""
     for key, value in leaves(tree):
         if key in unread_keys() and value not in (None, False):
             yield f"{key}={shown(value)}: no code of NeMo-RL reads this key; {_read_instead(key)}"
 
 
 def _read_instead(key: str) -> str:
-    """A key with the same words, if need be in another order."""
+    """Suggest a key of the same words in any order, or to remove it."""
     words = sorted(key.rpartition(".")[2].split("_"))
     read = sorted(known_keys() - unread_keys())
     same = [known for known in read if sorted(known.rpartition(".")[2].split("_")) == words]
@@ -104,12 +104,12 @@ def _is_free(key: str) -> bool:
 
 
 def _hangs_below_a_value(key: str) -> bool:
-    """True if a mapping was given for a value: a wrong type, not an unknown key."""
+    """True below a mapping that stands where a value belongs: a wrong type, not an unknown key."""
     return any(parent in known_keys() and parent not in sections() for parent in parents(key))
 
 
 def _names_below(parent: str) -> set[str]:
-    """Names of the keys and sections directly below ``parent``; ``""`` is the top."""
+    """List keys and sections directly below ``parent``; ``""`` is the top."""
     prefix = f"{parent}." if parent else ""
     return {key[len(prefix) :].split(".")[0] for key in known_keys() if key.startswith(prefix)}
 

@@ -1,4 +1,4 @@
-"""Layout of one replica of the model over the ranks, and the sizes that it must divide."""
+"""Layout of a model replica over the ranks, and reasons why a model cannot be split that way."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Layout:
         return (2 * self.context if self.context > 1 else 1) * (self.tensor if self.sequence_parallel else 1)
 
     def tokens_at_once(self, vocab_size: int, device: str = "cpu") -> int:
-        """Count the tokens whose logits the embedded engine has in memory at a time."""
+        """Count the tokens whose logits the embedded engine holds at once."""
         return max(1, MOST_LOGITS[device] * self.tensor // vocab_size)
 
     def stage_layers(self, num_layers: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""From YAML files and overrides to one plain mapping: ``defaults:``, merging, overrides."""
+"""Loads a recipe's YAML files, their ``defaults:`` and overrides into one plain mapping."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ from nemo_grpo.support.errors import UserError, reading, shown
 _PARSER_ERRORS = (yaml.YAMLError, OmegaConfBaseException)
 
 OVERRIDE = "an override"
-"""Source in `Written.given` of a key from the command line."""
+"""Value in `Written.given` of a key that an override set."""
 
 
 class Written(NamedTuple):
@@ -35,7 +35,7 @@ class Written(NamedTuple):
     stock: frozenset[str] = frozenset()
 
     def over(self, base: "Written") -> "Written":
-        """These settings on top of others, see `merge`."""
+        """Merge these settings onto others, see `merge`."""
         tree, given = merge(base.tree, self.tree), {**base.given, **self.given}
         left = {key: given[key] for key, _ in leaves(tree) if key in given}
         return Written(tree, left, base.stock | self.stock)
@@ -71,7 +71,7 @@ def read(path: str | Path, overrides: Iterable[str] = ()) -> Written:
 
 
 def load_tree(path: str | Path) -> Tree:
-    """As `read`, the settings alone."""
+    """Read like `read`, but return only the settings."""
     return read(path).tree
 
 
@@ -111,12 +111,12 @@ def _read_yaml(path: Path) -> Tree:
 
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> Any:
-    """Many recipes share a base: it is parsed once."""
+    """Parse a file's text; cached, because many recipes share a base."""
     return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """``over`` on top of ``base``: mappings merge key by key, everything else replaces.
+    """Merge ``over`` onto ``base``: mappings key by key, everything else replaces.
 
     A mapping of ``over`` with ``_override_: true`` replaces the one of ``base`` as a whole.
     """
@@ -132,7 +132,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> Tree:
-    """A copy of ``tree`` with ``key=value``, ``++key=value`` and ``~key`` applied in order.
+    """Copy ``tree`` and apply ``key=value``, ``++key=value`` and ``~key`` in order.
 
     Raises: UserError: an override of another form, a new key without a section to hold it, or the
             removal of a missing key.
@@ -148,7 +148,7 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> Tree:
 
 
 def parse_override(override: str) -> tuple[str, Any]:
-    """``key=value`` as a dotted key and a value of the type that YAML gives it."""
+    """Split ``key=value`` into the dotted key and the value, typed as YAML types it."""
     key, separator, text = override.removeprefix("++").partition("=")
     if not separator or not all(key.split(".")):
         raise UserError(f"override {override!r} must be key=value, ++key=value or ~key, such as grpo.seed=1")
@@ -159,7 +159,7 @@ def parse_override(override: str) -> tuple[str, Any]:
 
 @lru_cache(maxsize=256)
 def _parsed_value(text: str) -> Tree:
-    """The runs of a sweep share most overrides."""
+    """Parse an override's value; cached, because the runs of a sweep share most overrides."""
     value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     assert isinstance(value, dict)
     return cast(Tree, value)

@@ -15,14 +15,14 @@ class Section(BaseModel):
     )
 
     @model_serializer(mode="wrap")
-    def _without_nulls_that_nobody_wrote(self, dump: Any) -> dict[str, Any]:
-        """Leave out nulls that nobody wrote: one would replace NeMo-RL's own default."""
+    def _without_default_nulls(self, dump: Any) -> dict[str, Any]:
+        """Leave out nulls that are defaults: they would replace NeMo-RL's own default."""
         given = self.model_fields_set
         return {name: value for name, value in dump(self).items() if value is not None or name in given}
 
 
 class Switch(Section):
-    """A feature of NeMo-RL of which only the switch is read."""
+    """A feature of NeMo-RL; only its switch is read here."""
 
     enabled: bool = False
     """Use it."""
@@ -101,7 +101,7 @@ class ModelOverrides(Section):
 
 
 LORA_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Megatron's names of a decoder layer's linear layers, all that the embedded engine and the planner know."""
+"""Megatron's names of a decoder layer's linear layers that the embedded engine and the planner support."""
 
 
 class Peft(Section):
@@ -137,7 +137,7 @@ class MegatronCheckpoint(Section):
     """Writing of Megatron-core's checkpoints."""
 
     async_save: bool = False
-    """Train on while a checkpoint is written; its tensors are held as a copy in host memory meanwhile."""
+    """Continue training while a checkpoint is written, from a copy of its tensors in host memory."""
 
 
 class DistributedDataParallel(Section):

@@ -12,7 +12,7 @@ from nemo_grpo.tasks import Prompt, TaskConfig, parse_task
 from nemo_grpo.tasks.rewards.own_reward import parameters_of
 
 FOLDER_NAME = r"\w[\w.,=+@-]{0,199}"
-"""A run's name, which goes into paths and scripts."""
+"""Pattern of a run's name, which goes into paths and scripts."""
 MAX_REWARD = 1e6
 """Largest weight of a reward component."""
 
@@ -159,7 +159,7 @@ class NemoGRPOSection(OwnSection):
     @field_validator("rewards")
     @classmethod
     def _reward_components_exist(cls, rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
-        task: TaskConfig | None = info.data.get("task")  # None: refused itself
+        task: TaskConfig | None = info.data.get("task")  # None: its own validator refused it
         for name, weight in rewards.items():
             if not -MAX_REWARD <= weight <= MAX_REWARD:
                 raise UserError(

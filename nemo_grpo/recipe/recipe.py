@@ -21,11 +21,11 @@ from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import VariantConfig
 
 RECIPE_FILE = "recipe.resolved.yaml"
-"""In a run's folder: the recipe that it was trained with."""
+"""File in a run's folder with the recipe that it was trained with."""
 
 
 class Recipe(BaseModel):
-    """Everything that defines a run, frozen: values given, inherited and default."""
+    """Everything that defines a run: given, inherited and default values; frozen."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
 
@@ -57,7 +57,7 @@ class Recipe(BaseModel):
     _references: Tree = PrivateAttr(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
-        """Compare values, however they were written."""
+        """Compare values, not their sources."""
         return isinstance(other, Recipe) and self.model_dump() == other.model_dump()
 
     @field_validator("loss_fn", mode="before")
@@ -67,27 +67,27 @@ class Recipe(BaseModel):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Settings that the variant replaces in NeMo-RL's own recipe, and what is lost; a sentence each."""
+        """Sentences on settings of NeMo-RL's own recipe that the variant replaces, and on what is lost."""
         return self._notes
 
     @property
     def source(self) -> Written:
-        """Its files merged with its overrides; references in it are unresolved."""
+        """Files merged with overrides, interpolations unresolved."""
         return self._source
 
     @property
     def given(self) -> Mapping[str, str]:
-        """Key that somebody set -> the file that set it, or `loader.OVERRIDE`."""
+        """Key that was set -> the file that set it, or `loader.OVERRIDE`."""
         return self._source.given
 
     @property
     def settings(self) -> Tree:
-        """The settings of its writer, resolved and with our names; keys that nobody set are missing."""
+        """Settings that were given, resolved and with our names; defaults are not among them."""
         return self._settings
 
     @property
     def or_passes(self) -> str:
-        """Words on passes through NeMo-RL's own data that may end the run earlier; "" for a task's data."""
+        """Clause on the epochs of NeMo-RL's own data, which may end the run earlier; "" for a task's data."""
         passes = self.grpo.max_num_epochs
         if self.nemo_grpo.task is not None or self.grpo.is_async:
             return ""
@@ -140,7 +140,7 @@ class Recipe(BaseModel):
 
     @property
     def num_sequences_per_microbatch(self) -> int:
-        """Least sequences in a microbatch of all data-parallel ranks."""
+        """Fewest sequences in one microbatch on all data-parallel ranks."""
         policy = self.policy
         return (1 if policy.batches_by_tokens else policy.train_micro_batch_size) * self.data_parallel_size
 
@@ -181,13 +181,13 @@ class Recipe(BaseModel):
 
     @property
     def streams_chunks(self) -> bool:
-        """True if the single controller trains on parts of a step as they come."""
+        """True if the single controller trains on chunks of a step as they arrive."""
         prompts = self.grpo.num_prompts_per_step
         return self.async_rl is not None and self.async_rl.min_groups_for_streaming_train < prompts
 
     @property
     def chunk_unit(self) -> int:
-        """Sequences by which such a part is split over ranks, into whole microbatches unless packed."""
+        """Sequences that a streamed chunk must be a multiple of: ranks, times microbatches unless packed."""
         policy, unit = self.policy, self.data_parallel_size
         if policy.batches_by_tokens:
             return unit
@@ -195,17 +195,17 @@ class Recipe(BaseModel):
 
     @property
     def num_groups_ahead(self) -> int:
-        """Groups of the steps by which the single controller's rollouts may run ahead, and of their own."""
+        """Groups in flight at most: of the current step and of those that rollouts may run ahead."""
         return self.grpo.num_prompts_per_step * (self.rollouts_ahead + 1)
 
     @property
     def uses_data_plane(self) -> bool:
-        """Batches reach NeMo-RL's workers past the driver."""
+        """True if batches reach NeMo-RL's workers over its data plane, not through the driver."""
         return self.data_plane is not None and self.data_plane.enabled
 
     @property
     def has_single_controller(self) -> bool:
-        """NeMo-RL's single controller trains, which samples beside it."""
+        """True if NeMo-RL's single controller trains, sampling at the same time."""
         return self.async_rl is not None
 
     @property
@@ -223,10 +223,7 @@ class Recipe(BaseModel):
 
     @property
     def task(self) -> TaskConfig:
-        """The task.
-
-        Raises: UserError: the recipe keeps NeMo-RL's own data, and this command works on a task.
-        """
+        """The task.  Raises: UserError: the recipe keeps NeMo-RL's own data and has none."""
         if self.nemo_grpo.task is None:
             raise UserError("nemo_grpo.task is missing; this command needs one: data and env are NeMo-RL's")
         return self.nemo_grpo.task
@@ -250,7 +247,7 @@ class Recipe(BaseModel):
         return texts_of([name for name in names if name])
 
     def to_dict(self) -> Tree:
-        """Plain nested mapping of every value; texts from the environment stay ``${oc.env:NAME}``.
+        """Return every value as a nested mapping; texts from the environment stay ``${oc.env:NAME}``.
 
         `load_recipe_dict` turns it back into an equal recipe.
         """
@@ -262,16 +259,16 @@ class Recipe(BaseModel):
         return Resolved(self.model_dump(), self._references)
 
     def with_precision(self, precision: str) -> Self:
-        """The recipe of a run that computes in this precision, as where ``auto`` stood."""
+        """Copy the recipe with ``policy.precision`` set, in place of ``auto``."""
         return self.model_copy(update={"policy": self.policy.model_copy(update={"precision": precision})})
 
     def to_yaml(self) -> str:
-        """The resolved recipe; `load_recipe` of such a file gives an equal recipe."""
+        """Write the resolved recipe; `load_recipe` of such a file gives an equal recipe."""
         return as_text(self.resolved)
 
 
 def as_text(settings: Resolved) -> str:
-    """Settings as YAML, which means the same when it is read again."""
+    """Write settings as YAML that reads back as the same settings."""
     written = merge(escaped(settings.tree), settings.references)
     return yaml.safe_dump(written, sort_keys=False, allow_unicode=True, width=110)
 

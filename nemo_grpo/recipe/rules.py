@@ -1,4 +1,4 @@
-"""Rules for both engines, and advice, that take arithmetic or a look-up; see `registry`."""
+"""Rules for both engines, and advice, that need arithmetic or a look-up; see `registry`."""
 
 import re
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ from nemo_grpo.support.errors import as_yaml, did_you_mean
 
 PEFT = f"{MEGATRON}.peft"
 MOST_SHARED = 0.9
-"""Largest share of a GPU that vLLM takes beside the policy without a note."""
+"""Share of a GPU's memory above which vLLM leaves too little for the policy on it."""
 
 
 FURTHER_LAYERS = (
     *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
     *("in_proj", "out_proj", "eh_proj", "output_layer"),
 )
-"""Those of latent attention, of Mamba and Gated DeltaNet, of multi-token prediction, and of the model."""
-OF_HUGGING_FACE = {
+"""Linear layers of latent attention, Mamba and Gated DeltaNet, multi-token prediction, and the output."""
+HUGGING_FACE_LAYERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"),
     "linear_proj": ("o_proj", "dense"),
     "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3"),
@@ -33,7 +33,7 @@ OF_HUGGING_FACE = {
     "linear_kv_up_proj": ("kv_b_proj",),
     "output_layer": ("lm_head",),
 }
-"""Megatron's layer -> Hugging Face's, of which it may hold several."""
+"""Megatron's layer -> the Hugging Face layers that it fuses or renames."""
 
 
 @rule(Scope.ALL)
@@ -45,7 +45,7 @@ def model_is_no_checkpoint_of_nemo(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ALL)
 def lora_layers_have_megatrons_names(recipe: Recipe) -> Iterator[str]:
-    """NeMo-RL takes any name; where none is a layer's, its driver ends without an optimizer."""
+    """NeMo-RL accepts any name; if none is a layer's, its driver ends without an optimizer."""
     peft = recipe.policy.megatron_cfg.lora_in_use
     lists = peft and {"target_modules": peft.target_modules, "exclude_modules": peft.exclude_modules}
     for key, names in (lists or {}).items():
@@ -64,10 +64,10 @@ def lora_layers_have_megatrons_names(recipe: Recipe) -> Iterator[str]:
 
 
 def _megatrons(name: str) -> tuple[str, ...]:
-    """The layers that a name means, itself if it is Megatron's or a pattern; none if it is unknown."""
+    """Return Megatron's layers for a name: itself if it is Megatron's or a pattern; none if it is unknown."""
     if name == "all-linear":  # PEFT's word
         return LORA_LAYERS
-    if own := [own for own, theirs in OF_HUGGING_FACE.items() if name.rpartition(".")[2] in theirs]:
+    if own := [own for own, theirs in HUGGING_FACE_LAYERS.items() if name.rpartition(".")[2] in theirs]:
         return tuple(own)
     return (name,) if "*" in name or name in (*LORA_LAYERS, *FURTHER_LAYERS) else ()
 
@@ -120,13 +120,13 @@ def validation_metrics_exist(recipe: Recipe) -> Iterator[str]:
 
 
 def _is_of_their_data(recipe: Recipe, metric: str) -> bool:
-    """True for the metric of a validation set of NeMo-RL's, which names several when it reads them."""
+    """True for a metric of one of several validation sets of NeMo-RL's own data, which names them itself."""
     sets = recipe.data.validation if recipe.nemo_grpo.task is None else None
     return isinstance(sets, list) and re.fullmatch("validation/.+/(accuracy|pass_k)", metric) is not None
 
 
 def validation_metrics(recipe: Recipe) -> list[str]:
-    """Names of the validation metrics of the recipe's engine, with those of each of several sets."""
+    """List the validation metrics of the recipe's engine, with those of each of several sets."""
     k, learns = recipe.grpo.val_num_generations_per_prompt, recipe.loss_fn.learns_from_demonstrations
     if recipe.nemo_grpo.target == "cluster" and learns:  # NeMo-RL's sft
         return ["val_loss"]
@@ -163,7 +163,7 @@ def maximum_draws_are_replaced(recipe: Recipe) -> Iterator[str]:
 
 
 def _unread_maximum(recipe: Recipe) -> Iterator[str]:
-    """The default is that of NeMo-RL and of the bases: nobody chose it."""
+    # the default is NeMo-RL's and the bases': nobody chose it
     g, attempts = recipe.grpo, getattr(recipe.loss_fn, "max_resample_attempts", None)
     most = g.dynamic_sampling_max_gen_batches
     is_default = most == type(g).model_fields["dynamic_sampling_max_gen_batches"].default
@@ -221,7 +221,7 @@ def shared_gpus_keep_room_for_training(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.EMBEDDED)
 def turns_are_limited_by_the_task(recipe: Recipe) -> Iterator[str]:
-    """1 is the default: nobody chose it."""
+    """Leave 1 alone: it is the default, which nobody chose."""
     turns, task = recipe.grpo.max_rollout_turns, recipe.nemo_grpo.task
     if task is not None and 1 < turns < task.num_turns:
         yield (
@@ -267,13 +267,13 @@ def updates_hold_whole_groups(recipe: Recipe) -> Iterator[str]:
 
 
 def _changed(recipe: Recipe, *keys: str) -> list[str]:
-    """Those keys of ``loss_fn`` that differ from the variant's default; a resolved recipe gives them all."""
+    """List the keys of ``loss_fn`` that differ from the variant's default."""
     fields = type(recipe.loss_fn).model_fields
     return [k for k in keys if k in fields and getattr(recipe.loss_fn, k) not in (None, fields[k].default)]
 
 
 def _divisors_near(number: int, wanted: int, *, multiple_of: int) -> str:
-    """The divisors nearest to ``wanted``, below and above, that are multiples; if none is, any divisor."""
+    """Name the divisors next to ``wanted``, below and above, that are multiples; if none is, any divisor."""
     unit = multiple_of if number % multiple_of == 0 else 1
     divisors = [d for d in range(unit, number + 1, unit) if number % d == 0]
     near = {*[d for d in divisors if d <= wanted][-1:], *[d for d in divisors if d >= wanted][:1]}

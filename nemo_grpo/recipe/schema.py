@@ -1,6 +1,6 @@
-"""Keys of NeMo-RL's sections, as its own configuration classes and recipes have them.
+"""Schema of NeMo-RL's sections: keys, types and defaults from its own configuration classes and recipes.
 
-Data: nemo_rl-VERSION.json, which scripts/record_nemo_rl_keys.py writes from NeMo-RL's source; see there.
+The data, nemo_rl-VERSION.json, are written from NeMo-RL's source by scripts/record_nemo_rl_keys.py.
 """
 
 import json
@@ -17,7 +17,7 @@ V0_7_0, HEAD = "0.7.0", "7ea279abf"
 Entry = Mapping[str, Any]
 
 LOGGERS = ("logger.mlflow", "logger.swanlab", "logger.tensorboard", "logger.wandb")
-"""Arguments of these libraries' functions, whose types are theirs."""
+"""Sections of arguments for these libraries, which check the types."""
 FREE_FORM = (
     "policy.dtensor_cfg.automodel_kwargs",
     "data.train",
@@ -26,26 +26,26 @@ FREE_FORM = (
     "async_rl.sampler",
     *LOGGERS,
 )
-"""Any key may follow these, besides those that the data mark: NeMo-RL hands them on to others."""
+"""Sections that take any key, besides those marked in the data: NeMo-RL passes them on."""
 
 _KINDS = {bool: "bool", int: "int", float: "float", str: "str", type(None): "null", list: "list"}
 _NAMES = {"null": "null", "bool": "a boolean", "int": "an integer", "float": "a float", "str": "a text"}
 _NAMES |= {"list": "a list", "dict": "a section"}
 EXPECTED = _NAMES | {"bool": "true or false", "float": "a number"}
 EXPECTED |= dict.fromkeys(("dict", "section"), "a section of keys")
-"""Type -> its name in a message that asks for it."""
+"""Type -> its name after "must be" in a message."""
 
 
 @cache
 def recorded(version: str) -> Mapping[str, Entry]:
-    """Key -> what one version of NeMo-RL says of it."""
+    """Read one version's schema: key -> entry."""
     text = resources.files("nemo_grpo.recipe").joinpath(f"nemo_rl-{version}.json").read_text(encoding="utf-8")
     return json.loads(text)
 
 
 @cache
 def entries() -> Mapping[str, tuple[Entry, ...]]:
-    """Key -> the same of each version that has it."""
+    """Map each key to its entries, one for each version that has it."""
     versions = [recorded(version) for version in (HEAD, V0_7_0)]
     return {
         key: tuple(version[key] for version in versions if key in version)
@@ -55,7 +55,7 @@ def entries() -> Mapping[str, tuple[Entry, ...]]:
 
 @cache
 def nemo_rl_keys() -> frozenset[str]:
-    """Dotted leaf keys of NeMo-RL's sections."""
+    """Collect the dotted leaf keys of NeMo-RL's sections."""
     return frozenset(
         key for key, found in entries().items() if not any("section" in e.get("types", ()) for e in found)
     )
@@ -63,13 +63,13 @@ def nemo_rl_keys() -> frozenset[str]:
 
 @cache
 def unread_keys() -> frozenset[str]:
-    """Those that NeMo-RL's own recipes have and none of its code reads."""
+    """Collect keys that NeMo-RL's own recipes have but none of its code reads."""
     return frozenset(key for key, found in entries().items() if all(e.get("unread") for e in found))
 
 
 @cache
 def free_form() -> frozenset[str]:
-    """Keys that any key may follow."""
+    """Collect the sections that take any key."""
     marked = (key for key, found in entries().items() if any(e.get("free") for e in found))
     return frozenset(marked).union(FREE_FORM)
 
@@ -85,7 +85,7 @@ def kind_named(value: Any) -> str:
 
 
 def fits(kind: str, types: Collection[str]) -> bool:
-    """True if a key of some types takes values of a kind; a section may be null, which leaves it out."""
+    """True if a key of these types takes a value of this kind; a section may be null, which leaves it out."""
     if "section" in types and kind in ("null", "dict"):
         return True
     return kind in types or (kind == "int" and "float" in types)
@@ -120,7 +120,7 @@ def _message(key: str, value: Any, entry: Entry) -> str:
 
 
 def lacking(version: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that ask for something that an older NeMo-RL lacks: its code would not read them."""
+    """Yield the settings in use that an older NeMo-RL lacks: its code would not read them."""
     old, new = recorded(version), recorded(HEAD)
     free = {key for key, entry in old.items() if entry.get("free")}.union(FREE_FORM)
     for key, value in leaves(settings):

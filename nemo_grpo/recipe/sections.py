@@ -1,8 +1,8 @@
-"""The sections of a recipe that NeMo-RL defines: every key that this package reads, with type and range.
+"""NeMo-RL's sections of a recipe: every key that this package reads, with type, range and default.
 
-Other keys pass here, because NeMo-RL has many more; `keys` has already checked their names. A default is
-used if neither the recipe nor its bases set the key; where only NeMo-RL acts on a key it is that of NeMo-RL's
-base. A range is what NeMo-RL can work with. What 0 or null means stands in the key's docstring.
+Other keys pass here, because NeMo-RL has many more; `keys` has already checked their names. A default applies
+if neither the recipe nor its bases set the key; where only NeMo-RL acts on a key it is that of NeMo-RL's
+base. A range is what NeMo-RL can work with. Each key's docstring explains 0 and null.
 """
 
 from collections.abc import Mapping
@@ -52,11 +52,11 @@ class AsyncGRPO(Section):
 
 
 class StalenessSampler(Section):
-    """Which groups the single controller trains on."""
+    """Selection of the groups that the single controller trains on."""
 
     name: Literal["in_order", "windowed", "weight_fifo", "ready_first", "custom"] = "in_order"
-    """in_order: each step its own prompts; windowed, weight_fifo, ready_first: what is ready and not too old;
-    custom: an own class."""
+    """in_order: each step trains on its own prompts; windowed, weight_fifo, ready_first: on groups that are
+    ready and not too old; custom: an own class."""
     max_lookahead_versions: int = Field(default=1, ge=0)
     """in_order: steps by which rollouts may run ahead; 0: none."""
     max_staleness_versions: int = Field(default=1, ge=0)
@@ -64,12 +64,12 @@ class StalenessSampler(Section):
 
     @property
     def ahead_key(self) -> str:
-        """Its key of the steps that rollouts may run ahead."""
+        """Key that limits the steps by which rollouts may run ahead."""
         return "max_lookahead_versions" if self.name == "in_order" else "max_staleness_versions"
 
     @property
     def ahead(self) -> int:
-        """Those steps; 0: none."""
+        """Steps by which rollouts may run ahead; 0: none."""
         return int(getattr(self, self.ahead_key))
 
 
@@ -92,7 +92,7 @@ class AsyncRL(Section):
 
 
 class AdvantageEstimator(Section):
-    """NeMo-RL's own advantages; those of a variant take their place."""
+    """NeMo-RL's own advantages; a variant replaces them."""
 
     name: str = "grpo"
     """Its formula."""
@@ -140,7 +140,7 @@ class GRPOSection(Section):
     adv_estimator: AdvantageEstimator | None = None
     """NeMo-RL's own advantages; null: the loss's."""
     seq_logprob_error_threshold: float | None = Field(default=None, ge=1)
-    """Sequences whose factor between sampling and scoring probabilities is above are masked; null: none."""
+    """Mask sequences whose ratio of sampling and scoring probabilities is above this; null: none."""
     overlong_filtering: bool = False
     """Exclude truncated responses from the loss; their rewards stay in their group's mean and deviation."""
     normalize_rewards: bool | None = None
@@ -178,7 +178,7 @@ class GRPOSection(Section):
 
 
 class Checkpointing(Section):
-    """When checkpoints are saved, and which are kept."""
+    """Checkpoints to save and to keep."""
 
     enabled: bool = True
     """Save checkpoints."""
@@ -243,7 +243,7 @@ class Data(Section):
 
 
 class Environments(Section):
-    """NeMo-RL's environments, and whether NeMo-Gym takes their place."""
+    """NeMo-RL's environments, or NeMo-Gym in their place."""
 
     should_use_nemo_gym: bool = False
     """Rollouts and rewards come from NeMo-Gym."""
@@ -269,7 +269,7 @@ class Cluster(Section):
 
 
 def metric_key(name: str | None) -> str | None:
-    """A metric's name in metrics.jsonl, from NeMo-RL's spelling.
+    """Convert NeMo-RL's spelling of a metric to its name in metrics.jsonl.
 
     Args:    name: ``val:accuracy``, ``accuracy``, ``train:reward/mean``, or a name of metrics.jsonl.
     Returns: ``validation/accuracy``, ``validation/accuracy``, ``reward/mean``, or the name as it is.

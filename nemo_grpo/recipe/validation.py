@@ -1,4 +1,4 @@
-"""From a file or a mapping to a validated recipe, with errors in the recipe's own terms."""
+"""Loads and validates recipes; errors are in the recipe's own terms."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,10 +12,9 @@ from nemo_grpo.recipe.interpolation import Resolved, Tree, resolve
 from nemo_grpo.recipe.keys import dotted_key_errors, model_keys, unknown_key_errors, unknown_key_message
 from nemo_grpo.recipe.loader import Written, merge, read
 from nemo_grpo.recipe.recipe import Recipe
-from nemo_grpo.recipe.registry import Scope
+from nemo_grpo.recipe.registry import Scope, table_messages
 from nemo_grpo.recipe.registry import messages as function_messages
 from nemo_grpo.recipe.schema import EXPECTED, kind_named, type_errors
-from nemo_grpo.recipe.tables import table_messages
 from nemo_grpo.support.dotted import is_missing, set_value, value_of
 from nemo_grpo.support.errors import UserError, shown
 
@@ -38,12 +37,12 @@ DERIVED_DEFAULTS = {
     "nemo_grpo.evaluation.temperature": "policy.generation.val_temperature",
     "nemo_grpo.evaluation.top_p": "policy.generation.val_top_p",
 }
-"""A missing key -> the key whose value it takes, in this order."""
+"""Missing key -> the key whose value it takes, in this order."""
 FOLLOW_VAL_PERIOD = ("val_at_start", "val_at_end")
-"""Keys of ``grpo`` whose null means that a run validates then if it validates every grpo.val_period steps."""
+"""Keys of ``grpo`` whose null means true if grpo.val_period is above 0."""
 
 DECLARED = frozenset(key for key, _ in model_keys(Recipe)).union(("loss_fn", "nemo_grpo"))
-"""Keys with a type here; NeMo-RL's schema has those of the others."""
+"""Keys that our models type; NeMo-RL's schema types the others."""
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -58,10 +57,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def load_recipe_dict(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
-    """As `load_recipe`, from a nested mapping without ``defaults``.
-
-    Raises: UserError: as `load_recipe`.
-    """
+    """Validate a nested mapping without ``defaults`` like `load_recipe`."""
     return _load(Written(dict(tree), {}).with_overrides(overrides))
 
 
@@ -94,19 +90,19 @@ def _load(written: Written) -> Recipe:
 
 
 def _type_errors(error: ValidationError, settings: Tree) -> list[str]:
-    """One message for each wrong value, once where others take it over by `DERIVED_DEFAULTS`."""
+    """Return a message for each wrong value, but none for its copies through `DERIVED_DEFAULTS`."""
     errors = [_explain(detail) for detail in error.errors()]
     copied = tuple(f"{key}=" for key in DERIVED_DEFAULTS if value_of(settings, key) is None)
     return [message for message in errors if not message.startswith(copied)] or errors
 
 
 def messages(scope: Scope, recipe: Recipe) -> list[str]:
-    """Messages of a scope's rows and functions about a recipe."""
+    """List the messages of a scope's rows and functions about a recipe."""
     return [*table_messages(scope, recipe), *function_messages(scope, recipe)]
 
 
 def advice(recipe: Recipe) -> list[str]:
-    """Settings that a variant replaces, or that are probably not meant, one sentence each."""
+    """List settings that a variant replaces, or that are probably not meant, one sentence each."""
     return [*recipe.notes, *messages(Scope.ADVICE, recipe)]
 
 
@@ -120,9 +116,9 @@ def refuse_unsupported(recipe: Recipe, scope: Scope = Scope.EMBEDDED) -> None:
 
 
 class RecipeErrors(UserError):
-    """Everything that is wrong with a recipe.
+    """All errors of a recipe.
 
-    Attributes: errors: one message each.  settings: every value that is known.
+    Attributes: errors: one message each.  settings: values as far as they were resolved.
     """
 
     def __init__(self, errors: list[str], settings: Resolved | None = None) -> None:
@@ -163,7 +159,7 @@ _EXPECTED = {
 
 
 def _explain(error: ErrorDetails) -> str:
-    """One pydantic error as ``key=value: rule; remedy``."""
+    """Write a pydantic error as ``key=value: rule; remedy``."""
     key, kind, context = ".".join(map(str, error["loc"])), error["type"], error.get("ctx", {})
     cause = context.get("error")
     if isinstance(cause, UserError):

@@ -1,6 +1,6 @@
-"""Evidence that each stage of a rehearsal did its work: numbers of the run, each with its bound.
+"""Proof that each stage of a rehearsal did its work: numbers of the run, each with its bound.
 
-A stage that has nothing to compare fails.
+A stage with nothing to compare fails.
 """
 
 import logging
@@ -26,10 +26,10 @@ REFIT_BOUND = 1e-3
 """Largest healthy gen_kl_error of a rehearsal, tighter than a job's: both sides compute in BF16 on one CPU,
 which gave 1e-7 to 6e-4. Old weights gave 3e-3 to 5e-2, depending on how far an update moves the policy."""
 AT_THE_CUT = 0.02
-"""Share of tokens at which BF16 may move a token across top_p: the kept ones' logprobs then differ by up to
+"""Share of tokens at which BF16 may move a token across top_p; the kept tokens' logprobs then differ by up to
 -log(top_p)."""
 MOVED = 1e-3
-"""Distance of a ratio from 1 that only updates within its step give."""
+"""Distance of a ratio from 1 that only an update within the step explains."""
 SAMPLE_LENGTH = 300
 """Characters of a text that the report shows."""
 
@@ -44,10 +44,10 @@ class Stage:
 
 
 def stages(rehearsal: Rehearsal, failure: str | None = None) -> list[Stage]:
-    """Judge all stages, in order.
+    """Check all stages, in order.
 
-    Args: failure: why training did not finish. Its output is judged anyway; the first stage that lacks
-          something shows the reason, and nothing is exported.
+    Args: failure: reason why training did not finish; its output is checked anyway. The first stage that
+          fails shows the reason, and nothing is exported.
     """
     recorded = Recorded(rehearsal)
     names = SUPERVISED if recorded.is_supervised else tuple(CHECKS)
@@ -65,7 +65,7 @@ def judged(name: str, check: Callable[[Recorded], str], recorded: Recorded) -> S
         return Stage(name, True, check(recorded))
     except Failed as failure:
         return Stage(name, False, str(failure))
-    except Exception as error:  # what a check cannot read proves nothing
+    except Exception as error:  # unreadable output proves nothing
         log.exception("stage %s", name)
         return Stage(name, False, f"its evidence cannot be read: {error!r}")
 
@@ -76,7 +76,7 @@ def _refuse(fails: bool, reason: str) -> None:
 
 
 def setup(run: Recorded) -> str:
-    """Steps were trained."""
+    """Prove that steps were trained."""
     r = run.rehearsal
     _refuse(not run.steps, "no step was trained")
     engine = "vLLM" if r.stack.vllm_python else "the stand-in sampler"
@@ -85,7 +85,7 @@ def setup(run: Recorded) -> str:
 
 
 def refit(run: Recorded) -> str:
-    """Rollouts come from the trained weights, also after updates."""
+    """Prove that rollouts come from the trained weights, also after updates."""
     errors = run.series("mismatch/kl")
     ratio = max(run.series("train/token_mult_prob_error"), default=math.nan)
     shown = f"gen_kl_error {', '.join(f'{e:.1e}' for e in errors)}; token_mult_prob_error at most {ratio:.4f}"
@@ -109,7 +109,7 @@ def refit(run: Recorded) -> str:
 
 
 def _error_within_both_sets(rows: Sequence[Row]) -> float:
-    """Leave out tokens that top_p and top_k cut on the policy's side alone, whose logprob NeMo-RL makes 0."""
+    """Compute the error without tokens that top_p and top_k cut for the policy alone: their logprob is 0."""
     columns = ("prev_logprobs", "generation_logprobs", "token_loss_mask")
     policy, sampled, mask = (torch.tensor([row[name][0] for row in rows]) for name in columns)
     kept = mask.bool() & ((policy != 0) | (sampled == 0))
@@ -118,7 +118,7 @@ def _error_within_both_sets(rows: Sequence[Row]) -> float:
 
 
 def rollout(run: Recorded) -> str:
-    """Every response is recorded, with the number of tokens that was logged and fits."""
+    """Prove that every response is recorded, with the number of tokens that was logged and fits."""
     cut = run.series("train/truncation_rate")
     number, longest = run.recipe.num_sequences_per_step, run.recipe.policy.max_total_sequence_length
     responses = {step: run.responses(step) for step in run.steps}
@@ -139,7 +139,7 @@ def rollout(run: Recorded) -> str:
 
 
 def rewards(run: Recorded) -> str:
-    """The recipe's rewards on the responses of the run, component by component, are those it trained on."""
+    """Prove that the run trained on the recipe's rewards: each response is graded again."""
     means = run.series("reward/mean")
     components = reward_components(run)
     shown = f"mean {', '.join(f'{mean:.3f}' for mean in means)}; {_shown(components)}"
@@ -156,7 +156,7 @@ def rewards(run: Recorded) -> str:
 
 
 def _same(recorded: float, graded: float) -> bool:
-    """Compare two rewards; NaN is that of a function that abstains."""
+    """Compare two rewards; NaN means that a function abstained."""
     return math.isclose(recorded, graded, abs_tol=1e-4) or (math.isnan(recorded) and math.isnan(graded))
 
 
@@ -175,7 +175,7 @@ def _penalty(run: Recorded, one: Scored) -> float:
 
 
 def update(run: Recorded) -> str:
-    """Loss and gradient are finite, groups have signal, and a step moves the weights."""
+    """Prove that loss and gradient are finite, groups have signal, and a step moves the weights."""
     losses, norms = run.series("loss/total"), run.series("grad_norm")
     few = slice(None, None, max(1, len(losses) // small.NUM_STEPS))
     shown = f"loss {', '.join(f'{x:.4f}' for x in losses[few])}; "
@@ -193,7 +193,7 @@ def update(run: Recorded) -> str:
 
 
 def validation(run: Recorded) -> str:
-    """The logged accuracy is the grader's; supervised training logs a loss."""
+    """Prove that the logged accuracy is the grader's; supervised training logs a loss."""
     if not run.rehearsal.recipe.grpo.validates:
         return "the recipe has none"
     name = "val_loss" if run.is_supervised else "accuracy"
@@ -223,7 +223,7 @@ def validation(run: Recorded) -> str:
 
 
 def checkpoint(run: Recorded) -> str:
-    """The newest checkpoint is the last step's and has the side files."""
+    """Prove that the newest checkpoint is the last step's and has the side files."""
     newest = newest_checkpoint(run.rehearsal)
     side = newest / "policy" / "tokenizer"
     _refuse(not (side / "config.json").is_file(), f"{newest} has no config.json and tokenizer")
@@ -233,7 +233,7 @@ def checkpoint(run: Recorded) -> str:
 
 
 def stop_and_resume(run: Recorded) -> str:
-    """Every step is logged once."""
+    """Prove that every step is logged once."""
     stop = run.rehearsal.stopped_after
     done = [int(row["step"]) for row in metrics(run.recipe) if "loss/total" in row]
     wanted = list(range(1, small.num_steps(run.recipe) + 1))
@@ -242,7 +242,7 @@ def stop_and_resume(run: Recorded) -> str:
 
 
 def export(run: Recorded) -> str:
-    """The converters' export of the newest checkpoint has moved, and is Bridge's where Bridge has one."""
+    """Prove that the exported weights have moved, and equal Bridge's export where Bridge has one."""
     rehearsal, source = run.rehearsal, newest_checkpoint(run.rehearsal)
     ours = convert(rehearsal, source)
     shown = f"{source.name} in {rehearsal.seconds.get('conversion', 0.0):.1f} s; "
@@ -267,7 +267,7 @@ CHECKS: dict[str, Callable[[Recorded], str]] = {
 SUPERVISED = ("setup", "update", "validation", "checkpoint", "stop and resume", "export")
 """Stages of a run on demonstrations, which has no rollouts."""
 AFTER_TRAINING = ("export",)
-"""Stages of a finished training alone."""
+"""Stages that need a finished training."""
 
 
 def reward_components(run: Recorded) -> dict[str, float]:

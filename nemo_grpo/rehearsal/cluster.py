@@ -1,4 +1,4 @@
-"""A rehearsal's private Ray: start it, keep its logs if something fails, notice when it is gone."""
+"""A rehearsal's private Ray: starts it, notices its end, keeps its logs after a failure."""
 
 import logging
 import shutil
@@ -28,31 +28,31 @@ SLOW_START = {
     "RAY_agent_register_timeout_ms": "180000",
     "RAY_gcs_server_port_wait_time_s": "180",
 }
-"""Ray gives its parts 30 s, which a busy machine may take for one import."""
+"""Longer timeouts of Ray, whose 30 s a busy machine may spend on one import."""
 RAY_IS_UP = b"will now block forever"
-"""Printed by `ray start --block` once all its parts run; its port answers earlier."""
+"""Line of `ray start --block` once all its parts run; the port answers earlier."""
 RAY_PATIENCE = 180.0
 """Seconds for Ray to come up."""
 TRIES = 3
-"""Ray gives up if one of its agents takes longer than 15 s, which cannot be configured."""
+"""Attempts: Ray gives up if one of its agents takes longer than 15 s, which cannot be configured."""
 CAUSES = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out", "dashboard_agent.log")
 LAST_BYTES = 2000
 
 EXIT_NOT_STARTED = 69
-"""Exit code where Ray did not come up (EX_UNAVAILABLE): start it again."""
+"""Exit code if Ray did not start (EX_UNAVAILABLE): run the rehearsal again."""
 
 
 class NotStarted(Exception):
-    """Ray did not come up: nothing is known about the recipe. The message has the cause."""
+    """Ray did not start, which says nothing about the recipe. The message has the cause."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Ray that is up.
+    """A running Ray.
 
-    Attributes: environment: for its driver.  process: ``ray start --block``, which ends when a part of Ray
-                ends.  sessions: of all its processes, the interpreters that workers are forked from included.
-                folder: of the rehearsal.
+    Attributes: environment: for the driver.  process: ``ray start --block``, which ends when a part of Ray
+                ends.  sessions: process sessions of Ray and of the warm interpreters.
+                folder: the rehearsal's.
     """
 
     environment: dict[str, str]
@@ -131,7 +131,7 @@ def _await(process: Popen[bytes], folder: Path, scratch: Path) -> None:
 
 
 def cause(session: Path, path: Path) -> str:
-    """Quote the logs' ends in which Ray says why it ended, the most telling first."""
+    """Quote the ends of the logs in which Ray says why it ended."""
     logs = [session / "session_latest" / "logs" / name for name in CAUSES]
     texts = {file.name: file.read_text(errors="replace").strip() for file in (*logs, path) if file.is_file()}
     found = [f"{name}: {text[-LAST_BYTES // 4 :]}" for name, text in texts.items() if text]

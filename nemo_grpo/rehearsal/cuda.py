@@ -21,8 +21,8 @@ from nemo_grpo.support.fake_cuda import FACTORIES, Event, Stream, here, on_cpu
 NEW = ["new_zeros", "new_empty", "new_full", "new_ones", "new_tensor"]
 GROUPS = {"init_process_group": 0, "new_group": 2, "new_subgroups_by_enumeration": 2}
 """Functions that make process groups -> position of the backend's name among their arguments."""
-BELIEVES = "megatron.bridge.training.initialize"
-"""The only module that is told that CUDA is available: it asserts that and uses nothing else."""
+SEES_CUDA = "megatron.bridge.training.initialize"
+"""The only module for which CUDA is available: it asserts that and uses nothing else."""
 
 
 class Properties:
@@ -92,8 +92,8 @@ def _answer_queries() -> None:
     cuda.get_device_capability = lambda *_: (Properties.major, Properties.minor)
     cuda.mem_get_info = lambda *_: (Properties.total_memory // 2, Properties.total_memory)
     cuda.memory_stats = lambda *_: {}
-    cuda.is_available = lambda: sys._getframe(1).f_globals.get("__name__") == BELIEVES
-    cuda.device_count = lambda: int(sys._getframe(1).f_globals.get("__name__") == BELIEVES)
+    cuda.is_available = lambda: sys._getframe(1).f_globals.get("__name__") == SEES_CUDA
+    cuda.device_count = lambda: int(sys._getframe(1).f_globals.get("__name__") == SEES_CUDA)
 
 
 def _answer_streams_and_generators() -> None:

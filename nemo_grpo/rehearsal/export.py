@@ -1,7 +1,7 @@
-"""A rehearsal's exports: the converters' and Megatron-Bridge's of the same checkpoint, compared.
+"""Exports of a rehearsal's checkpoint by the converters and by Megatron-Bridge, and their comparison.
 
-``python -m nemo_grpo.rehearsal.export MODEL CHECKPOINT OUTPUT`` is Bridge's, a process of its own because
-Bridge needs a rehearsal's hooks.
+``python -m nemo_grpo.rehearsal.export MODEL CHECKPOINT OUTPUT`` exports by Bridge, in a process of its own
+because Bridge needs a rehearsal's hooks.
 """
 
 import importlib
@@ -33,7 +33,7 @@ def convert(rehearsal: Rehearsal, checkpoint: Path, name: str = "hf") -> Path:
 
 
 def bridges_export(rehearsal: Rehearsal, checkpoint: Path) -> Path:
-    """Export a checkpoint with Megatron-Bridge, which knows no adapters."""
+    """Export a checkpoint with Megatron-Bridge, which cannot export adapters."""
     output = rehearsal.folder / "hf-of-bridge"
     (weights,) = (checkpoint / "policy" / "weights").glob("iter_*")
     with rehearsal.timed("Bridge's export"):

@@ -1,4 +1,4 @@
-"""megatron-core and Megatron-Bridge without CUDA and without Transformer Engine, in a policy's processes."""
+"""Patches of megatron-core and Megatron-Bridge for policy processes without CUDA and Transformer Engine."""
 
 import importlib
 import inspect
@@ -15,7 +15,7 @@ NEWER_NAMES = ("FullyShardedDataParallelV1", "FullyShardedDataParallelV2")
 """Names of an unreleased megatron-core's FSDP, which NeMo-RL 7ea279abf imports and uses with FSDP alone."""
 WITHOUT_TRANSFORMER_ENGINE = ("megatron.bridge.peft.utils", "megatron.bridge.peft.module_matcher")
 """Modules that copy Transformer Engine names from megatron-core, which are None if it is not installed."""
-OF_MODELOPT = ("restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state")
+MODELOPT_FUNCTIONS = ("restore_modelopt_state", "save_modelopt_state", "save_sharded_modelopt_state")
 
 
 def add_newer_names(module: Any) -> None:
@@ -36,7 +36,7 @@ def compute_yarn_here(module: Any) -> None:
 
 
 def say_that_any_key_is_taken(module: Any) -> None:
-    """Say so in the signature, which Bridge reads; transformers 5.8's does not."""
+    """Give the class a signature with ``**further``, which Bridge looks for; transformers 5.8's has none."""
     any_key = inspect.Parameter("further", inspect.Parameter.VAR_KEYWORD)
     module.Qwen2_5_VLVisionConfig.__signature__ = inspect.Signature([any_key])
 
@@ -59,7 +59,7 @@ def prepare(_module: Any = None) -> None:
     # token counts per expert rank: it converts only CUDA tensors to numbers
     _set("megatron.core.transformer.moe.token_dispatcher", maybe_move_tensor_to_cpu=_as_numbers)
     # no model here is quantised, so there is no state to save or restore
-    _set("megatron.bridge.training.checkpointing", **dict.fromkeys(OF_MODELOPT, _nothing))
+    _set("megatron.bridge.training.checkpointing", **dict.fromkeys(MODELOPT_FUNCTIONS, _nothing))
     quantization = types.ModuleType("modelopt.torch.quantization.utils")
     quantization.is_quantized = lambda *_: False  # type: ignore[attr-defined]
     sys.modules[quantization.__name__] = quantization
@@ -96,7 +96,7 @@ def _use_local_layers() -> None:
 
 
 def local_layers(config: Any) -> Any:
-    """Make the block of this pipeline stage of the embedded engine's layers."""
+    """Make this pipeline stage's block of the embedded engine's layers."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     from nemo_grpo.engine.megatron.layers import local_block_spec

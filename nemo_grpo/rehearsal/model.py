@@ -1,4 +1,4 @@
-"""A rehearsal's model: the recipe's architecture and family in small, with a tokenizer."""
+"""A rehearsal's model: a small one of the recipe's family and architecture, with a tokenizer."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.rollout import Group, assemble
 from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
 from nemo_grpo.models import COMPUTED, ModelSpec
-from nemo_grpo.plan.presets import PRESETS, shape_of
+from nemo_grpo.plan.inputs import PRESETS, shape_of
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.host import has_images
 from nemo_grpo.rehearsal import vision
@@ -32,10 +32,10 @@ VOCABULARY = 1024
 """Maximum vocabulary of a tokenizer learnt for the rehearsal."""
 LEARNING_RATE, WARM_UP_STEPS = 3e-3, 30
 MODEL_TYPES = (*(family.model_type for family in COMPUTED), "qwen3_moe", "qwen2_5_vl")
-"""Families whose layers a rehearsal has: the embedded engine's, megatron-core's own experts, and one with
-transformers' own vision tower."""
+"""Families whose layers a rehearsal can compute: the embedded engine's, megatron-core's own experts, and one
+with transformers' own vision tower."""
 DENSE, EXPERTS, IMAGES = "Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-VL-3B-Instruct"
-"""Models that are shrunk where the recipe's is of another family."""
+"""Models that are shrunk if the recipe's is of another family."""
 MADE_TOKENIZER, OWN_TOKENIZER = "learnt from its prompts", "the recipe's"
 
 
@@ -43,8 +43,8 @@ MADE_TOKENIZER, OWN_TOKENIZER = "learnt from its prompts", "the recipe's"
 class RehearsalModel:
     """A folder that transformers, NeMo-RL and vLLM load.
 
-    Attributes: tokenizer, architecture: their sources, one clause each for the report.
-                longest_prompt, longest_response: tokens, of the problems and of their demonstrations.
+    Attributes: tokenizer, architecture: origin of each, a clause for the report.
+                longest_prompt, longest_response: tokens of the problems' prompts and demonstrations.
     """
 
     folder: Path
@@ -55,7 +55,7 @@ class RehearsalModel:
 
 
 def rehearsed_shape(recipe: Recipe) -> tuple[ModelSpec, str]:
-    """Return (the recipe's model, "") or (one of a family that a rehearsal has, why it stands in)."""
+    """Return (the recipe's model, "") or (a model of a computed family, why it stands in)."""
     try:
         shape = shape_of(recipe)
     except UserError:
@@ -70,7 +70,7 @@ def rehearsed_shape(recipe: Recipe) -> tuple[ModelSpec, str]:
 
 
 def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, str]:
-    """Make transformers' configuration of the recipe's family; also returns the source of its settings.
+    """Make a small transformers configuration of the recipe's family; also returns a clause on its origin.
 
     Everything that shapes the computation stays (biases, norms on q and k, tied embeddings, grouped heads,
     rotary scaling, experts); sizes shrink. Heads and layers stay divisible by 2, for TP and PP.
@@ -115,7 +115,7 @@ def _config_file(recipe: Recipe) -> dict[str, Any]:
 
 
 class _Corpus(ToyTask):
-    """The task's prompts with their questions, as training text for a tokenizer."""
+    """The task with whole prompts as questions: training text for a tokenizer."""
 
     def __init__(self, task: ToyTask, prompt: Prompt) -> None:
         self.__dict__.update(vars(task), prompt=prompt)
@@ -178,7 +178,7 @@ class Encoder:
         return self._encoded(problem)[0]
 
     def inputs(self, model: Any, ids: Any, problems: Iterable[Problem]) -> dict[str, Any]:
-        """Encode the images that belong to the tokens [B, S], a problem for each row."""
+        """Encode the images of the tokens [B, S], whose rows belong to the problems."""
         if self.processor is None:
             return {}
         seen = [self._encoded(problem)[1] for problem in problems]
@@ -186,7 +186,7 @@ class Encoder:
 
 
 def _encoder_of(recipe: Recipe, task: ToyTask) -> tuple[Encoder, str]:
-    """Make the model's encoder with the recipe's tokenizer, or a learnt one without it or with images."""
+    """Make the encoder with the recipe's tokenizer; with images, or without one here, with a trained one."""
     from transformers import AutoTokenizer
 
     prompt, name = recipe.nemo_grpo.prompt, recipe.policy.tokenizer.name or recipe.policy.model_name

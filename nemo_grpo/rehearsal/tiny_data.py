@@ -1,8 +1,8 @@
 """A rehearsal's problems: the recipe's own if its files exist, else a few invented ones of the same kind.
 
 NeMo-RL's own data need a network. Sums in its `ResponseDataset` replace them, or pictures that the data set's
-class reads in place of downloads; environment, processor and prompt stay. The small model learns the form in
-which NeMo-RL's environments read answers, so that its groups have signal.
+class reads in place of downloads; environment, processor and prompt stay. The small model learns the answer
+format that NeMo-RL's environments parse, so that its groups have signal.
 """
 
 import json
@@ -34,12 +34,12 @@ NUM_SYNTHETIC = 32
 NUM_KNOWN = 16
 """Training problems whose correct and wrong answers the small policy has seen."""
 MANY_EPOCHS = 1000
-"""Epochs over a few problems, which dynamic sampling may draw many times."""
+"""Epochs over the few problems, enough for every draw of dynamic sampling."""
 COLORS = ("red", "green", "blue")
 OPENED = "<think>"
 NO_ANSWER = "so"
 LONGEST_DEMONSTRATION = 240
-"""Most characters of a demonstration; longer ones are cut to the answer, a few dozen tokens."""
+"""Most characters of a demonstration; longer ones are replaced by the answer, a few dozen tokens."""
 ENVIRONMENTS = ("math", "math_multi_reward")
 """NeMo-RL's environments whose rewards the small model can earn."""
 PROCESSORS = ("default", "math_data_processor", "math_hf_data_processor")
@@ -52,10 +52,10 @@ PICTURED = {
 
 @dataclass(frozen=True)
 class Problems:
-    """Source of a rehearsal's problems.
+    """A rehearsal's problems.
 
     Attributes: task: the recipe's ``nemo_grpo.task`` with these files, or a stand-in for NeMo-RL's data.
-                prompt: the recipe's.  origin: a clause for the report.  are_real: they are the recipe's own.
+                prompt: the recipe's.  origin: a clause for the report.  are_real: the recipe's own.
     """
 
     task: TaskConfig
@@ -65,7 +65,7 @@ class Problems:
 
 
 def problems_of(recipe: Recipe, folder: Path, nemo_rl: Path = Path()) -> Problems:
-    """Find the recipe's task, with invented problems if its files are missing, or stand-ins of NeMo-RL's.
+    """Find the recipe's problems, or invent some if its files are missing or the data are NeMo-RL's.
 
     Args: folder: gets the files of synthetic problems.  nemo_rl: NeMo-RL's repository.
     """
@@ -91,7 +91,7 @@ def problems_of(recipe: Recipe, folder: Path, nemo_rl: Path = Path()) -> Problem
 
 
 def refuse_data(recipe: Recipe) -> None:
-    """Refuse data that neither sums nor pictures can stand for."""
+    """Refuse data that neither sums nor pictures can replace."""
     if all(_is_pictured(data) for _, data in data_sets(recipe)):
         return
     key, data = data_sets(recipe)[0]
@@ -130,7 +130,7 @@ def _pictures(folder: Path, number: int, data: Mapping[str, Any]) -> FileTaskCon
 
 
 def _sums(folder: Path, number: int, _data: Mapping[str, Any]) -> FileTaskConfig:
-    """Make up sums, solved in a form that every verifier reads; few answers, so that many guesses hit."""
+    """Make up sums, solved in a format that every verifier reads; few answers make many guesses right."""
     problems = sorted(map(sum_problem, range(64)), key=lambda one: abs(int(one.answer) - 9))[: 2 * number]
     shown = [replace(one, metadata={"solution": f"Answer: \\boxed{{{one.answer}}}"}) for one in problems]
     return MathConfig(
@@ -170,7 +170,7 @@ def data_settings(recipe: Recipe, task: TaskConfig) -> dict[str, Any]:
 
 @cache
 def strongest_color(path: str) -> str:
-    """Name the color channel with the largest mean; gray if there are several."""
+    """Name the color channel with the largest mean; gray for a tie."""
     means = ImageStat.Stat(read_image(path)).mean
     largest = [name for name, mean in zip(COLORS, means, strict=True) if mean == max(means)]
     return largest[0] if len(largest) == 1 else "gray"

@@ -1,8 +1,8 @@
 """torchvision's Python code without its compiled operations, whose wheel is built for CUDA.
 
-Image processors of transformers use the Python code, and one of the operations, which decodes a file; pillow
-does it here. The others' names are what torchvision registers functions for when it is imported; nobody calls
-them.
+Image processors of transformers use the Python code and one operation, which decodes a file; pillow replaces
+it. The other operations are only declared: torchvision registers functions for them on import, and nobody
+calls them.
 """
 
 import sys

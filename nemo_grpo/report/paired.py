@@ -1,4 +1,4 @@
-"""Does a setting differ from the baseline? Differences paired by seed, with Student's t intervals."""
+"""Differences of settings from a baseline, paired by seed, with Student's t intervals."""
 
 import math
 import statistics
@@ -15,14 +15,14 @@ from nemo_grpo.support.pictures import COLORS, COMPANION, INK, new_figure, set_t
 
 CONFIDENCE = 0.95
 ROUNDING = 1e-12
-"""Rounding error of equal differences, as a share of them."""
+"""Relative spread up to which differences count as equal."""
 FINAL, SAME_ROLLOUTS = "final", "final, same rollouts"
 FOREST = "forest.png"
 SHOWN = {
     FINAL: ("after the same steps", COLORS[0], "o", 0.13),
     SAME_ROLLOUTS: ("after the same rollouts", COLORS[1], "s", -0.13),
 }
-"""Figure -> name, colour, marker, and height above the row's middle."""
+"""Figure -> name, colour, marker, and offset from the row's middle."""
 
 PAIRED_NOTE = (
     "Setting minus baseline, paired by seed: mean and 95 % confidence interval (paired t). final, best and "
@@ -51,9 +51,9 @@ class Difference:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """mean -+ t s / sqrt(n), s the sample standard deviation of the differences.
+        """Confidence interval mean -+ t s / sqrt(n), s the sample standard deviation of the differences.
 
-        None where they do not vary: one seed, or equal ones, as of accuracies on few problems.
+        None if they do not vary: a single seed, or equal differences, as of accuracies on few problems.
         """
         n = len(self.by_seed)
         deviation = statistics.stdev(self.by_seed.values()) if n > 1 else 0.0
@@ -64,7 +64,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """``better``, ``worse`` or ``cannot tell``, and at how many seeds."""
+        """Verdict ``better``, ``worse`` or ``cannot tell``, with the number of seeds."""
         n, interval = len(self.by_seed), self.interval
         word = "cannot tell"
         if interval is not None and interval[0] > 0:
@@ -74,7 +74,7 @@ class Difference:
         return f"{word} at {n} seed{'s' if n > 1 else ''}"
 
     def cell(self, digits: int = 3) -> str:
-        """``+0.041 [+0.012, +0.070]``; the mean alone without an interval."""
+        """Write ``+0.041 [+0.012, +0.070]``; the mean alone without an interval."""
         ends = self.interval
         mean = f"{self.mean:+,.{digits}f}"
         return mean if ends is None else f"{mean} [{ends[0]:+,.{digits}f}, {ends[1]:+,.{digits}f}]"
@@ -82,14 +82,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Paired:
-    """One setting against the baseline.  Attributes: differences: figure -> difference, those there are."""
+    """One setting against the baseline.  Attributes: differences: figure -> difference, if known."""
 
     label: str
     differences: Mapping[str, Difference]
 
 
 def t_quantile(df: int, confidence: float = CONFIDENCE) -> float:
-    """The t with P(-t < T < t) = ``confidence`` for Student's t with ``df`` >= 1 degrees of freedom.
+    """Compute the t with P(-t < T < t) = ``confidence`` for Student's t with ``df`` >= 1 degrees of freedom.
 
     Bisects the closed form of P for whole df (Abramowitz and Stegun 26.7.3 and 26.7.4) in atan(t / sqrt(df)).
     """
@@ -101,16 +101,13 @@ def t_quantile(df: int, confidence: float = CONFIDENCE) -> float:
 
 
 def _probability_within(angle: float, df: int) -> float:
-    """P(|T| < sqrt(df) tan(angle)): a sum of every second power of the cosine, below df - 1."""
+    """Compute P(|T| < sqrt(df) tan(angle)): a sum of every second power of the cosine, below df - 1."""
     sine, cosine, odd = math.sin(angle), math.cos(angle), df % 2
     term, total = cosine**odd, 0.0
     for power in range(odd, df - 1, 2):
         total += term
         term *= cosine**2 * (power + 1) / (power + 2)
     return 2 / math.pi * (angle + sine * total) if odd else sine * total
-
-
-# ------------------------------------------------------------------ figures of a pair of runs
 
 
 def _at_common_steps(key: str, pick: Callable[[Points], float]) -> Pair:
@@ -133,13 +130,13 @@ def _at_same_rollouts(baseline: RunLog, run: RunLog) -> tuple[float, float] | No
         return None
     budget = min(max(curve) for curve in curves)
     if budget < max(min(curve) for curve in curves):
-        return None  # one was not validated until then
+        return None  # one had no validation yet
     theirs, ours = (float(np.interp(budget, list(curve), list(curve.values()))) for curve in curves)
     return theirs, ours
 
 
 def _accuracy_by_rollouts(run: RunLog) -> Points:
-    """Accuracy by the number of responses drawn before that validation, ascending; empty without counts."""
+    """Map the number of responses sampled before each validation to its accuracy; empty without counts."""
     drawn, total = run.points("rollout/num_prompts"), 0.0
     if not drawn:
         return {}
@@ -153,7 +150,7 @@ def _accuracy_by_rollouts(run: RunLog) -> Points:
 
 
 def compare_groups(groups: Sequence[RunGroup], baseline: str) -> list[Paired]:
-    """Every other group against the one labelled ``baseline``; none if that has no finished run."""
+    """Compare every other group with the one labelled ``baseline``; none if that has no finished run."""
     reference = next((group for group in groups if group.label == baseline), None)
     if reference is None:
         return []
@@ -182,11 +179,8 @@ def _pair(reference: RunGroup, group: RunGroup, of: Pair) -> Difference | None:
     return Difference(differences) if differences else None
 
 
-# ------------------------------------------------------------------ words
-
-
 def paired_table(paired: Sequence[Paired], baseline: str) -> tuple[list[str], list[list[str]]]:
-    """Head and rows as texts: a column per figure that any setting has."""
+    """Make head and rows as texts: a column per figure that any setting has."""
     names = list(dict.fromkeys(name for one in paired for name in one.differences))
     digits = {name: 0 if name.startswith("tokens") else 3 for name in names}
 
@@ -197,21 +191,21 @@ def paired_table(paired: Sequence[Paired], baseline: str) -> tuple[list[str], li
 
 
 def sentences(paired: Sequence[Paired], baseline: str) -> list[str]:
-    """A line per setting: its verdict by final accuracy, and by accuracy at the same rollouts."""
+    """Write a line per setting: its verdict by final accuracy, and by accuracy at the same rollouts."""
     lines = []
     for one in paired:
-        told = [
+        verdicts = [
             f"{found.verdict} by accuracy after the same {what}, {found.cell()}"
             for name, what in ((FINAL, "steps"), (SAME_ROLLOUTS, "rollouts"))
             if (found := one.differences.get(name))
         ]
-        verdicts = "; ".join(told) or "cannot tell, no seed in common with a validation"
-        lines.append(f"{one.label} against {baseline}: {verdicts}.")
+        text = "; ".join(verdicts) or "cannot tell, no seed in common with a validation"
+        lines.append(f"{one.label} against {baseline}: {text}.")
     return lines
 
 
 def paired_records(paired: Sequence[Paired], baseline: str) -> dict[str, Any]:
-    """For a program: every difference by seed, its mean, interval and verdict."""
+    """Convert to JSON's types: every difference by seed, its mean, interval and verdict."""
     return {
         "baseline": baseline,
         "confidence": CONFIDENCE,
@@ -230,11 +224,8 @@ def paired_records(paired: Sequence[Paired], baseline: str) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------ the picture
-
-
 def draw_forest(paired: Sequence[Paired], baseline: str, path: Path) -> None:
-    """Write the picture: a row per setting, the baseline a line at 0; filled marks exclude 0.
+    """Draw the forest plot: a row per setting, the baseline a line at 0; filled marks exclude 0.
 
     Args: paired: at least one, the first on top.
     """

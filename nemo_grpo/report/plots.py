@@ -1,4 +1,4 @@
-"""The curves of a run, or of several groups of runs on common axes."""
+"""Curves of a run, or of several groups of runs on common axes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,14 +26,14 @@ from nemo_grpo.support.pictures import (
 )
 
 MAX_BANDS = 5
-"""With more groups than this, bands hide each other and are left out of the training metrics."""
+"""Most groups with bands in the training metrics; more would hide each other."""
 MAX_PALE = 2
-"""With more groups than this, single steps behind the running means are left out."""
+"""Most groups with single steps behind the running means."""
 
 METRIC_HEIGHT = 15
 """Points between a panel's axes and its title, for the metric's name."""
 PANEL_SIZE = (4.4, 3.2)
-"""Inches of a panel without its legend: its letters can be read on a phone, whose width it fills."""
+"""Inches of a panel without its legend; its text is readable at a phone's width."""
 LEGEND_LETTERS, LEGEND_HANDLE, LEGEND_ROW = 12, 9, 0.23
 """Letters per inch of a legend, the width of a label's line in letters, and the inches of a row."""
 
@@ -51,16 +51,13 @@ class Style:
 
 
 def style_of(index: int) -> Style:
-    """Colour, dash and marker of group number ``index``; the first 32 are distinct."""
+    """Choose colour, dash and marker of group number ``index``; the first 32 are distinct."""
     dash = DASHES[(index + index // len(COLORS)) % len(DASHES)]
     return Style(COLORS[index % len(COLORS)], dash, MARKERS[index % len(MARKERS)])
 
 
-# ------------------------------------------------------------------ how a panel is drawn
-
-
 def draw_validation(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """Mean over seeds, a band of one standard deviation; for a single group greedy and pass@k too."""
+    """Draw the mean over seeds, a band of one standard deviation; for a single group also greedy, pass@k."""
     for index, group in enumerate(groups):
         style = style_of(index)
         steps, mean, spread = group.curve(keys[0])
@@ -82,7 +79,7 @@ def draw_validation(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str])
 
 
 def draw_training(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """Running mean of one metric, `common_key`; behind it single steps, or the spread of the seeds."""
+    """Draw the running mean of one metric, `common_key`, over single steps or the spread of the seeds."""
     key = common_key(groups, keys)
     for index, group in enumerate(groups):
         style = style_of(index)
@@ -99,7 +96,7 @@ def draw_training(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -
 
 
 def draw_percentiles(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """One line per percentile, their range shaded; the axis is linear near 0 and logarithmic beyond."""
+    """Draw a line per percentile, their range shaded; the axis is linear near 0 and logarithmic beyond."""
     for index, group in enumerate(groups):
         style = style_of(index)
         curves = [(steps, running_mean(mean)) for steps, mean, _ in map(group.curve, keys) if len(steps)]
@@ -113,27 +110,24 @@ def draw_percentiles(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
-    """Centred mean over about a fifteenth of the run, over fewer values at its ends."""
+    """Compute a centred mean over about a fifteenth of the run, over fewer values at its ends."""
     half = len(values) // 30
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
 
 
-# ------------------------------------------------------------------ pictures
-
-
 @dataclass(frozen=True)
 class Panel:
-    """One small picture.
+    """One plot of the report.
 
     Attributes:
         name: file name of its PNG.
-        title, unit: what is drawn, and the y axis.
+        title, unit: title, and label of the y axis.
         keys: metrics of metrics.jsonl; alternatives for `draw_training`.
         each: pattern of metrics, in place of ``keys``; see `of_each`.
         explanation: a sentence for the report.
-        draw: how.
+        draw: function that draws it.
         from_zero: the y axis starts at 0.
-        xlabel: the x axis.
+        xlabel: label of the x axis.
         of_diagnostics: drawn from diagnostics.jsonl; ``keys`` name its parts.
     """
 
@@ -197,7 +191,7 @@ def draw_overview(panels: Sequence[Panel], groups: Sequence[RunGroup], path: Pat
 
 
 def _add_legend(figure: Figure, groups: Sequence[RunGroup], columns: int) -> int:
-    """Name the groups below the axes; a single group needs no name.  Returns: the legend's rows."""
+    """Name the groups below the axes, if there are several; returns the legend's rows."""
     if len(groups) == 1:
         return 0
     styles = [style_of(index) for index in range(len(groups))]
@@ -218,7 +212,7 @@ def _seeds_label(group: RunGroup) -> str:
 
 def _fill(axes: Axes, panel: Panel, groups: Sequence[RunGroup]) -> None:
     metric = panel.draw(axes, groups, panel.keys)
-    # Below the title, which it would run into beside it.
+    # Below the title; beside it, the two would overlap.
     axes.text(0, 1.02, metric, transform=axes.transAxes, fontsize=7.5, color=COMPANION)
     set_title(axes, panel.title, METRIC_HEIGHT)
     axes.set_ylabel(panel.unit, fontsize=9, color=INK)
@@ -235,7 +229,7 @@ def _fill(axes: Axes, panel: Panel, groups: Sequence[RunGroup]) -> None:
 
 
 def step_ticks(axes: Axes) -> list[float]:
-    """Round numbers of steps over the axis, and the last step in place of those that it would touch."""
+    """Choose round numbers of steps, and the last step in place of ticks that it would touch."""
     lines = (np.asarray(line.get_xdata()) for line in axes.lines)
     last = max((float(x.max()) for x in lines if x.size), default=0.0)
     first, _ = axes.get_xlim()
@@ -247,7 +241,7 @@ def step_ticks(axes: Axes) -> list[float]:
 
 
 def _is_never_negative(axes: Axes) -> bool:
-    """True for lines at or above 0 whose axis would begin below it, where no value can be."""
+    """True for lines at or above 0 whose axis would begin below 0."""
     lines = (np.asarray(line.get_ydata()) for line in axes.lines)
     lowest = min((np.nanmin(y) for y in lines if y.size), default=-1.0)
     return axes.get_yscale() == "linear" and axes.get_ylim()[0] < 0 <= lowest

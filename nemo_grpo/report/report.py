@@ -1,4 +1,4 @@
-"""One self-contained HTML file that shows a run or compares several."""
+"""The report: one self-contained HTML file that shows a run or compares several."""
 
 import base64
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from nemo_grpo.support.errors import UserError, shown
 PLOTS = "plots"
 REPORT = "report.html"
 TITLE_LENGTH = 60
-"""Letters of a title on one line."""
+"""Most letters of a title on one line."""
 HEAD = b'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
 """First bytes of every report."""
 
@@ -45,37 +45,31 @@ PANELS = tuple(
 
 
 def plot_run(run_dir: str | Path) -> Path:
-    """Write ``plots/*.png`` and ``report.html`` into a run's folder.
-
-    Returns: the report's path.
-    Raises:  UserError: the folder has no metrics.jsonl, or no step in it.
-    """
+    """Write ``plots/*.png`` and ``report.html`` into a run's folder; returns the report's path."""
     return write_report([run_dir], Path(run_dir) / REPORT)
 
 
 def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
-    """Compare runs: one HTML file, and its pictures as PNG files in ``plots/`` beside it.
+    """Compare runs in one HTML file, with its plots as PNG files in ``plots/`` beside it.
 
     Runs that differ only in their seed become one line with a band. The folder of a comparison or a sweep
     stands for its runs.
 
     Returns: ``output``.
-    Raises:  UserError: no run is given, a folder is not a run's, two runs are alike, or the output cannot be
-                 written or is another file.
     """
     folders = [folder for given in run_dirs for folder in run_folders(given)]
     if not folders:
         raise UserError("no run to report on; give the folder of at least one run that made a step")
     named = dict[Path, Path]()
     for folder in folders:
-        named.setdefault(folder.resolve(), folder)  # a folder has several names
+        named.setdefault(folder.resolve(), folder)  # each folder once, under its first name
     return write_group_report(group_runs([read_run(folder) for folder in named.values()]), output)
 
 
 def write_group_report(
     groups: Sequence[RunGroup], output: str | Path, paired: Sequence[Paired] = (), baseline: str = ""
 ) -> Path:
-    """As `write_report`, for labelled groups; ``paired``: the others against the group ``baseline``."""
+    """Write the report of labelled groups.  Args: paired: the others against the group ``baseline``."""
     output = Path(output)
     try:
         if output.is_file():
@@ -92,7 +86,7 @@ def write_group_report(
 
 
 def draw(groups: Sequence[RunGroup], folder: Path) -> None:
-    """Write every panel that has data, and all of them in ``overview.png``; remove outdated pictures."""
+    """Draw every panel that has data, and all of them in ``overview.png``; remove outdated files."""
     folder.mkdir(parents=True, exist_ok=True)
     filled = [panel for panel in panels_of(groups) if panel.is_filled(groups)]
     for panel in PANELS:
@@ -104,12 +98,12 @@ def draw(groups: Sequence[RunGroup], folder: Path) -> None:
 
 
 def panels_of(groups: Sequence[RunGroup]) -> list[Panel]:
-    """All panels, in order, with one for each reward component and each of several validation sets."""
+    """List all panels in order, with one for each reward component and each of several validation sets."""
     return [panel for one in PANELS for panel in one.of_each(groups)]
 
 
 def render(groups: Sequence[RunGroup], plots: Path, paired: Sequence[Paired], baseline: str) -> str:
-    """The HTML text with the pictures of ``plots`` embedded."""
+    """Render the HTML text with the plots embedded."""
     title = " vs ".join(group.label for group in groups)
     environment = Environment(
         autoescape=True,
@@ -137,7 +131,7 @@ def render(groups: Sequence[RunGroup], plots: Path, paired: Sequence[Paired], ba
 
 
 def _settings(groups: Sequence[RunGroup]) -> list[list[str]]:
-    """Settings that differ between groups; for a single group the whole recipe."""
+    """List settings that differ between groups; for a single group, the whole recipe."""
     if len(groups) == 1:
         return [[key, shown(value)] for key, value in groups[0].runs[0].settings.items()]
     differing = differing_settings([group.runs for group in groups])

@@ -1,4 +1,4 @@
-"""Runs read back from their folders, and gathered into groups that differ only in their seed."""
+"""Reads runs from their folders, and groups those that differ only in their seed."""
 
 import json
 import logging
@@ -33,16 +33,16 @@ ENGINES = {"embedded": "embedded", "cluster": "NeMo-RL"}
 """nemo_grpo.target -> the engine's name in a label."""
 
 ENTROPY = ("entropy/mean", "entropy/sampled")
-"""The policy's entropy: exact, and estimated by the mean of -log p over the sampled tokens, which NeMo-RL's
-runs have too. Estimates are noisier; their mean is the same at temperature 1 without top-k or top-p."""
+"""Metrics of the policy's entropy: exact, and the mean of -log p over sampled tokens, which NeMo-RL's runs
+have too. That estimate is noisier, with the same mean at temperature 1 without top-k or top-p."""
 
 HELD_OUT = {"validation/accuracy": "accuracy {:.3f}", "validation/val_loss": "held-out loss {:.3f}"}
-"""Metric of a validation -> its words in a line of the log."""
+"""Metric of a validation -> its text in the log."""
 SET_ACCURACY = "validation/(.+)/accuracy"
 """Pattern of the accuracy of one validation set among several."""
 
 Points = dict[int, float]
-"""A metric's values by step."""
+"""Step -> a metric's value."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class RunLog:
 
     @property
     def engine(self) -> str:
-        """The engine that trained it; runs without a recipe count as embedded."""
+        """Name of the engine that trained it; runs without a recipe count as embedded."""
         return ENGINES.get(str(self.settings.get("nemo_grpo.target")), ENGINES["embedded"])
 
     @property
@@ -82,7 +82,7 @@ class RunLog:
         return {name for row in self.rows.values() for name in row}
 
     def points(self, key: str) -> Points:
-        """The metric's finite values; steps without one are left out."""
+        """Return the metric's finite values; steps without one are left out."""
         return {step: float(row[key]) for step, row in self.rows.items() if _is_number(row.get(key))}
 
 
@@ -97,9 +97,9 @@ class RunGroup:
     runs: tuple[RunLog, ...]
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Steps, mean over the runs, and sample standard deviation (0 for one run).
+        """Return steps, mean over the runs, and sample standard deviation (0 for one run).
 
-        Uses only steps that all runs with this metric have, so that a run that ends early causes no jump.
+        Only steps that all runs with this metric have count, so that a run that ends early causes no jump.
         """
         curves = [points for run in self.runs if (points := run.points(key))]
         steps = sorted(set.intersection(*map(set, curves))) if curves else []
@@ -110,20 +110,20 @@ class RunGroup:
         return np.array(steps), values.mean(axis=0), spread
 
     def each(self, key: str, which: Literal["first", "last", "best"]) -> list[float]:
-        """One number per run that has the metric; best is the largest."""
+        """Return one value per run that has the metric; best is the largest."""
         curves = [list(points.values()) for run in self.runs if (points := run.points(key))]
         if which == "best":
             return [max(values) for values in curves]
         return [values[0 if which == "first" else -1] for values in curves]
 
     def gains(self, key: str) -> list[float]:
-        """Last minus first value of each run that has two or more."""
+        """Return last minus first value of each run that has two or more."""
         curves = [list(run.points(key).values()) for run in self.runs]
         return [values[-1] - values[0] for values in curves if len(values) > 1]
 
 
 def run_folders(path: str | Path) -> list[Path]:
-    """The folder itself; for a comparison or sweep, the folders of its runs that made a step."""
+    """List the folder itself or, for a comparison or sweep, the folders of its runs that made a step."""
     folder = Path(path)
     if (folder / METRICS_FILE).is_file() or not (folder / "runs").is_dir():
         return [folder]
@@ -134,10 +134,8 @@ def read_run(path: str | Path) -> RunLog:
     """Read a run's folder.
 
     A line that is not JSON (the last one, if the run was killed while writing it) is skipped; rows of the
-    same step are merged, and later values win. Of diagnostics of the same step, which a resumed run measures
-    again, the last counts.
-
-    Raises: UserError: the folder has no metrics.jsonl, or no step in it.
+    same step are merged, and later values win. A resumed run may measure diagnostics of a step again; the
+    last ones count.
     """
     folder = Path(path)
     file = folder / METRICS_FILE
@@ -161,9 +159,7 @@ def read_run(path: str | Path) -> RunLog:
 
 
 def json_lines(file: Path) -> Iterable[dict[str, Any]]:
-    """The objects of a JSONL file, none if it is missing. Lines that are not JSON are skipped; the last one,
-    if cut, silently.
-    """
+    """Yield the objects of a JSONL file, none if it is missing; lines that are not JSON are skipped."""
     if not file.is_file():
         return
     lines = file.read_text(errors="replace").splitlines()
@@ -191,7 +187,7 @@ def _settings(file: Path) -> dict[str, Any]:
 
 
 def group_runs(runs: Sequence[RunLog]) -> list[RunGroup]:
-    """Gather runs whose settings differ in nothing but the seed; order of first appearance.
+    """Group runs whose settings differ only in the seed, in the order of first appearance.
 
     A group is labelled by its variant; if several groups share one, also by engine and by the settings
     that differ.
@@ -209,7 +205,7 @@ def group_runs(runs: Sequence[RunLog]) -> list[RunGroup]:
 
 
 def differing_settings(groups: Sequence[Sequence[RunLog]]) -> dict[str, list[Any]]:
-    """Keys whose values differ between groups, with each group's value (None: missing)."""
+    """Find keys whose values differ between groups, with each group's value (None: missing)."""
     settings = [group[0].settings for group in groups]
     keys = sorted({key for one in settings for key in one} - set(NOT_A_SETTING))
     values = {key: [one.get(key) for one in settings] for key in keys}
@@ -217,7 +213,7 @@ def differing_settings(groups: Sequence[Sequence[RunLog]]) -> dict[str, list[Any
 
 
 def common_key(groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """The first metric that every group has, else the first that any has."""
+    """Choose the first metric that every group has, else the first that any has."""
     for test in (all, any):
         for key in keys:
             if test(len(group.curve(key)[0]) > 0 for group in groups):
@@ -226,19 +222,19 @@ def common_key(groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
 
 
 def pass_key(groups: Sequence[RunGroup]) -> str:
-    """``validation/pass@k`` with the largest k that any run has; pass@8 if none has any."""
+    """Name ``validation/pass@k`` with the largest k that any run has; pass@8 if none has any."""
     found = [int(match[1]) for match in matching(groups, r"validation/pass@(\d+)")]
     return f"validation/pass@{max(found, default=8)}"
 
 
 def matching(groups: Sequence[RunGroup], pattern: str) -> list[re.Match[str]]:
-    """The metrics of any run whose whole name matches, by name."""
+    """Match the whole names of the runs' metrics, in the order of names."""
     names = sorted({name for group in groups for run in group.runs for name in run.names})
     return [match for name in names if (match := re.fullmatch(pattern, name))]
 
 
 def validation_note(row: Mapping[str, Any]) -> str:
-    """The line after a validation: accuracy or loss, and the accuracy of each of several sets."""
+    """Write the log line of a validation: accuracy or loss, and the accuracy of each of several sets."""
     found = [text.format(row[name]) for name, text in HELD_OUT.items() if name in row]
     sets = ((re.fullmatch(SET_ACCURACY, name), value) for name, value in row.items())
     return ", ".join([*found, *(f"{match[1]} {value:.3f}" for match, value in sets if match)])
@@ -260,8 +256,10 @@ def _label(group: list[RunLog], groups: list[list[RunLog]]) -> str:
     differing = differing_settings(rivals)
     if not 1 <= len(differing) <= 2:
         return f"{variant} ({group[0].path.name})"
-    told = (f"{key.split('.')[-1]} {shown(values[rivals.index(group)])}" for key, values in differing.items())
-    return f"{variant} ({', '.join(told)})"
+    words = (
+        f"{key.split('.')[-1]} {shown(values[rivals.index(group)])}" for key, values in differing.items()
+    )
+    return f"{variant} ({', '.join(words)})"
 
 
 def _is_number(value: Any) -> bool:

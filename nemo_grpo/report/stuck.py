@@ -1,6 +1,6 @@
-"""Says when a run cannot learn: no group with a signal, everything truncated, the format never met.
+"""Detects runs that cannot learn: no group has signal, all responses are truncated, none has the format.
 
-Read from the metrics of either engine; shown in the log while it happens, and in reports.
+It reads the metrics of either engine, for the log and for reports.
 """
 
 from collections import deque
@@ -9,24 +9,24 @@ from statistics import fmean
 from typing import Any
 
 NUM_STEPS = 10
-"""Steps in a row, the run's newest ones, in which something must hold to be told."""
+"""Newest steps in which a finding must hold."""
 AGAIN_AFTER = 50
-"""Steps after which the log repeats what still holds."""
+"""Steps after which the log repeats a finding that still holds."""
 NEARLY_ALL = 0.95
 SIGNAL = "groups/valid_fraction"
 TRUNCATED = ("length/truncated", "train/truncation_rate")
 ALL_WRONG = {"rollout/all_wrong": 1.0, "baseline_reward/pct_0": 0.01}
 ALL_RIGHT = {"rollout/all_right": 1.0, "baseline_reward/pct_1": 0.01}
-"""A metric of either engine -> what makes a share of it."""
+"""Metric of either engine -> factor that makes it a share."""
 LENGTH_KEYS = "policy.generation.max_new_tokens, and policy.max_total_sequence_length with it"
 ZERO = 1e-12
 
 
 def findings(rows: Sequence[Mapping[str, Any]], num_steps: int = NUM_STEPS) -> list[str]:
-    """Name each reason why a run does not learn, with numbers and what to try.
+    """List reasons why a run does not learn, with numbers and remedies.
 
     Args:    rows: metrics of training steps in order, as in metrics.jsonl.
-             num_steps: how many of the newest steps must agree; a shorter run is judged by all of its steps.
+             num_steps: newest steps that must agree; a shorter run is judged by all of its steps.
     Returns: nothing for a run that learns, or without steps.
     """
     rows = [row for row in rows if _number(row, SIGNAL) is not None][-num_steps:]
@@ -38,14 +38,14 @@ def findings(rows: Sequence[Mapping[str, Any]], num_steps: int = NUM_STEPS) -> l
 
 
 class Watch:
-    """Follows a run and gives each finding when it begins to hold, and again every `AGAIN_AFTER` steps."""
+    """Follows a run; returns each finding when it begins to hold, and again every `AGAIN_AFTER` steps."""
 
     def __init__(self, max_num_steps: int) -> None:
         self.rows: deque[Mapping[str, Any]] = deque(maxlen=max(1, min(NUM_STEPS, max_num_steps)))
         self.told: dict[str, int] = {}
 
     def __call__(self, row: Mapping[str, Any]) -> list[str]:
-        """Findings to log after this step."""
+        """Return findings to log after this step."""
         self.rows.append(row)
         if len(self.rows) < (self.rows.maxlen or 0):
             return []
@@ -58,7 +58,7 @@ class Watch:
 
 
 def _subject(sentence: str) -> str:
-    """The finding without its steps and numbers."""
+    """Cut steps and numbers from a finding."""
     return sentence.partition(": ")[2].partition(" (")[0]
 
 
@@ -118,7 +118,7 @@ def _share(rows: Sequence[Mapping[str, Any]], names: Mapping[str, float]) -> flo
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """Over the rows; None if one lacks it."""
+    """Average over the rows; None if one lacks it."""
     values = [_number(row, key) for row in rows]
     return None if None in values else fmean(value for value in values if value is not None)
 

@@ -1,4 +1,4 @@
-"""The table of a report: one row per setting, each figure as mean +- sample standard deviation over seeds."""
+"""Table of a report: a row per setting, each figure as mean +- sample standard deviation over seeds."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ NOTES = {
     "best": "best is the largest validation of each run, which flatters noisy runs.",
     "least gain": "least gain is the smallest of the seeds.",
 }
-"""A column and the sentence that it needs."""
+"""Column -> its explanation."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure.
+    """One figure of the table.
 
-    Attributes: name: the column's head.  values: one number per run that has it.  digits: after the point.
+    Attributes: name: head of the column.  values: one number per run that has it.  digits: decimals.
                 sign: ``+`` shows the sign of positive numbers too.
     """
 
@@ -32,7 +32,7 @@ class Column:
     sign: str = ""
 
     def cell(self, group: RunGroup) -> str:
-        """``0.600 +- 0.141``, mean and sample standard deviation; one number alone; ``-`` for none."""
+        """Write ``0.600 +- 0.141``, mean and sample standard deviation; one number alone; ``-`` for none."""
         values = self.values(group)
         if not values:
             return "-"
@@ -41,7 +41,7 @@ class Column:
 
 
 def columns(groups: Sequence[RunGroup]) -> list[Column]:
-    """Columns of the table, left to right, without those that no group can fill."""
+    """List the columns of the table, without those that no group can fill."""
     passes, entropy = pass_key(groups), common_key(groups, ENTROPY)
     entropy_name = "entropy" if entropy == ENTROPY[0] else "sampled entropy"
     found = [
@@ -78,7 +78,7 @@ def note(groups: Sequence[RunGroup]) -> str:
 
 
 def table(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows as texts, with +- between mean and deviation."""
+    """Make head and rows as texts, with +- between mean and deviation."""
     shown = columns(groups)
     rows = [
         [
@@ -93,18 +93,18 @@ def table(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
 
 
 def markdown(groups: Sequence[RunGroup]) -> str:
-    """The table for a document."""
+    """Write the table in Markdown."""
     return markdown_table(*table(groups))
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table of texts."""
+    """Write a Markdown table of texts."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def records(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
-    """The table for a program: values of every run, mean and standard deviation, and the folders."""
+    """Convert the table to JSON's types: values of every run, mean and standard deviation, folders."""
     shown = columns(groups)
     return [
         {
@@ -126,7 +126,7 @@ def _record(values: Sequence[float]) -> dict[str, Any] | None:
 
 
 def stuck_runs(groups: Sequence[RunGroup]) -> list[str]:
-    """Name the reasons why runs do not learn at their end: ``run: finding``."""
+    """List reasons why runs do not learn at their end: ``run: finding``."""
     return [
         f"{run.path.name}: {sentence}"
         for group in groups
@@ -136,7 +136,7 @@ def stuck_runs(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def seconds(run: RunLog) -> float:
-    """Time that the run spent in steps and validations."""
+    """Add up the time that a run spent in steps and validations."""
     return _sum(run, "time/step") + _sum(run, "time/validation")
 
 

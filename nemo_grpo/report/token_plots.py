@@ -1,4 +1,4 @@
-"""Pictures and tables of diagnostics.jsonl: covariance, gradient by probability, tokens that stand out."""
+"""Plots and tables of diagnostics.jsonl: covariance, gradient by probability, extreme tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,17 +10,17 @@ from nemo_grpo.report.plots import MAX_BANDS, style_of
 from nemo_grpo.report.runs import RunGroup
 
 MAX_LISTED = 4
-"""With more groups than this, tables of tokens are left out."""
+"""Most groups in a table of tokens."""
 
 
 def group_mean(
     group: RunGroup, part: str, name: str, shares: str = ""
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Mean of one list of numbers over a run's measured steps; of these means over the runs that have it,
-    mean and sample standard deviation (0 for one run). None if none has it.
+    """Average a list of numbers over each run's measured steps, then over the runs.
 
-    Args: shares: the part's list of the tokens' shares that each number is a mean of; a step then counts by
-          its tokens, and numbers that no token stands behind are masked.
+    Args:    shares: the part's list of token shares, if each number is a mean over tokens; steps are then
+             weighted by their tokens, and numbers without a token are masked.
+    Returns: mean and sample standard deviation over the runs (0 for one run); None if no run has the list.
     """
     means = []
     for run in group.runs:
@@ -36,7 +36,7 @@ def group_mean(
 
 
 def draw_cumulative(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """Share of the total, by the share of tokens that make it up, largest first."""
+    """Draw the share of the total over the share of tokens that make it up, largest first."""
     part, name = keys
     for index, group in enumerate(groups):
         found, shares = group_mean(group, part, name), group_mean(group, part, "share")
@@ -48,7 +48,7 @@ def draw_cumulative(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str])
 
 
 def draw_bins(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """One value per bin of the token's probability, at the bin's middle.
+    """Draw one value per bin of the token's probability, at the bin's middle.
 
     Args: keys: part, name, and for a mean over tokens the list of their shares.
     """
@@ -67,7 +67,7 @@ def _line(axes: Axes, x: Any, mean: np.ndarray, spread: np.ndarray, index: int, 
 
 
 def covariance_rows(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
-    """CW-GRPO Table 1, mean over steps and seeds: a row per group and sign."""
+    """Make CW-GRPO Table 1, mean over steps and seeds: a row per group and sign."""
     head, rows = ["setting", "covariance"], []
     for group in groups:
         shares = group_mean(group, "covariance", "share")
@@ -82,7 +82,7 @@ def covariance_rows(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[st
 
 
 def gradient_rows(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
-    """Evenness of the gradient norm (TR-GRPO Figure 3), mean over seeds: a row per group."""
+    """Measure how even the gradient norm is (TR-GRPO Figure 3), mean over seeds: a row per group."""
     rows = []
     for group in groups:
         curves = [list(run.points("grad_norm").values()) for run in group.runs]
@@ -93,7 +93,7 @@ def gradient_rows(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]
 
 
 def gradient_spread(norms: np.ndarray) -> tuple[float, float, float, float, float]:
-    """Mean, std (ddof 0), std / mean, largest / median, and share in % of steps above three medians."""
+    """Compute mean, std (ddof 0), std / mean, largest / median, and % of steps above three medians."""
     mean, median = norms.mean(), np.median(norms)
     if mean == 0 or median == 0:
         return float(mean), float(norms.std()), 0.0, 0.0, 0.0
@@ -107,7 +107,7 @@ def gradient_spread(norms: np.ndarray) -> tuple[float, float, float, float, floa
 
 
 def token_rows(groups: Sequence[RunGroup], name: str) -> tuple[list[str], list[list[str]]]:
-    """One of `tokens.token_tables` at the last look of each group's first run, groups side by side."""
+    """Lay out one of `tokens.token_tables` at the last measured step of each group's first run."""
     head, columns = ["rank"], []
     for group in groups[:MAX_LISTED]:
         look = next((run.diagnostics[-1] for run in group.runs if run.diagnostics), None)

@@ -17,9 +17,8 @@ from nemo_grpo.recipe.keys import is_known
 from nemo_grpo.recipe.loader import load_tree, merge
 from nemo_grpo.recipe.megatron_sections import Section
 from nemo_grpo.recipe.recipe import Recipe
-from nemo_grpo.recipe.registry import Scope
+from nemo_grpo.recipe.registry import Limit, Scope, rows
 from nemo_grpo.recipe.schema import entries, nemo_rl_keys, unread_keys
-from nemo_grpo.recipe.tables import Limit, rows
 from nemo_grpo.support.dotted import parents, set_value
 from nemo_grpo.support.errors import UserError
 
@@ -35,7 +34,7 @@ VALUES: dict[str, Any] = {
 
 BY_TEXT = {
     "nemo_grpo/experiments/jobs.py",  # the keys that a sweep varies
-    "nemo_grpo/recipe/tables.py",  # the keys of the tables
+    "nemo_grpo/recipe/registry.py",  # the keys of the tables
     "nemo_grpo/rehearsal/overrides.py",  # those that a rehearsal replaces
     "nemo_grpo/support/model_card.py",  # those that a card shows, of a recipe of either engine
 }

@@ -12,7 +12,7 @@ import pytest
 from nemo_grpo.nemorl import compat, doctor, host_api
 from nemo_grpo.nemorl.config import sft_section
 from nemo_grpo.nemorl.host_api import ELSEWHERE, GRPO, HOST_API, LOSS_KEYS, POLICY, SFT, TESTED
-from nemo_grpo.nemorl.sft import OF_SETUP
+from nemo_grpo.nemorl.sft import SETUP_RESULT
 from nemo_grpo.nemorl.static_api import Tree, misfit, shape
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support.dotted import value_of
@@ -43,7 +43,7 @@ def test_setup_returns_what_is_unpacked_and_trainers_take_it_in_that_order(versi
     returned = record[f"{GRPO}:setup"]["returns"]
     pairs = zip(returned, ours, strict=True)
     assert all(name == "_" or name.removesuffix("_actor") == field for name, field in pairs)
-    assert len(record[f"{SFT}:setup"]["returns"]) == len(OF_SETUP)
+    assert len(record[f"{SFT}:setup"]["returns"]) == len(SETUP_RESULT)
     given = [
         *("policy", "policy_generation", "dataloader", "val_dataloader", "tokenizer", "loss_fn"),
         *("task_to_env", "val_task_to_env", "logger", "checkpointer", "grpo_save_state", "master_config"),

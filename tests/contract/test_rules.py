@@ -12,16 +12,25 @@ import pytest
 from pydantic import BaseModel
 
 from nemo_grpo.plan.hardware import HARDWARE
-from nemo_grpo.plan.inputs import plan_input
-from nemo_grpo.plan.presets import shape_of
+from nemo_grpo.plan.inputs import plan_input, shape_of
 from nemo_grpo.plan.rules import problems
 from nemo_grpo.recipe import Recipe, advice, load_recipe_dict, refuse_unsupported, validation
 from nemo_grpo.recipe.interpolation import resolve
 from nemo_grpo.recipe.keys import is_known, known_keys, sections
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.loader import apply_overrides, load_tree
-from nemo_grpo.recipe.registry import RULES, Scope
-from nemo_grpo.recipe.tables import CONDITIONS, FILES, KINDS, Limit, Relation, Row, _table, rows
+from nemo_grpo.recipe.registry import (
+    CONDITIONS,
+    FILES,
+    KINDS,
+    RULES,
+    Limit,
+    Relation,
+    Row,
+    Scope,
+    _table,
+    rows,
+)
 from nemo_grpo.support.dotted import leaves
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import TaskConfig

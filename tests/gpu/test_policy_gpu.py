@@ -12,7 +12,6 @@ from nemo_grpo import VARIANTS, TokenBatch, build_objective
 from nemo_grpo.core.batch import Sequences
 from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.engine.megatron.layers import transformer_engine_is_installed
-from nemo_grpo.engine.megatron.microbatches import Scores
 from nemo_grpo.engine.megatron.options import FP8_CAPABILITY
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.policy_checkpoint import begin_save, load_policy

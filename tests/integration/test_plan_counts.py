@@ -11,8 +11,8 @@ from ranks import run_ranks
 from small_models import small_config
 
 from nemo_grpo.models import ModelSpec, read_spec
+from nemo_grpo.plan.inputs import PRESETS
 from nemo_grpo.plan.parameters import stage_counts
-from nemo_grpo.plan.presets import PRESETS
 from nemo_grpo.recipe.layout import Layout
 
 CASES = {

@@ -12,8 +12,8 @@ from nemo_grpo import UserError, build_objective
 from nemo_grpo.engine import rollout
 from nemo_grpo.engine.rollout import Group, Scored, assemble
 from nemo_grpo.engine.run import begin
-from nemo_grpo.evaluate.response_cache import Completion
 from nemo_grpo.evaluate.runner import _judge
+from nemo_grpo.evaluate.sampling import Completion
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.sampling.requests import Request, SamplingParams

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from nemo_grpo.nemorl.stale_conversions import ITERATION, LAST_FILE, STILL_S, conversions, remove_remains
+from nemo_grpo.nemorl.pretrained import ITERATION, LAST_FILE, STILL_S, conversions, remove_remains
 
 ASK = """
 import json, sys

@@ -1,4 +1,4 @@
-"""Import hooks of a rehearsal. Replacements are imported together with the module they replace, not earlier.
+"""Import hooks of a rehearsal: each patch is imported right after the module that it changes, not earlier.
 
 Every process of a rehearsal has them: the driver, Ray's workers, vLLM's engine, in up to two environments.
 """

@@ -9,8 +9,7 @@ import pytest
 import torch
 from published import FILES, PNG, write
 
-from nemo_grpo.data import SOURCES, Request, check_copies, prepare, verify
-from nemo_grpo.data import files as data_files
+from nemo_grpo.data import SOURCES, Request, check_copies, preparation, prepare, verify
 from nemo_grpo.data.local_folders import LocalFolder
 from nemo_grpo.support.errors import UserError
 
@@ -310,7 +309,7 @@ def test_a_failure_in_the_middle_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(data_files, "_write_image", full)
+        patch.setattr(preparation, "_write_image", full)
         with pytest.raises(OSError, match="No space"):
             run("geoqa", tmp_path, force=True)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [

@@ -21,8 +21,7 @@ from nemo_grpo.engine.megatron.options import (
 from nemo_grpo.models import ModelSpec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import Megatron
-from nemo_grpo.recipe.registry import Scope
-from nemo_grpo.recipe.tables import Limit, rows
+from nemo_grpo.recipe.registry import Limit, Scope, rows
 
 CUDA = (13, 0)
 

@@ -263,7 +263,7 @@ def test_a_negative_seed_is_refused(model, tmp_path):
 
 def test_unwritable_output_is_refused_before_the_work(model, tmp_path, monkeypatch):
     no_access = SimpleNamespace(access=lambda path, mode: False, W_OK=os.W_OK, X_OK=os.X_OK)
-    monkeypatch.setattr("nemo_grpo.cli.model_folder.os", no_access)
+    monkeypatch.setattr("nemo_grpo.cli.eval.os", no_access)
     with pytest.raises(UserError, match="cannot be written"):
         run("--model", model, *RECIPE, "--out", tmp_path / "a" / "b", "--num-problems", 1, *TASK)
     monkeypatch.undo()

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from nemo_grpo.evaluate.config import fingerprint
-from nemo_grpo.evaluate.response_cache import Completion, ResponseCache, ResponseLog
+from nemo_grpo.evaluate.sampling import Completion, ResponseCache, ResponseLog
 from nemo_grpo.support import files
 from nemo_grpo.support.errors import UserError
 

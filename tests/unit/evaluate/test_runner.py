@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_grpo.evaluate import evaluate, runner
-from nemo_grpo.evaluate.response_cache import ResponseCache, ResponseLog
+from nemo_grpo.evaluate.sampling import ResponseCache, ResponseLog
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.rules import validation_metrics
 from nemo_grpo.sampling.images import image_digest

@@ -12,7 +12,7 @@ from test_runner import PROBLEMS, SAMPLING, SCRIPT, CharacterTokenizer, Scripted
 from nemo_grpo.evaluate.benchmarks import Benchmark
 from nemo_grpo.evaluate.config import EvalConfig
 from nemo_grpo.evaluate.render import groups, table
-from nemo_grpo.evaluate.response_cache import ResponseLog
+from nemo_grpo.evaluate.sampling import ResponseLog
 from nemo_grpo.evaluate.suite import longest_prompt, run_suite
 from nemo_grpo.evaluate.summary import over_seeds
 from nemo_grpo.support.errors import UserError

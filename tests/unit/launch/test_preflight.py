@@ -8,8 +8,7 @@ from unit.launch.shell import write_programs
 from nemo_grpo.cli import app
 from nemo_grpo.engine.recipe_checks import missing_files
 from nemo_grpo.launch import node_facts
-from nemo_grpo.launch.nccl import FATAL, SLOW, nccl_problems
-from nemo_grpo.launch.preflight import Job, check_job
+from nemo_grpo.launch.preflight import FATAL, SLOW, Job, check_job, nccl_problems
 from nemo_grpo.recipe import load_recipe
 
 RECIPE = Path(__file__).parents[3] / "recipes/cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g.yaml"

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 from unit.launch.shell import write_programs
 
 from nemo_grpo.cli import app
-from nemo_grpo.launch.status import status_of
-from nemo_grpo.launch.submit import parse_time_limit
+from nemo_grpo.launch.submit import parse_time_limit, status_of
 from nemo_grpo.support.errors import UserError
 
 ROOT = Path(__file__).parents[3]

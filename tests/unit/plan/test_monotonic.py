@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from unit.plan.toys import SETUP
 
 from nemo_grpo.plan.hardware import HARDWARE
+from nemo_grpo.plan.inputs import PRESETS
 from nemo_grpo.plan.lengths import of_mean
-from nemo_grpo.plan.presets import PRESETS
-from nemo_grpo.plan.scenario import Scenario
+from nemo_grpo.plan.scenario import Scenario, Workload
 from nemo_grpo.plan.step_time import step_time
-from nemo_grpo.plan.workload import Workload
 from nemo_grpo.recipe.layout import Layout
 
 MODELS = ("Qwen/Qwen2.5-7B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3")

@@ -13,10 +13,9 @@ from nemo_grpo.cli import app
 from nemo_grpo.cli import plan as command
 from nemo_grpo.models import read_spec
 from nemo_grpo.plan import HARDWARE, plan_recipe
-from nemo_grpo.plan.efficiency import PUBLISHED
 from nemo_grpo.plan.forecast import Assumptions
-from nemo_grpo.plan.inputs import plan_input
-from nemo_grpo.plan.presets import PRESETS, shape_of
+from nemo_grpo.plan.hardware import PUBLISHED
+from nemo_grpo.plan.inputs import PRESETS, plan_input, shape_of
 from nemo_grpo.plan.rules import training_fits_in_memory
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support import pictures

@@ -8,9 +8,9 @@ import transformers
 from unit.plan.toys import SETUP
 
 from nemo_grpo.models import ModelSpec, family_for, read_spec
+from nemo_grpo.plan.inputs import PRESETS
 from nemo_grpo.plan.memory import cache_bytes_per_token
 from nemo_grpo.plan.parameters import mixer_sizes, model_parameters, stage_counts
-from nemo_grpo.plan.presets import PRESETS
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.support.errors import UserError
 

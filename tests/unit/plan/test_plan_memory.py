@@ -6,6 +6,7 @@ import pytest
 from unit.plan import toys
 
 from nemo_grpo.plan import memory
+from nemo_grpo.plan.inputs import PRESETS
 from nemo_grpo.plan.parameters import (
     adapter_counts,
     attention_sizes,
@@ -13,7 +14,6 @@ from nemo_grpo.plan.parameters import (
     model_parameters,
     stage_counts,
 )
-from nemo_grpo.plan.presets import PRESETS
 from nemo_grpo.recipe.layout import Layout
 
 SMALL = replace(toys.SMALL, tied_embeddings=True, has_qkv_bias=True)

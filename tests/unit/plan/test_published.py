@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.plan_vs_published import fit, seen_by_gpu
 from benchmarks.published_rows import FOLDER, Row, error, read_blind, read_rows
-from nemo_grpo.plan.efficiency import FITTED, OTHER, PUBLISHED
+from nemo_grpo.plan.hardware import FITTED, OTHER, PUBLISHED
 
 ROWS = read_rows()
 

@@ -10,10 +10,9 @@ from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan import rollout_time, training_time
 from nemo_grpo.plan import scenario as collectives
 from nemo_grpo.plan import step_time as transfer_time
-from nemo_grpo.plan.efficiency import FITTED, OTHER
 from nemo_grpo.plan.forecast import Forecast
-from nemo_grpo.plan.inputs import PlanInput
-from nemo_grpo.plan.presets import PRESETS
+from nemo_grpo.plan.hardware import FITTED, OTHER
+from nemo_grpo.plan.inputs import PRESETS, PlanInput
 from nemo_grpo.plan.step_time import StepTime, step_time
 from nemo_grpo.recipe.layout import Layout
 

@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 from nemo_grpo.models import ModelSpec
-from nemo_grpo.plan.efficiency import Efficiency
-from nemo_grpo.plan.hardware import Hardware
+from nemo_grpo.plan.hardware import Efficiency, Hardware
 from nemo_grpo.plan.inputs import PlanInput
 from nemo_grpo.plan.lengths import Lengths
-from nemo_grpo.plan.scenario import Scenario
-from nemo_grpo.plan.workload import Workload
+from nemo_grpo.plan.scenario import Scenario, Workload
 from nemo_grpo.recipe.layout import Layout
 
 SMALL = ModelSpec(

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 from nemo_grpo.cli import app
 from nemo_grpo.experiments.sweep import load_sweep
 from nemo_grpo.plan.hardware import HARDWARE
-from nemo_grpo.plan.inputs import plan_input
-from nemo_grpo.plan.presets import shape_of
+from nemo_grpo.plan.inputs import plan_input, shape_of
 from nemo_grpo.plan.rules import problems
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support import shipped

@@ -9,7 +9,7 @@ from PIL import Image
 
 from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
 from nemo_grpo.models import family_for
-from nemo_grpo.plan.presets import shape_of
+from nemo_grpo.plan.inputs import shape_of
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal import vision
 from nemo_grpo.rehearsal.model import small_config

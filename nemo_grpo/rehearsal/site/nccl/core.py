@@ -1,4 +1,4 @@
-"""The part of nccl4py that NeMo-RL uses: broadcasts of a few megabytes through a TCPStore."""
+"""Stand-in for nccl4py, as far as NeMo-RL uses it: broadcasts of a few megabytes through a TCPStore."""
 
 import socket
 import sys
@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 
 SUM = "sum"
-"""An operation that NeMo-RL imports for other peers than its own."""
+"""Operation that NeMo-RL imports but does not use here."""
 PATIENCE = timedelta(minutes=5)
 
 
