@@ -115,16 +115,3 @@ def test_equal_logprobs_give_no_covariance_and_weight_1(value, centring):
     assert not step_covariance(logprobs, a[:, None].expand_as(logprobs), batch.mask).any()
     for scope in ("group", "batch"):
         assert (gaussian_kernel_weights(covariance, batch.mask, groups, scope) == 1).all()
-
-
-@pytest.mark.parametrize("offset", OFFSETS)
-@pytest.mark.parametrize("centring", ["response", "group"])
-def test_an_offset_of_the_logprobs_changes_no_covariance(offset, centring):
-    batch = random_step([3, 3, 3], [1.0, 0.0, 0.3], [0, 0, 0])
-    plain = (batch.prev_logprobs * 1024).round() / 1024
-    plain[1, 1] = -700.0
-    groups, a = Groups.from_ids(batch.group_ids), torch.tensor([1.1, -0.9, -0.2], dtype=torch.float64)
-    mean = plain.mean(1, keepdim=True) if centring == "response" else plain.mean()
-    expected = (plain - mean) * a[:, None]
-    found = group_covariance(plain + offset, a, batch, groups, centring)
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
