@@ -234,7 +234,7 @@ def acting(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "setting", "loss"), CASES, ids=[name for name, *_ in CASES])
-def test_recipe_has_the_papers_values(name: str, setting: dict[str, Any], loss: dict[str, Any]) -> None:
+def test_recipe_has_the_papers_values(name, setting, loss):
     recipe = load_recipe(FILES[name])
     assert setting_of(recipe) == dict(epochs=EPOCHS, saves=SAVES, turns=1) | setting
     assert loss_of(recipe) == acting(loss)
@@ -242,18 +242,18 @@ def test_recipe_has_the_papers_values(name: str, setting: dict[str, Any], loss: 
     assert recipe.policy.model_name == MODELS[max((m for m in MODELS if f"-{m}-" in name), key=len)]
 
 
-def test_every_recipe_has_its_values_in_the_table() -> None:
+def test_every_recipe_has_its_values_in_the_table():
     assert sorted(name for name, *_ in CASES) == sorted(name for name in FILES if not name.endswith("-fp8"))
 
 
 @pytest.mark.parametrize("name", sorted(name for name in FILES if name.endswith("-fp8")))
-def test_fp8_recipe_differs_in_precision_alone(name: str) -> None:
+def test_fp8_recipe_differs_in_precision_alone(name):
     recipe, base = load_recipe(FILES[name]), load_recipe(FILES[name.removesuffix("-fp8")])
     assert setting_of(recipe) == setting_of(base)
     assert loss_of(recipe) == loss_of(base) | {"use_importance_sampling_correction": True}
 
 
-def test_lora_of_erpo_is_the_papers() -> None:  # section 5.1
+def test_lora_of_erpo_is_the_papers():  # section 5.1
     for name in (name for name in FILES if name.startswith("erpo-")):
         peft = load_recipe(FILES[name]).policy.megatron_cfg.peft
         assert peft is not None

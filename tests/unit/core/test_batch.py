@@ -62,16 +62,16 @@ def test_a_weight_in_a_mask_is_refused_with_its_place(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("prev_logprobs", r"\[B, T\]"), ("token_mask", r"\[B, T\]"), ("rewards", r"\[B\]")]
+    ("field", "message"),
+    [
+        ({"prev_logprobs": None}, r"prev_logprobs is None; give a \[B, T\] tensor"),
+        ({"rewards": None}, r"rewards is None; give a \[B\] tensor"),
+        ({"rewards": [1.0, 0.0]}, "rewards is a list; give a tensor"),
+    ],
 )
-def test_a_required_field_that_is_none_is_refused_by_its_name(name, shape):
-    with pytest.raises(TypeError, match=rf"{name} is None; give a {shape} tensor"):
-        TokenBatch(**fields(**{name: None}))
-
-
-def test_a_list_is_refused_by_its_name():
-    with pytest.raises(TypeError, match="rewards is a list; give a tensor"):
-        TokenBatch(**fields(rewards=[1.0, 0.0]))
+def test_a_field_that_is_no_tensor_is_refused_by_its_name(field, message):
+    with pytest.raises(TypeError, match=message):
+        TokenBatch(**fields(**field))
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
@@ -101,14 +101,19 @@ def test_missing_tensors_are_named(name, parameters, missing):
         build_objective(name, **parameters).prepare(TokenBatch(**fields()))
 
 
-def test_constant_aggregation_needs_its_length():
-    with pytest.raises(UserError, match="aggregation=constant divides by max_response_length"):
-        build_objective("dr_grpo")
+CORRECTED = {"use_importance_sampling_correction": True}
+
+
+def spelt_out(parameters):
+    """Parameters of a truncation have a long beginning."""
+    long = {name: f"truncated_importance_sampling_{name}" for name in ("type", "ratio", "ratio_min")}
+    return {long.get(name, name): value for name, value in parameters.items()}
 
 
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
+        ("dr_grpo", {}, "aggregation=constant divides by max_response_length"),
         ("grppo", {}, "did you mean 'grpo'"),
         ("ppo", {}, "loss_fn.variant='ppo' is not a variant"),
         ("grpo", {"ratio_clip_mx": 0.2}, "did you mean 'ratio_clip_max'"),
@@ -127,11 +132,48 @@ def test_constant_aggregation_needs_its_length():
         ("erpo", {"entropy_momentum": 0.5}, "no effect with entropy_statistics=group; set"),
         ("gpg", {"use_alpha": 0}, "loss_fn.use_alpha=0: .*boolean"),
         ("cw_grpo", {"author_compat": True, "scope": "batch"}, "author_compat=true is the released code"),
+        # another algorithm
+        ("gspo", {"aggregation": "token_mean"}, "aggregation=token_mean: .* use sequence_mean"),
+        ("gspo", {"sequence_level_importance_ratios": False}, "one ratio per response"),
+        ("cispo", {"sequence_level_importance_ratios": True}, "whose weights are of tokens"),
+        ("cispo", {"ratio_clip_c": 3.0}, "whose clip leaves every gradient"),
+        ("grpo", {"use_cispo": True}, "use loss_fn.variant=cispo"),
+        ("sft", {"aggregation": "sequence_mean"}, "=sequence_mean: sft has no parameters; leave it out"),
+        ("sft", {"ratio_clip_min": 0.1}, "ratio_clip_min is not a parameter of sft"),
+        # weights that are not positive, or constant
+        ("tr_grpo", {"weighting": "reverse", "upper": 2.0}, "must be positive; use upper < 2"),
+        ("tr_grpo", {"tau_convention": "divide"}, "to every token"),
+        ("tr_grpo", {"tau_convention": "divide", "weighting": "reverse"}, "to every token"),
+        ("tr_grpo", {"tau": 0.5}, "to every token"),
+        ("tr_grpo", {"lower": 1.2, "upper": 1.2}, "to every token"),
+        ("tr_grpo", {"alpha": 0.0, "lower": 0.5}, "to every token"),
+        ("grpo", CORRECTED | {"type": "tis"}, "set type and ratio together"),
+        ("grpo", CORRECTED | {"ratio": 2.0}, "set type and ratio together"),
+        ("grpo", CORRECTED | {"ratio_min": 0.5}, "ratio_min with them"),
+        ("grpo", CORRECTED | {"type": "icepop", "ratio": 2.0}, "icepop needs a lower bound"),
+        ("grpo", CORRECTED | {"type": "seq-mask-tis", "ratio": 2.0}, "seq-mask-tis needs a lower bound"),
+        (
+            "grpo",
+            CORRECTED | {"type": "tis", "ratio": 2.0, "ratio_min": 2.5},
+            "_ratio_min=2.5 is above _ratio=2.0",
+        ),
     ],
 )
 def test_bad_parameters_are_refused_with_the_remedy(name, parameters, message):
     with pytest.raises(UserError, match=message):
-        build_objective(name, **parameters)
+        build_objective(name, **spelt_out(parameters))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("tr_grpo", {"weighting": "reverse", "upper": 1.99}),
+        ("tr_grpo", {"tau": 0.5, "allow_constant_weight": True}),
+        ("grpo", CORRECTED | {"type": "tis", "ratio": 2.0}),
+    ],
+)
+def test_parameters_within_the_rules_are_taken(name, parameters):
+    assert build_objective(name, **spelt_out(parameters))
 
 
 def test_overlong_penalty_by_hand():

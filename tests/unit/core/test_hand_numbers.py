@@ -1,22 +1,25 @@
 """Core formulas against numbers worked out by hand, one token or one group at a time."""
 
 import math
-from dataclasses import replace
 from fractions import Fraction
-from statistics import fmean, stdev
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_grpo import VARIANTS, build_objective
+from nemo_grpo import TokenBatch, build_objective, global_counts
 from nemo_grpo.core.advantages import group_advantages, implausible_advantage
 from nemo_grpo.core.aggregation import aggregate
-from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.importance import ImportanceCorrection
-from nemo_grpo.core.kl import kl_estimate, with_score_function
+from nemo_grpo.core.kl import kl_estimate, weighted_k3, with_score_function
 from nemo_grpo.core.statistics import Groups
+from nemo_grpo.core.surrogates import (
+    MAX_LOG_RATIO,
+    clipped_policy_gradient,
+    importance_ratio,
+    sequence_importance_ratio,
+)
 from nemo_grpo.core.token_weights import (
     gaussian_kernel_weights,
     group_covariance,
@@ -47,9 +50,6 @@ def close(found, expected) -> None:
     )
 
 
-# ---------------------------------------------------------------------- KL
-
-
 @pytest.mark.parametrize(
     ("kind", "value", "slope"),  # logp = -1, logp_ref = -1 + ln 2, so d = ln 2
     [("k1", -LN2, 1.0), ("k2", LN2**2 / 2, -LN2), ("k3", 2 - LN2 - 1, 1 - 2.0)],
@@ -64,7 +64,6 @@ def test_kl_estimators_and_their_derivatives(kind, value, slope):
     close(torch.autograd.grad(again.sum(), logp)[0], [[slope + value]])
 
 
-# ---------------------------------------------------------------------- importance
 # Two responses of two tokens. pi_prev / pi_gen: 2 and 4; 1/2 and 1.
 
 PREV = [[-1.0, -1.0], [-1.0, -1.0]]
@@ -97,8 +96,6 @@ def test_importance_weights_and_what_is_outside(correction, weights, outside):
 
 def test_importance_weight_that_is_not_finite_is_zero():
     gen = [[-math.inf, -1.0], [math.nan, -1.0]]
-    found, _ = ImportanceCorrection().weights(batch(PREV, gen))
-    close(found, [[0.0, 1.0], [0.0, 1.0]])
     found, metrics = ImportanceCorrection("seq-mask-tis", 0.5, 2.0).weights(batch(PREV, gen))
     close(found, [[0.0, 1.0], [0.0, 1.0]])  # the other token's ratio of 1 is the response's mean
     assert metrics["importance/outside"].tolist() == [0, 0]
@@ -113,7 +110,6 @@ def test_geometric_mean_is_over_counting_tokens():
     close(found, [[2.0, 1.0]])
 
 
-# ---------------------------------------------------------------------- aggregation
 # Terms 1, 2, 4 | 8 in two rows; a step of 5 tokens in 3 sequences.
 
 
@@ -144,9 +140,6 @@ def test_an_aggregate_without_its_divisor_is_refused(how, message):
         aggregate(torch.ones(1, 2), torch.ones(1, 2), how, global_valid_toks=2, global_valid_seqs=1)
 
 
-# ---------------------------------------------------------------------- advantages
-
-
 def test_advantages_of_one_group_by_hand():
     """Rewards 1, 0, 0, 0 and one that does not count: mean 1/4, std with ddof 1 = 1/2."""
     b = batch([[-1.0]] * 5, rewards=[1.0, 0.0, 0.0, 0.0, 9.0], valid=[1, 1, 1, 1, 0])
@@ -165,18 +158,6 @@ def test_advantages_by_the_batch_divide_by_its_std():
         group_advantages(b, normalization="batch", eps=0.25).values,
         [1 / (std + 0.25), -1 / (std + 0.25), 0, 0],
     )
-
-
-def test_leave_one_out_uses_the_others_alone():
-    rewards, eps = [3.0, 0.0, 1.0, 4.0], 0.5
-    others = [[r for at, r in enumerate(rewards) if at != left] for left in range(4)]
-    centred = [r - fmean(rest) for r, rest in zip(rewards, others, strict=True)]
-    b = batch([[-1.0]] * 4, rewards=rewards)
-    close(group_advantages(b, normalization="none", leave_one_out=True).values, centred)
-    expected = [a / (stdev(rest) + eps) for a, rest in zip(centred, others, strict=True)]
-    close(group_advantages(b, eps=eps, leave_one_out=True).values, expected)
-    with pytest.raises(ValueError, match="not defined"):
-        group_advantages(b, normalization="batch", leave_one_out=True)
 
 
 def fractions_leave_one_out(rewards: list[float], eps: float) -> list[float]:
@@ -216,21 +197,7 @@ def test_others_that_nearly_agree_are_named_by_step_group_and_value():
     assert implausible_advantage(loo).startswith(
         f"group 7 has an advantage of {value:.6g} where its rewards span 1.3501 (plausible: up to 135.01)"
     )
-    empty = loo.select(slice(0, 0))
-    assert implausible_advantage(empty) is None
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_step_of_plausible_rewards_is_named_by_no_variant(name):
-    rewards = [0.0] * 63 + [1.0] + [500.0, *[0.0] * 63]
-    step = batch([[-0.5, -1.0]] * 128, rewards=rewards, groups=[0] * 64 + [1] * 64)
-    given = {"max_response_length": 8} if name == "dr_grpo" else {}
-    entropies = torch.rand(128, 2, generator=torch.Generator().manual_seed(0)).double()
-    step = replace(step, entropies=entropies, reference_policy_logprobs=step.prev_logprobs - entropies)
-    assert implausible_advantage(build_objective(name, **given).prepare(step)) is None
-
-
-# ---------------------------------------------------------------------- token weights
+    assert implausible_advantage(loo.select(slice(0, 0))) is None
 
 
 def test_covariances_by_hand():
@@ -300,3 +267,66 @@ def test_leave_one_out_knows_nothing_of_an_excluded_response(normalization):
     found = group_advantages(step, normalization=normalization, eps=0.0, leave_one_out=True).values
     scale = 1.0 if normalization == "none" else math.sqrt(2)
     close(found, [1.0, -0.5 * scale, -0.5 * scale, 0.0])
+    with pytest.raises(ValueError, match="not defined"):
+        group_advantages(step, normalization="batch", leave_one_out=True)
+
+
+def row(*numbers: float) -> torch.Tensor:
+    return torch.tensor([numbers], dtype=torch.float64)
+
+
+def test_clip_tells_the_tokens_without_gradient():
+    ratio = row(1.5, 1.5, 0.5, 0.5, 1.0, 5.0).requires_grad_()
+    advantages = row(2, -2, 2, -2, 2, -2)
+    value, is_clipped = clipped_policy_gradient(ratio, advantages, 0.2, 0.2, 3.0)
+    (gradient,) = torch.autograd.grad(value.sum(), ratio)
+    torch.testing.assert_close(value.detach(), row(2.4, -3, 1, -1.6, 2, -6))
+    assert is_clipped.tolist() == [[1, 0, 0, 1, 0, 1]]
+    torch.testing.assert_close(gradient, row(0, -2, 2, 0, 2, 0))
+    assert not is_clipped.requires_grad
+
+
+def test_k3_is_accurate_where_the_policies_are_close():
+    distance = torch.tensor([[1e-4, -1e-4]], dtype=torch.float32)  # k3 = d^2 / 2 + d^3 / 6 + ...
+    kl = kl_estimate(-distance, torch.zeros_like(distance), "k3")
+    torch.testing.assert_close(kl, torch.full_like(kl, 5e-9), rtol=2e-3, atol=0)
+
+
+def test_ratio_and_kl_are_unchanged_below_the_clamp_and_finite_beyond():
+    gaps = torch.linspace(-MAX_LOG_RATIO, MAX_LOG_RATIO, 41)[None]
+    zero = torch.zeros_like(gaps)
+    assert torch.equal(importance_ratio(gaps, zero), gaps.exp())
+    assert torch.equal(kl_estimate(-gaps, zero, "k3"), torch.expm1(gaps) - gaps)
+    mean = sequence_importance_ratio(gaps[:, 1:], zero[:, 1:], torch.ones(1, 40, dtype=torch.bool))
+    assert torch.equal(mean, gaps[:, 1:].mean(1, keepdim=True).exp().expand(1, 40))
+    far = torch.tensor([[100.0, -100.0, 90.0]], requires_grad=True)
+    for value in (
+        importance_ratio(far, torch.zeros(1, 3)),
+        sequence_importance_ratio(far[:, :1], torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)),
+        kl_estimate(-far, torch.zeros(1, 3), "k3"),
+        weighted_k3(-far, torch.zeros(1, 3), torch.ones(1, 3)),
+    ):
+        (gradient,) = torch.autograd.grad(value.sum(), far)
+        assert value.isfinite().all()
+        assert gradient.isfinite().all()
+        assert gradient[0, 0] == 0
+    assert kl_estimate(-far, torch.zeros(1, 3), "k3")[0, 1].item() == pytest.approx(99.0)  # as without clamp
+
+
+def test_share_of_clamped_tokens_is_logged():
+    """The policy moved by 100, -100, 1, 0 and 0 nats, and is 100 below the reference in the first alone."""
+    current = row(-1.0, -101.0, -1.0, -1.0, -1.0)
+    batch = TokenBatch(
+        prev_logprobs=row(-101.0, -1.0, -2.0, -1.0, -1.0),
+        reference_policy_logprobs=row(99.0, -101.0, -2.0, -1.0, -1.0),
+        token_mask=torch.ones(1, 5),
+        sample_mask=torch.ones(1),
+        rewards=torch.ones(1),
+        group_ids=torch.zeros(1, dtype=torch.int64),
+    )
+    objective = build_objective("grpo", reference_policy_kl_penalty=0.1)
+    part = objective.prepare(batch).select(slice(None), next_token_logprobs=current)
+    toks, seqs = global_counts(batch)
+    _, metrics = objective.loss(part, global_valid_toks=toks, global_valid_seqs=seqs)
+    assert metrics["ratio/clamped_fraction"].item() == pytest.approx(2 / 5)
+    assert metrics["kl/clamped_fraction"].item() == pytest.approx(1 / 5)

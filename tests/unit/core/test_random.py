@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_grpo.core.batch import TokenBatch
-from nemo_grpo.core.random import response_ids, response_positions, token_uniforms
+from nemo_grpo.core.random import response_ids, token_uniforms
 
 WORD = 2**64
 
@@ -73,8 +73,3 @@ def test_ids_are_hashes_of_prompt_response_and_earlier_copies():
     texts = ["([1, 2], [3]) 0", "([1], [2, 3]) 0", "([1, 2], [3]) 1"]
     expected = [int.from_bytes(sha256(text.encode()).digest()[:8], "big", signed=True) for text in texts]
     assert response_ids(responses).tolist() == expected
-
-
-def test_positions_count_a_responses_tokens_from_1():
-    mask = torch.tensor([[False, True, False, True], [True, True, False, False]])
-    assert response_positions(mask).tolist() == [[0, 1, 0, 2], [1, 2, 0, 0]]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_grpo.core.resampling import Accumulation, accumulate_groups, rewards_differ
+from nemo_grpo.core.resampling import accumulate_groups, rewards_differ
 
 
 def step(*batches: str, num_groups: int = 5, threshold: float = 0.6, max_draws: int = 20):
@@ -51,11 +51,6 @@ def test_step_is_full_and_meets_the_threshold_unless_draws_run_out(batches, thre
     assert len(taken) == 4
     assert used == 6 or sum(map(str.isupper, taken)) >= threshold * 4
     assert taken == "".join(sorted(taken, key=str.islower))  # valid first
-
-
-def test_draws_add_up():
-    a = Accumulation().add(["A", "b"], str.isupper).add(["c", "D"], str.isupper)
-    assert (a.valid, a.invalid, a.draws) == (("A", "D"), ("c",), 2)
 
 
 @pytest.mark.parametrize(

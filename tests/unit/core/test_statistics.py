@@ -35,29 +35,20 @@ def test_group_zscore_standardises_the_tokens_of_all_the_groups_rows():
     assert torch.allclose(found, segment_zscore(X, MASK, segments, 2, 0.1), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("rewards", [[1.0, 4.0], [1.0, 4.0, 2.5]])
+@pytest.mark.parametrize("rewards", [[], [3.0], [1.0, 4.0], [1.0, 4.0, 2.5]])
 def test_std_of_rewards_is_the_sample_standard_deviation(rewards):
     rows, valid = torch.tensor([*rewards, math.nan]), torch.tensor([*[True] * len(rewards), False])
-    assert row_std(rows, valid).item() == pytest.approx(stdev(rewards))
+    assert row_std(rows, valid).item() == pytest.approx(stdev(rewards) if len(rewards) > 1 else 0.0)
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_fewer_than_two_rewards_have_no_spread(number):
-    assert row_std(torch.tensor([3.0, 5.0]), torch.arange(2) < number) == 0
-
-
-@pytest.mark.parametrize("number", [1, 2, 5, 1000])
+@pytest.mark.parametrize("number", [0, 1, 2, 5, 1000])
 def test_percentiles_are_elements_of_the_sorted_values(number):
     values = torch.randn(number, generator=torch.Generator().manual_seed(0))
     kept, ordered = values.clone(), sorted(values.tolist())
     shares = (0.0, 0.0001, 0.2, 0.5, 0.9999, 1.0)
     found = [float(value) for value in percentiles(values, shares)]
-    assert found == [ordered[round(share * (number - 1))] for share in shares]
+    assert found == [ordered[round(share * (number - 1))] if ordered else 0.0 for share in shares]
     assert torch.equal(values, kept)
-
-
-def test_percentiles_of_nothing_are_zero():
-    assert [float(value) for value in percentiles(torch.empty(0), (0.1, 0.9))] == [0.0, 0.0]
 
 
 OFFSETS = [0.0, 1e4, -1e4]
@@ -124,16 +115,3 @@ def test_equal_logprobs_give_no_covariance_and_weight_1(value, centring):
     assert not step_covariance(logprobs, a[:, None].expand_as(logprobs), batch.mask).any()
     for scope in ("group", "batch"):
         assert (gaussian_kernel_weights(covariance, batch.mask, groups, scope) == 1).all()
-
-
-@pytest.mark.parametrize("offset", OFFSETS)
-@pytest.mark.parametrize("centring", ["response", "group"])
-def test_an_offset_of_the_logprobs_changes_no_covariance(offset, centring):
-    batch = random_step([3, 3, 3], [1.0, 0.0, 0.3], [0, 0, 0])
-    plain = (batch.prev_logprobs * 1024).round() / 1024
-    plain[1, 1] = -700.0
-    groups, a = Groups.from_ids(batch.group_ids), torch.tensor([1.1, -0.9, -0.2], dtype=torch.float64)
-    mean = plain.mean(1, keepdim=True) if centring == "response" else plain.mean()
-    expected = (plain - mean) * a[:, None]
-    found = group_covariance(plain + offset, a, batch, groups, centring)
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)

@@ -1,19 +1,22 @@
-"""Which device a rank takes, and which layers, on hosts that are made up here."""
+"""Devices, layers and precision that a rank takes, on hosts that are made up here."""
 
 import logging
 
 import pytest
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
+from processes import ROOT
 
 from nemo_grpo import UserError
 from nemo_grpo.engine import setup
+from nemo_grpo.engine.checks import choose_precision
 from nemo_grpo.engine.megatron import layers, parallel
 from nemo_grpo.engine.megatron.model import transformer_config
+from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.models import ModelSpec
-from nemo_grpo.recipe import load_recipe
+from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.layout import Layout
-from nemo_grpo.support import shipped
+from nemo_grpo.support import machine, shipped
 
 SPEC = ModelSpec("tiny", "qwen2", 32, 2, 4, 2, 64, 96, 64, False, 8, rope={"rope_type": "default"})
 
@@ -54,14 +57,13 @@ def test_a_device_that_cannot_be_had_is_refused(gpus):
 
 
 def test_a_ranks_gpu_is_the_current_device(monkeypatch):
-    taken, cudnn = [], []
+    taken = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", cudnn.append)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", taken.append)
     parallel.initialize(Layout(), torch.device("cpu"), 0)
-    assert taken == cudnn == []
+    assert taken == []
     parallel.initialize(Layout(), torch.device("cuda", 1), 0)  # the groups are there, so no NCCL
-    assert taken == [torch.device("cuda", 1)]
-    assert cudnn == [False]  # it would plan anew for every length
+    assert taken == [torch.device("cuda", 1), False]  # cuDNN would plan anew for every length
 
 
 @pytest.mark.parametrize(
@@ -81,11 +83,6 @@ def test_transformer_engine_is_taken_where_it_can_run(
     assert layers.transformer_impl(dtype) == expected
 
 
-def test_nothing_is_dropped_out():
-    config = transformer_config(SPEC, Layout(), torch.bfloat16)
-    assert (config.hidden_dropout, config.attention_dropout) == (0.0, 0.0)
-
-
 def test_a_gpu_without_transformer_engine_is_told_so(gpus, caplog):
     parallel.initialize(Layout(), torch.device("cpu"), 0)
     config = transformer_config(SPEC, Layout(), torch.bfloat16)
@@ -95,3 +92,63 @@ def test_a_gpu_without_transformer_engine_is_told_so(gpus, caplog):
         gpus(1)
         layers.block_spec(config)
     assert "Transformer Engine is not installed: BF16 with the local layers" in caplog.text
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+WITHOUT, WITH = {"AuthenticAMD", "avx2"}, {"AuthenticAMD", "avx512_bf16"}
+
+
+def recipe_with(precision: str) -> Recipe:
+    return load_recipe(ROOT / "recipes/quickstart.yaml", [f"policy.precision={precision}"])
+
+
+@pytest.fixture
+def on(monkeypatch):
+    def be(words: set[str]) -> None:
+        monkeypatch.setattr(machine, "_words", lambda: frozenset(words))
+
+    return be
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "width", "asked", "expected"),
+    [
+        (WITHOUT, CPU, 576, "auto", "float32"),
+        (WITH, CPU, 576, "auto", "bfloat16"),
+        ({"amx_bf16"}, CPU, 576, "auto", "bfloat16"),
+        (WITH, CPU, 128, "auto", "float32"),
+        (WITHOUT, CUDA, 128, "auto", "bfloat16"),
+        (WITH, CPU, 576, "float32", "float32"),
+    ],
+)
+def test_auto_is_the_faster_one_for_the_machine_and_the_model(on, words, device, width, asked, expected):
+    on(words)
+    assert choose_precision(recipe_with(asked), device, width, None, leads=True).policy.precision == expected
+
+
+def test_a_resumed_run_keeps_its_precision_on_another_processor(on, tmp_path):
+    on(WITH)
+    recipe, begun = recipe_with("auto"), tmp_path / "recipe.resolved.yaml"
+    begun.write_text(choose_precision(recipe, CPU, 576, None, leads=True).to_yaml())
+    on(WITHOUT)
+    first = check_same_run(recipe, begun)
+    assert choose_precision(recipe, CPU, 576, first, leads=True).policy.precision == "bfloat16"
+    with pytest.raises(UserError, match=r"policy\.precision: bfloat16 -> float32"):
+        check_same_run(recipe_with("float32"), begun)
+
+
+@pytest.mark.parametrize(("words", "num_lines"), [(WITHOUT, 1), (WITH, 0)])
+def test_bf16_without_instructions_is_said_once(on, words, num_lines, caplog):
+    on(words)
+    for leads in (True, False):
+        choose_precision(recipe_with("bfloat16"), CPU, 576, None, leads=leads)
+    lines = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(lines) == num_lines
+    assert all("6 to 10 times as long" in line.getMessage() for line in lines)
+
+
+def test_the_choice_of_auto_is_printed(on, caplog):
+    on(WITHOUT)
+    with caplog.at_level(logging.INFO):
+        choose_precision(recipe_with("auto"), CPU, 576, None, leads=True)
+    assert "policy.precision=auto: float32" in caplog.text

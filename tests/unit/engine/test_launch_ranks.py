@@ -1,7 +1,6 @@
 """The processes of a run's ranks, which a small program stands for."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_
 
 
 @pytest.fixture
-def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def ranks(tmp_path, monkeypatch):
     """Ranks that run these lines of a shell, after one that tells what they were started with."""
 
     def start(lines: str, num_ranks: int) -> int:

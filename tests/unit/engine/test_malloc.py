@@ -19,7 +19,7 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")
-def test_memory_below_a_block_in_use_is_given_back() -> None:
+def test_memory_below_a_block_in_use_is_given_back():
     blocks = [b"x" * BLOCK for _ in range(2000)]
     del blocks[:-1]
     before = resident()
@@ -29,7 +29,7 @@ def test_memory_below_a_block_in_use_is_given_back() -> None:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
-def test_a_large_block_that_was_freed_costs_no_page_faults_again() -> None:
+def test_a_large_block_that_was_freed_costs_no_page_faults_again():
     script = """
 import resource
 from nemo_grpo.support import machine

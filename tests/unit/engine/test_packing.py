@@ -6,7 +6,6 @@ from torch import Tensor
 
 from nemo_grpo.core.batch import Sequences
 from nemo_grpo.engine.megatron import packing
-from nemo_grpo.engine.megatron.microbatches import _first_fit_decreasing
 from nemo_grpo.engine.megatron.packing import PackedSequences, pack
 from nemo_grpo.engine.megatron.parallel import zigzag_positions
 
@@ -48,8 +47,3 @@ def test_context_parallel_ranks_predict_each_response_token_once(size, share_pro
         for row, (prompt, length) in enumerate(zip(PROMPT_LENGTHS, LENGTHS, strict=True))
         for column in range(prompt - 1, length - 1)
     ]
-
-
-def test_a_microbatch_is_filled_to_its_capacity_and_no_further():
-    units = [(4, [1]), (6, [0]), (4, [2]), (3, [3]), (3, [4])]
-    assert _first_fit_decreasing(units, 10) == [[0, 1], [2, 3, 4]]

@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo.engine import warm_start as module
@@ -64,50 +63,16 @@ def test_the_result_is_a_complete_hugging_face_folder(folder):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_tags_are_single_tokens_that_survive_decoding(folder):
+def test_the_tokenizer_has_tags_round_trips_any_text_and_ends_a_prompt(folder, task):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = "<think>1+2=3</think><answer>3</answer>"
+    text = "<think>1+2=3</think><answer>3</answer>Caf\u00e9 \u2713 47  + 8\n\ttabs \U0001f600"
     ids = tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
     for tag in ("<think>", "</think>", "<answer>", "</answer>"):
         assert ids.count(tokenizer.convert_tokens_to_ids(tag)) == 1
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
-
-
-def test_tokenizer_round_trips_any_text(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = "Caf\u00e9 \u2713 47  + 8\n\ttabs \U0001f600"
-    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
-
-
-def test_prompt_ends_where_the_response_begins(folder, task):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     problem = task.train_problem(0, 0)
-    text = tokenizer.decode(encode_prompt(tokenizer, PROMPT, problem))
-    expected = f"<|im_start|>user\nQ: {problem.question}<|im_end|>\n<|im_start|>assistant\n"
-    assert text == expected
-
-
-def demonstration_loss(folder, task):
-    """Nats per response token on demonstrations of held-out problems, one at a time."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    total, count = 0.0, 0
-    for problem in task.validation_problems(4):
-        prompt = encode_prompt(tokenizer, PROMPT, problem)
-        shown = task.demonstration(problem, random.Random(0))
-        response = tokenizer(shown + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        total += float(F.cross_entropy(logits, torch.tensor(response), reduction="sum"))
-        count += len(response)
-    return total / count
-
-
-def test_it_learns_the_demonstrations(tmp_path, task):
-    untrained = starting_policy(recipe(tmp_path, num_steps=0))
-    trained = starting_policy(recipe(tmp_path, num_steps=60, lr=1e-2, batch_size=16))
-    start = demonstration_loss(untrained, task)
-    assert start == pytest.approx(math.log(296), abs=0.3)  # uniform over the vocabulary
-    assert demonstration_loss(trained, task) < start - 2.5
+    prompt = tokenizer.decode(encode_prompt(tokenizer, PROMPT, problem))
+    assert prompt == f"<|im_start|>user\nQ: {problem.question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_learning_rate_rises_for_thirty_updates_and_falls_to_a_tenth(tmp_path):
@@ -120,12 +85,7 @@ def test_learning_rate_rises_for_thirty_updates_and_falls_to_a_tenth(tmp_path):
     assert short.policy.megatron_cfg.scheduler.lr_warmup_iters == 1  # a quarter of a short training
 
 
-def test_a_second_call_makes_nothing(folder, task, monkeypatch):
-    monkeypatch.setattr(module, "build_tokenizer", None)
-    assert starting_policy(recipe(folder.parent)) == folder
-
-
-def test_the_same_settings_give_the_same_bytes(folder, tmp_path, task):
+def test_the_same_settings_give_the_same_bytes_and_are_made_once(folder, tmp_path, monkeypatch):
     torch.manual_seed(1234)
     random.seed(1234)
     state = torch.get_rng_state()
@@ -134,6 +94,8 @@ def test_the_same_settings_give_the_same_bytes(folder, tmp_path, task):
     assert again.name == folder.name
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (again / name).read_bytes() == (folder / name).read_bytes()
+    monkeypatch.setattr(module, "build_tokenizer", None)  # a second call makes nothing
+    assert starting_policy(recipe(tmp_path)) == again
 
 
 def test_every_setting_has_its_own_cache_entry(task, monkeypatch):
@@ -197,13 +159,3 @@ def test_a_cache_that_cannot_be_written_is_a_user_error(tmp_path, task):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cache_dir=.* cannot be written"):
         starting_policy(recipe(tmp_path / "file" / "cache"))
-
-
-def test_a_task_without_demonstrations_is_a_user_error(tmp_path, task, monkeypatch):
-    def silent(self, problem, rng):
-        raise UserError("task 'silent' has no demonstrations")
-
-    monkeypatch.setattr(type(task), "demonstration", silent)
-    with pytest.raises(UserError, match="no demonstrations"):
-        starting_policy(recipe(tmp_path))
-    assert list(tmp_path.iterdir()) == []

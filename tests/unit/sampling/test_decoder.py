@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from toy_models import logprobs_of, make_generator, make_model, responses
 
 from nemo_grpo.sampling.decoder import cache, prompts, weights
-from nemo_grpo.sampling.decoder.weights import unsupported
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator
 from nemo_grpo.sampling.generators import build_local, choose
@@ -43,6 +42,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear"} | ORIGINAL}),
     "yarn-rope": ("qwen2", {"rope_parameters": {"rope_type": "yarn"} | ORIGINAL}),
     "wide-window": ("mistral", {"sliding_window": 128}),
+    "window-unused": ("qwen2", {"use_sliding_window": False, "sliding_window": 64}),
 }
 
 
@@ -54,13 +54,13 @@ def decoder_of(model: Any, **options: Any) -> DecoderGenerator:
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def model(request: pytest.FixtureRequest) -> Any:
+def model(request):
     family, options = VARIANTS[request.param]
     return make_model(FAMILIES[family](**options))
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.4, "top_k": 9}, {"top_p": 0.7}])
-def test_the_same_responses_as_the_transformers_generator(model: Any, options: dict[str, Any]) -> None:
+def test_the_same_responses_as_the_transformers_generator(model, options):
     sampling = SamplingParams(24, stop_token_ids=(4, 5), **options)
     theirs = make_generator(HFGenerator, model)
     want, got = (g.generate(Request(PROMPTS, 3, sampling, 2)) for g in (theirs, decoder_of(model)))
@@ -70,29 +70,20 @@ def test_the_same_responses_as_the_transformers_generator(model: Any, options: d
     torch.testing.assert_close(got.logprobs, want.logprobs, atol=1e-5, rtol=0)
 
 
-def test_logits_of_whole_sequences(model: Any) -> None:
-    generator = decoder_of(model)
-    logits = generator.logits(PROMPTS)
-    assert logits.shape == (5, 7, VOCAB)
-    for row, prompt in zip(logits, PROMPTS, strict=True):
-        want = model(input_ids=torch.tensor([prompt])).logits[0]
-        torch.testing.assert_close(row[: len(prompt)], want, atol=1e-5, rtol=1e-5)
-
-
 @pytest.fixture(scope="module")
-def qwen3() -> Any:
+def qwen3():
     return make_model(FAMILIES["qwen3"](tie_word_embeddings=True))
 
 
 @pytest.fixture
-def packing(monkeypatch: pytest.MonkeyPatch) -> None:
+def packing(monkeypatch):
     """Every weight is packed, whatever the processor."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(weights, "packs", lambda _weight: True)
 
 
-def test_packed_weights_compute_the_same(model: Any, packing: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_weights_compute_the_same(model, packing, monkeypatch):
     packed = decoder_of(model)
     monkeypatch.undo()
     plain = decoder_of(model)
@@ -102,7 +93,7 @@ def test_packed_weights_compute_the_same(model: Any, packing: None, monkeypatch:
     torch.testing.assert_close(got.logprobs, want.logprobs, atol=1e-5, rtol=0)
 
 
-def test_packed_weights_follow_an_update_and_are_held_once(qwen3: Any, packing: None) -> None:
+def test_packed_weights_follow_an_update_and_are_held_once(qwen3, packing):
     other = make_model(qwen3.config, seed=1)
     generator, expected = decoder_of(qwen3), decoder_of(other)
     generator.update_weights(other.named_parameters())
@@ -125,43 +116,36 @@ def test_packed_weights_follow_an_update_and_are_held_once(qwen3: Any, packing: 
         ({"AuthenticAMD"}, torch.float64, 2**18, False),
     ],
 )
-def test_the_processor_decides_on_packing(
-    processor_words: set[str], dtype: torch.dtype, size: int, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_processor_decides_on_packing(processor_words, dtype, size, expected, monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(machine, "_words", lambda: frozenset(processor_words))
     assert weights.packs(torch.empty(size, dtype=dtype)) is expected
 
 
-def test_the_cache_grows_and_keeps_what_it_holds(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_grows_and_keeps_what_it_holds(qwen3, monkeypatch):
     sampling = SamplingParams(40, stop_token_ids=(0, 1))
     at_once = decoder_of(qwen3).generate(Request(PROMPTS, 4, sampling, 1))
-    grown: list[int] = []
-    grow = cache.KVCache._grow
+    grown, grow = [], cache.KVCache._grow
     monkeypatch.setattr(cache, "MIN_ROOM", 2)
     monkeypatch.setattr(cache.KVCache, "_grow", lambda self: (grow(self), grown.append(self._width))[0])
     in_steps = decoder_of(qwen3).generate(Request(PROMPTS, 4, sampling, 1))
-    assert grown == sorted(set(grown))
     assert len(grown) > 3
     assert grown[-1] == 7 + 40
     assert torch.equal(in_steps.tokens, at_once.tokens)
     torch.testing.assert_close(in_steps.logprobs, at_once.logprobs, atol=1e-5, rtol=0)
 
 
-def test_prompts_are_read_in_passes_of_bounded_size(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_read_in_passes_of_bounded_size(qwen3, monkeypatch):
     at_once = decoder_of(qwen3).generate(Request(PROMPTS, 2, SamplingParams(6), 1))
     monkeypatch.setattr(prompts, "MOST_TOKENS", 6)
     streams = list(prompts.prompt_streams(PROMPTS, torch.arange(5), torch.device("cpu")))
     assert [stream.prompts.tolist() for stream in streams] == [[1, 3, 0], [4], [2]]
-    assert torch.cat([stream.tokens for stream in streams]).tolist() == [
-        *PROMPTS[1], *PROMPTS[3], *PROMPTS[0], *PROMPTS[4], *PROMPTS[2],
-    ]  # fmt: skip
     in_passes = decoder_of(qwen3).generate(Request(PROMPTS, 2, SamplingParams(6), 1))
     assert torch.equal(in_passes.tokens, at_once.tokens)
     torch.testing.assert_close(in_passes.logprobs, at_once.logprobs, atol=1e-5, rtol=0)
 
 
-def test_prompts_are_read_once_and_finished_rows_leave(qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_read_once_and_finished_rows_leave(qwen3, monkeypatch):
     generator, num_tokens = decoder_of(qwen3), []
     forward = generator.decoder._hidden_states
     monkeypatch.setattr(
@@ -174,7 +158,7 @@ def test_prompts_are_read_once_and_finished_rows_leave(qwen3: Any, monkeypatch: 
     assert going[0] < 40
 
 
-def test_what_is_sampled_can_be_trained_on(qwen3: Any) -> None:
+def test_what_is_sampled_can_be_trained_on(qwen3):
     """Tensors made in inference mode cannot be saved for a backward pass."""
     rollout = decoder_of(qwen3).generate(Request(PROMPTS, 1, SamplingParams(3), 0))
     weight = torch.ones((), requires_grad=True)
@@ -183,7 +167,7 @@ def test_what_is_sampled_can_be_trained_on(qwen3: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_stays_close_and_gives_float32_logprobs(qwen3: Any, dtype: torch.dtype) -> None:
+def test_low_precision_stays_close_and_gives_float32_logprobs(qwen3, dtype):
     exact, rounded = decoder_of(qwen3), decoder_of(qwen3, dtype=dtype)
     rollout = rounded.generate(Request(PROMPTS, 4, SamplingParams(12, stop_token_ids=(3,)), 0))
     assert rollout.logprobs.dtype == torch.float32
@@ -207,9 +191,7 @@ def test_low_precision_stays_close_and_gives_float32_logprobs(qwen3: Any, dtype:
         (lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2), "gpt2"),
     ],
 )  # fmt: skip
-def test_other_models_are_sampled_by_transformers(
-    config: Any, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_models_are_sampled_by_transformers(config, reason, caplog):
     made = config()
     with caplog.at_level(logging.INFO, "nemo_grpo"):
         generator = build_local("auto", made, torch.float32, "cpu", 8)
@@ -218,18 +200,17 @@ def test_other_models_are_sampled_by_transformers(
     assert "generator hf" in caplog.text
     with pytest.raises(UserError, match="generator=decoder cannot sample from this model"):
         choose("decoder", made)
-    assert unsupported(FAMILIES["qwen2"](use_sliding_window=False, sliding_window=64)) is None
 
 
 @pytest.mark.parametrize("wanted", ["auto", "decoder", "hf"])
-def test_the_wanted_generator_is_built(qwen3: Any, wanted: Any) -> None:
+def test_the_wanted_generator_is_built(qwen3, wanted):
     generator = build_local(wanted, qwen3.config, torch.float32, "cpu", 8)
     assert type(generator) is (HFGenerator if wanted == "hf" else DecoderGenerator)
     with pytest.raises(AssertionError, match="not complete"):
         generator.generate(Request(PROMPTS, 1, SamplingParams(2), 0))
 
 
-def test_a_tied_folder_may_name_the_head(qwen3: Any, tmp_path: Any) -> None:
+def test_a_tied_folder_may_name_the_head(qwen3, tmp_path):
     qwen3.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
@@ -239,7 +220,7 @@ def test_a_tied_folder_may_name_the_head(qwen3: Any, tmp_path: Any) -> None:
     assert isinstance(build_local("auto", tmp_path, torch.float32, "cpu", 8), DecoderGenerator)
 
 
-def test_a_folder_with_gaps_is_left_to_transformers_to_refuse(tmp_path: Any) -> None:
+def test_a_folder_with_gaps_is_left_to_transformers_to_refuse(tmp_path):
     make_model(FAMILIES["llama"]()).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
@@ -255,7 +236,7 @@ def test_a_folder_with_gaps_is_left_to_transformers_to_refuse(tmp_path: Any) -> 
         build_local("auto", tmp_path, torch.float32, "cpu", 8)
 
 
-def test_pickled_weights_are_left_to_transformers(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_pickled_weights_are_left_to_transformers(tmp_path, caplog):
     make_model(FAMILIES["llama"]()).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()

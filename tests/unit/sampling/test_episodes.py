@@ -149,16 +149,6 @@ def test_the_response_prefix_begins_what_is_graded_observed_and_recorded(task):
     assert [response.reward for response in group.responses] == [1.0, 1.0]
     assert "".join(map(chr, group.responses[0].response.tokens.tolist())) == said + TOLD + ANSWER
 
-    sums = parse_task({"name": "math"}).build()
-    scorer = Scorer(sums, {"accuracy": 1.0}, Prompt(response_prefix="The answer is \\boxed{"))
-    problem = Problem("x", "?", "42")
-    generator = ScriptedGenerator({"p": ["42}.\0", "43}.\0"]})
-    (group,) = sample_groups(generator, CharacterTokenizer(), scorer, [problem], asked)
-    assert [one.response.text for one in group.responses] == [
-        f"The answer is \\boxed{{{n}}}." for n in (42, 43)
-    ]
-    assert [response.reward for response in group.responses] == [1.0, 0.0]
-
 
 class Pieces:
     """A tokenizer of given pieces."""
@@ -181,9 +171,6 @@ def test_a_stop_text_is_found_however_it_is_spelt():
     assert not end.reached([0, 1, 6])
     assert not end.reached([5, 2])
     assert not end.reached([4, 5])  # complete already before the last token
-
-
-# ---------------------------------------------------------------------- with the sampler
 
 
 VOCAB = 40
@@ -286,9 +273,6 @@ def test_the_context_is_checked_with_what_each_response_has_left(generator):
     generator.generate(Request([[1] * 30, [1] * 8], 1, SAMPLING, 0, Turn([2, 24], end)))  # 32 positions each
     with pytest.raises(UserError, match="longest prompt has 30 tokens and max_new_tokens=3"):
         generator.generate(Request([[1] * 30, [1] * 8], 1, SAMPLING, 0, Turn([3, 24], end)))
-
-
-# ---------------------------------------------------------------------- what is learnt from
 
 
 def test_demonstrations_teach_the_policys_part_only():

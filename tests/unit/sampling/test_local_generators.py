@@ -42,10 +42,12 @@ def greedy(generator, num_tokens):
     return generator.generate(Request(PROMPTS, 1, SamplingParams(num_tokens, greedy=True), 0))
 
 
-def test_greedy_equals_transformers_generate(model, generator):
-    rollout = greedy(generator, 12)
-    for prompt, response in zip(PROMPTS, responses(rollout), strict=True):
+def test_greedy_equals_transformers_generate_and_has_the_logprobs_of_temperature_one(model, generator):
+    sampling = SamplingParams(12, greedy=True, temperature=0.5, top_k=1)
+    rollout = generator.generate(Request(PROMPTS, 1, sampling, 0))
+    for prompt, response, found in zip(PROMPTS, responses(rollout), rollout.logprobs, strict=True):
         assert response == greedy_of(model, prompt, 12)
+        torch.testing.assert_close(found, logprobs_of(model, prompt, response), atol=1e-5, rtol=0)
     assert len({tuple(response) for response in responses(rollout)}) > 1
 
 
@@ -70,15 +72,6 @@ def test_logprobs_equal_a_full_forward_pass(model, generator, options):
         torch.testing.assert_close(rollout.logprobs[row, : len(response)], want, atol=1e-5, rtol=0)
 
 
-def test_greedy_logprobs_are_those_of_temperature_one(model, generator):
-    rollout = generator.generate(
-        Request(PROMPTS, 1, SamplingParams(6, greedy=True, temperature=0.5, top_k=1), 0)
-    )
-    for row, response in enumerate(responses(rollout)):
-        expected = logprobs_of(model, PROMPTS[row], response)
-        torch.testing.assert_close(rollout.logprobs[row], expected, atol=1e-5, rtol=0)
-
-
 def test_stop_token_belongs_to_its_response_and_nothing_follows(generator):
     stop = tuple(range(0, VOCAB, 3))
     rollout = generator.generate(Request(PROMPTS, 8, SamplingParams(6, stop_token_ids=stop), 1))
@@ -92,13 +85,9 @@ def test_stop_token_belongs_to_its_response_and_nothing_follows(generator):
         for values in (rollout.tokens, rollout.logprobs):
             assert (values[row, length:] == 0).all()
         assert (rollout.logprobs[row, :length] < 0).all()
-
-
-def test_stop_token_at_the_limit_is_not_a_truncation(generator):
-    every = tuple(range(VOCAB))
+    every = tuple(range(VOCAB))  # one at the limit is no truncation
     rollout = generator.generate(Request(PROMPTS, 2, SamplingParams(1, stop_token_ids=every), 1))
     assert not rollout.truncated.any()
-    assert generator.generate(Request(PROMPTS, 2, SamplingParams(1), 1)).truncated.all()
 
 
 def test_the_seed_alone_decides(kind, model, generator):
@@ -113,7 +102,7 @@ def test_the_seed_alone_decides(kind, model, generator):
     assert not torch.equal(first.tokens, generator.generate(Request(PROMPTS, 4, sampling, 4)).tokens)
 
 
-@pytest.mark.parametrize("max_batch_size", [1, 3, 5])
+@pytest.mark.parametrize("max_batch_size", [1, 5])
 def test_responses_do_not_depend_on_the_rest_of_the_batch(kind, model, generator, max_batch_size):
     sampling = SamplingParams(10, stop_token_ids=(1, 2, 3))
     together = generator.generate(Request(PROMPTS, 4, sampling, 3))
@@ -135,14 +124,6 @@ def test_every_token_and_every_end_is_counted_as_it_comes(kind, model):
     assert sum(num_tokens for num_tokens, _ in told) == int(rollout.lengths.sum())
     assert sum(num_ended for _, num_ended in told) == 8
     assert told[0][0] == 3
-
-
-def test_draw_inverts_the_cumulative_distribution():
-    probabilities = torch.tensor([0.1, 0.2, 0.0, 0.6, 0.1])
-    uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    tokens, logprobs = draw(probabilities.log().expand(1000, 5), SamplingParams(1), uniforms)
-    assert torch.bincount(tokens, minlength=5).tolist() == [100, 200, 0, 600, 100]
-    torch.testing.assert_close(logprobs, probabilities[tokens].log())
 
 
 def test_draw_at_the_ends_of_the_unit_interval_picks_possible_tokens():
@@ -202,19 +183,12 @@ def test_update_weights_makes_it_the_new_model(kind, model):
     fresh = make_generator(kind, model)
     before = greedy(fresh, 8)
     fresh.update_weights(other.named_parameters())
+    expected = greedy(make_generator(kind, other), 8)
+    for parameter in other.parameters():
+        parameter.zero_()  # they are copied, not shared
     after = greedy(fresh, 8)
-    assert responses(after) == responses(greedy(make_generator(kind, other), 8))
+    assert torch.equal(after.logprobs, expected.logprobs)
     assert responses(before) != responses(after)
-
-
-def test_weights_are_copied_not_shared(kind):
-    source = toy()
-    generator = make_generator(kind, source)
-    before = greedy(generator, 8)
-    for parameter in source.parameters():
-        parameter.zero_()
-    after = greedy(generator, 8)
-    assert torch.equal(before.logprobs, after.logprobs)
 
 
 @pytest.mark.parametrize(

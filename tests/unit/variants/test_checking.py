@@ -1,6 +1,7 @@
 """Wrong losses, each found by the check that is there for it, with a sentence that says how to repair it."""
 
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from nemo_grpo import UserError
 from nemo_grpo.cli import app
 from nemo_grpo.variants import checking, parse_loss_fn
 from nemo_grpo.variants.checking import check_variant, try_out
+
+ROOT = Path(__file__).parents[3]
+sys.path.append(str(ROOT / "tests/contract"))
+from test_documents import blocks  # noqa: E402
 
 HEAD = """
 import torch
@@ -23,124 +28,114 @@ class Mine(RatioConfig):
 """
 TERMS = "\n    def terms(self, prepared):\n        batch, a = prepared.batch, prepared.advantages\n"
 SHAPE = "\n    def shape(self, batch, seed):\n        shaped = super().shape(batch, seed)\n"
-RETURN = "\n        return TokenTerms(self.ratio(batch) * a)"
+
+
+def term(policy: str, before: str = "") -> str:
+    """A method that gives this policy term."""
+    return f"{TERMS}        {before}\n        return TokenTerms({policy})"
+
+
+def shape(advantages: str, before: str = "") -> str:
+    """A method that gives these advantages."""
+    return f"{SHAPE}        {before}\n        return Shaped({advantages}, shaped.base)"
+
+
+TERM = "self.ratio(batch) * a"
+OUTLIER = """r, n = batch.rewards.double(), (batch.group_ids[:, None] == batch.group_ids).sum(1)
+        same = (batch.group_ids[:, None] == batch.group_ids).double()
+        others = (n - 1).clamp(min=1)
+        mean = (same @ r - r) / others
+        std = ((same @ r**2 - r**2) / others - mean**2).clamp(min=0).sqrt()
+        a = (r - mean) / torch.where(std > 0, std, 1.0)
+        a = torch.where(batch.mask, a[:, None], 0.0).to(shaped.advantages.dtype)"""
+RUNNING = "global mean; mean = 0.9 * globals().get('mean', 0.0) + 0.1 * float(batch.rewards.mean())"
+HOOK = "x = batch.next_token_logprobs; x.register_hook(lambda g: 2 * g) if x.requires_grad else None"
 WRONG = {
     "a mean over rows": (
-        TERMS + "        return TokenTerms(self.ratio(batch) * a / len(a))",
+        term(f"{TERM} / len(a)"),
         *("microbatches", "found the loss .*terms.. must treat every row by itself: .* belongs into shape"),
     ),
     "a group by its place": (
-        SHAPE
-        + "        a = shaped.advantages.clone(); a[0] = 2 * a[0]\n        return Shaped(a, shaped.base)",
+        shape("a", "a = shaped.advantages.clone(); a[0] = 2 * a[0]"),
         *("order", "find a response.s group by batch.group_ids, not by its place"),
     ),
     "the width of the tensor": (
-        TERMS + "        return TokenTerms(self.ratio(batch) * a / a.shape[1])",
+        term(f"{TERM} / a.shape[1]"),
         *("padding", "count tokens by batch.mask, not by the width"),
     ),
     "a term per response": (
-        TERMS + "        return TokenTerms((self.ratio(batch) * a).sum(1, keepdim=True))",
+        term(f"({TERM}).sum(1, keepdim=True)"),
         *("shapes", r"TokenTerms.policy of shape \[5, 4\].*found \[5, 1\].*expand_as"),
     ),
     "draws of their own": (
-        SHAPE + "        return Shaped(shaped.advantages * torch.rand(()), shaped.base)",
+        shape("shaped.advantages * torch.rand(())"),
         *("repetition", "same from the same step; found.*draw by core.random.token_uniforms"),
     ),
-    "draws in the loss": (
-        TERMS + "        return TokenTerms(self.ratio(batch) * a * torch.rand(a.shape))",
-        *("repetition", "same from the same step"),
-    ),
     "a running mean in a global": (
-        SHAPE
-        + "        global mean; mean = 0.9 * globals().get('mean', 0.0) + 0.1 * float(batch.rewards.mean())\n"
-        + "        return Shaped(shaped.advantages * (1 + mean), shaped.base)",
+        shape("shaped.advantages * (1 + mean)", RUNNING),
         *("repetition", "keep nothing between calls, .* on self, .*Shaped.carried hands numbers to the next"),
     ),
     "a tensor that is changed in place": (
-        TERMS + "        a.mul_(2)" + RETURN,
+        term(TERM, "a.mul_(2)"),
         *("repetition", "change no tensor in place"),
     ),
     "a minus sign": (
-        TERMS + "        return TokenTerms(-self.ratio(batch) * a)",
+        term(f"-{TERM}"),
         *("sign", r"an update raises the tokens of responses with an advantage > 0; found the opposite \(-"),
     ),
     "a size without a sign": (
-        TERMS + "        return TokenTerms(self.ratio(batch) * a.abs())",
-        *(
-            "sign",
-            r"an update lowers the tokens of .* < 0; .* a minus sign, an abs\(\) or exp\(prev - next\)",
-        ),
+        term(f"{TERM}.abs()"),
+        *("sign", r"an update lowers the tokens of .* < 0; .* minus sign, an abs\(\) or exp\(prev - next\)"),
     ),
     "a variance by subtraction": (
-        SHAPE
-        + "        r, n = batch.rewards.double(), (batch.group_ids[:, None] == batch.group_ids).sum(1)\n"
-        + "        same = (batch.group_ids[:, None] == batch.group_ids).double()\n"
-        + "        others = (n - 1).clamp(min=1)\n"
-        + "        mean = (same @ r - r) / others\n"
-        + "        std = ((same @ r**2 - r**2) / others - mean**2).clamp(min=0).sqrt()\n"
-        + "        a = (r - mean) / torch.where(std > 0, std, 1.0)\n"
-        + "        a = torch.where(batch.mask, a[:, None], 0.0).to(shaped.advantages.dtype)\n"
-        + "        return Shaped(a, shaped.base)",
-        *(
-            "finite",
-            "one outlier per group; found that group . has an advantage of .* divides by a spread near 0",
-        ),
+        shape("a", OUTLIER),
+        *("finite", "one outlier per group; found that group . has an advantage of .* a spread near 0"),
     ),
     "no gradient": (
-        TERMS + "        return TokenTerms(self.ratio(batch).detach() * a)",
+        term("self.ratio(batch).detach() * a"),
         *("gradient", "found no gradient at any token.*without detach"),
     ),
     "a gradient that is no derivative": (
-        TERMS
-        + "        x = batch.next_token_logprobs\n"
-        + "        x.register_hook(lambda g: 2 * g) if x.requires_grad else None"
-        + RETURN,
+        term(TERM, HOOK),
         *("differences", "found another one; look for .data, a hook"),
     ),
     "not finite": (
-        TERMS + "        return TokenTerms(torch.exp(batch.next_token_logprobs - batch.prev_logprobs) * a)",
+        term("torch.exp(batch.next_token_logprobs - batch.prev_logprobs) * a"),
         *("finite", "the policy 100 nats above the scored one; found the loss .*importance_ratio"),
     ),
     "a std of 0": (
-        SHAPE
-        + "        std = batch.rewards.std()\n"
-        + "        a = torch.where(batch.mask, shaped.advantages / std, 0.0)\n"
-        + "        return Shaped(a, shaped.base)",
+        shape("torch.where(batch.mask, shaped.advantages / batch.rewards.std(), 0.0)"),
         *("finite", "found advantages that are not; add an eps"),
     ),
     "advantages in float64": (
-        SHAPE + "        return Shaped(shaped.advantages.double(), shaped.base)",
+        shape("shaped.advantages.double()"),
         *("precision", "expected float32 for a float32 step; found .*float64"),
     ),
     "a misspelt attribute of the batch": (
-        TERMS + "        return TokenTerms(batch.next_token_logprob * a)",
+        term("batch.next_token_logprob * a"),
         *("shapes", r"next_token_logprob. \(wrong.py:\d+\); did you mean .next_token_logprobs"),
     ),
     "a misspelt declaration": (
         "    need_entropy: ClassVar[bool] = True\n",
         *("names", "found need_entropy, which nothing does; did you mean needs_entropy"),
     ),
-    "a misspelt method": (
-        "\n    def policy_terms(self, ratio, advantages):\n        return ratio * advantages, {}",
-        *("names", "found policy_terms, which nothing does; did you mean policy_term"),
-    ),
     "entropies that are not declared": (
-        SHAPE + "        return Shaped(shaped.advantages * batch.entropies.exp(), shaped.base)",
+        shape("shaped.advantages * batch.entropies.exp()"),
         *("shapes", "it reads entropies, which are given with needs_entropy = True only"),
     ),
     "a metric of the microbatch": (
-        TERMS + "        return TokenTerms(self.ratio(batch) * a, None, {'mine/max': a.amax()})",
+        term(f"{TERM}, None, {{'mine/max': a.amax()}}"),
         *("shapes", "expected the metric mine/max of shape"),
     ),
     "advantages of masked tokens": (
-        SHAPE + "        return Shaped(shaped.advantages + 1, shaped.base)",
+        shape("shaped.advantages + 1"),
         *("shapes", "expected advantages of exactly 0 outside batch.mask"),
     ),
 }
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -171,11 +166,9 @@ STOPPED = {
 @pytest.mark.parametrize("how", STOPPED)
 def test_a_stop_gradient_is_held_however_it_is_written(how):
     head = "    def held(self, batch):\n        with torch.no_grad():\n            return self.ratio(batch)\n"
-    term = f"        return TokenTerms({STOPPED[how]} * a * batch.next_token_logprobs)"
-    assert check_variant(parse_loss_fn({"variant": loss(head + TERMS + term)}), quick=True) == []
-    doubled = "x = batch.next_token_logprobs; x.register_hook(lambda g: 2 * g) if x.requires_grad else None"
-    wrong = loss(f"{head}{TERMS}        {doubled}\n{term}")
-    failures = check_variant(parse_loss_fn({"variant": wrong}), quick=True)
+    policy = f"{STOPPED[how]} * a * batch.next_token_logprobs"
+    assert check_variant(parse_loss_fn({"variant": loss(head + term(policy))}), quick=True) == []
+    failures = check_variant(parse_loss_fn({"variant": loss(head + term(policy, HOOK))}), quick=True)
     assert [found.check for found in failures] == ["differences"]
 
 
@@ -262,12 +255,17 @@ def test_commands_try_an_own_loss_before_anything_else(command):
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("number", "told"), [(1, "a: 1"), (2, "a: 1; b: 2"), (3, "a: 1; b: 2 (3 checks fail)")]
-)
-def test_a_run_is_refused_with_two_failures_and_their_number(monkeypatch, number, told):
-    failures = [("a", "1"), ("b", "2"), ("c", "3")][:number]
-    monkeypatch.setattr(checking, "check_variant", lambda _config, quick: failures)
-    with pytest.raises(UserError) as refused:
+def test_a_run_is_refused_with_two_failures_and_their_number(monkeypatch):
+    monkeypatch.setattr(checking, "check_variant", lambda _config, quick: [*zip("abc", "123", strict=True)])
+    with pytest.raises(UserError, match=r"loss_fn\.variant=gpg: a: 1; b: 2 \(3 checks fail\); try `nemo-"):
         try_out(parse_loss_fn({"variant": "gpg"}), "loss_fn.variant")
-    assert str(refused.value) == f"loss_fn.variant=gpg: {told}; try `nemo-grpo variants check gpg`"
+
+
+@pytest.mark.parametrize(
+    "name", ["my_loss.py:Lenient", "my_losses.py:HalfWay", "my_losses.py:Soft", "my_losses.py:Detached"]
+)
+def test_a_loss_of_the_page_passes_every_check(name):
+    file = name.partition(":")[0]
+    (text,) = (block for block in blocks(ROOT / "docs/own.md", "python") if block.startswith(f"# {file}\n"))
+    Path(file).write_text(text)
+    assert check_variant(parse_loss_fn({"variant": name}), quick=True) == []

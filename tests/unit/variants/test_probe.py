@@ -52,13 +52,6 @@ class FewScores(RatioConfig):
         return Shaped(torch.where(batch.prev_logprobs < -1e6, 0.0, shaped.advantages), shaped.base)
 
 
-class DtypeAlone(RatioConfig):
-    def shape(self, batch, seed):
-        shaped = super().shape(batch, seed)
-        ones = torch.ones_like(batch.prev_logprobs).to(batch.prev_logprobs.dtype)
-        return Shaped(shaped.advantages * ones, shaped.base)
-
-
 class StepMean(RatioConfig):
     def shape(self, batch, seed):
         shaped = super().shape(batch, seed)
@@ -89,7 +82,6 @@ class Broken(RatioConfig):
 OWN = {
     Scores: {READS, SHAPES, FOLDS},
     FewScores: {READS, FOLDS},
-    DtypeAlone: {FOLDS},
     StepMean: {SHAPES, SPANS, FOLDS},
     Entropic: {BONUS, FOLDS},
     Squared: set(),
