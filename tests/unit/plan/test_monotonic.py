@@ -19,7 +19,7 @@ RATES = ("bf16_flops", "memory_bandwidth", "nvlink_bandwidth", "network_bandwidt
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Scenario:
+def cases(draw):
     """A model on up to 512 H100, colocated or one step ahead."""
     name = draw(st.sampled_from(MODELS))
     tp, pp, cp = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 2, 4), (1, 2)))
@@ -47,7 +47,7 @@ def cases(draw: st.DrawFn) -> Scenario:
 
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.sampled_from(RATES), st.floats(1.1, 4))
-def test_faster_hardware_is_never_slower(case: Scenario, rate: str, factor: float) -> None:
+def test_faster_hardware_is_never_slower(case, rate, factor):
     faster = replace(case.hardware, **{rate: factor * getattr(case.hardware, rate)})
     one, other = step_time(case), step_time(replace(case, hardware=faster))
     assert other.seconds <= one.seconds * (1 + 1e-9)
@@ -55,7 +55,7 @@ def test_faster_hardware_is_never_slower(case: Scenario, rate: str, factor: floa
 
 @settings(max_examples=30, deadline=None)
 @given(cases())
-def test_longer_responses_and_more_passes_are_never_faster(case: Scenario) -> None:
+def test_longer_responses_and_more_passes_are_never_faster(case):
     """Where the cache holds one longer response less, the rollout may take up to 2 % less."""
     work = case.work
     longer = replace(work, lengths=of_mean(work.lengths.mean * 1.2, 3968))

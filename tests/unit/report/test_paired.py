@@ -1,7 +1,6 @@
 """Differences to a baseline: intervals against printed tables and numbers worked out by hand."""
 
 import pytest
-from matplotlib.figure import Figure
 
 from nemo_grpo.report import paired as module
 from nemo_grpo.report.paired import (
@@ -15,7 +14,7 @@ from nemo_grpo.report.paired import (
 from nemo_grpo.report.runs import RunGroup, RunLog
 
 
-def invented_run(tmp_path, seed: int, accuracies: list[float], prompts: int = 4, label: str = "x") -> RunLog:
+def invented_run(tmp_path, seed, accuracies, prompts=4, label="x"):
     """Validated at steps 0, 10, 20, ...; every step draws ``prompts`` prompts of 2 responses, 100 tokens."""
     rows = {
         step: {"step": step, "rollout/num_prompts": prompts, "tokens/trained": 100 * step}
@@ -28,12 +27,12 @@ def invented_run(tmp_path, seed: int, accuracies: list[float], prompts: int = 4,
     return RunLog(tmp_path / f"{label}-s{seed}", dict(sorted(rows.items())), settings)
 
 
-def group(tmp_path, label: str, curves: dict[int, list[float]], prompts: int = 4) -> RunGroup:
+def group(tmp_path, label, curves, prompts=4):
     runs = (invented_run(tmp_path, seed, curve, prompts, label) for seed, curve in curves.items())
     return RunGroup(label, tuple(runs))
 
 
-def difference(*values: float) -> Difference:
+def difference(*values):
     return Difference({str(seed): value for seed, value in enumerate(values)})
 
 
@@ -152,7 +151,7 @@ def test_records_hold_every_difference(tmp_path):
 
 
 def test_forest_draws_intervals_at_their_ends_and_fills_those_without_0(tmp_path, monkeypatch):
-    drawn: list[Figure] = []
+    drawn = []
     monkeypatch.setattr(module, "write_png", lambda figure, path, dpi: drawn.append(figure))
     base = group(tmp_path, "grpo", {s: [0.1, 0.2] for s in range(4)})
     sure = group(tmp_path, "sure", dict(enumerate([[0.1, 0.3], [0.1, 0.4], [0.1, 0.5], [0.1, 0.4]])))

@@ -4,8 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-c
 BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
-def look(step: int, first: float) -> dict[str, Any]:
+def look(step, first):
     entry = ["<b>", 7, 0.25, 0.5]
     return {
         "step": step,
@@ -38,7 +36,7 @@ def look(step: int, first: float) -> dict[str, Any]:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> list[Path]:
+def runs(tmp_path):
     """Two seeds of one variant, two looks each."""
     folders = []
     for seed, firsts in enumerate(((2.0, 4.0), (4.0, 6.0))):
@@ -56,14 +54,14 @@ def runs(tmp_path: Path) -> list[Path]:
     return folders
 
 
-def test_of_a_step_that_a_resumed_run_measured_again_the_last_look_counts(runs: list[Path]) -> None:
+def test_of_a_step_that_a_resumed_run_measured_again_the_last_look_counts(runs):
     with (runs[0] / "diagnostics.jsonl").open("a") as file:
         file.write(json.dumps(look(1, 7.0)) + "\n")
     diagnostics = read_run(runs[0]).diagnostics
     assert [(one["step"], one["covariance"]["positive"][0]) for one in diagnostics] == [(1, 7.0), (20, 4.0)]
 
 
-def test_looks_are_averaged_within_a_run_and_spread_over_seeds(runs: list[Path]) -> None:
+def test_looks_are_averaged_within_a_run_and_spread_over_seeds(runs):
     group = group_runs([read_run(path) for path in runs])[0]
     assert [len(run.diagnostics) for run in group.runs] == [2, 2]  # a step without tokens is no look
     found = group_mean(group, "covariance", "positive")
@@ -73,7 +71,7 @@ def test_looks_are_averaged_within_a_run_and_spread_over_seeds(runs: list[Path])
     assert group_mean(group, "covariance", "nothing") is None
 
 
-def test_a_mean_over_tokens_counts_steps_by_their_tokens_and_nothing_where_there_are_none(runs) -> None:
+def test_a_mean_over_tokens_counts_steps_by_their_tokens_and_nothing_where_there_are_none(runs):
     rows = [look(1, 3.0), look(20, 0.0)]
     rows[0]["probability"]["tokens"] = [0.0, 1.0]
     rows[1] |= {"num_tokens": 27, "probability": {"tokens": [0.0, 1 / 9], "coefficient": [0.0, 1.0]}}
@@ -83,13 +81,13 @@ def test_a_mean_over_tokens_counts_steps_by_their_tokens_and_nothing_where_there
     assert mean.tolist() == [None, pytest.approx(2.5)]  # 9 tokens of 3, 3 of 1
 
 
-def test_covariance_table_has_the_papers_form(runs: list[Path]) -> None:
+def test_covariance_table_has_the_papers_form(runs):
     head, rows = covariance_rows(group_runs([read_run(path) for path in runs]))
     assert head == ["setting", "covariance", "1 %", "100 %"]
     assert rows == [["tr_grpo", "positive", "4.00", "0.10"], ["tr_grpo", "negative", "-8.00", "-0.10"]]
 
 
-def test_gradient_spread_counts_spikes_above_three_medians(runs: list[Path]) -> None:
+def test_gradient_spread_counts_spikes_above_three_medians(runs):
     mean, std, cv, peak, spikes = gradient_spread(np.array([1.0, 1.0, 4.0, 1.0]))
     assert (mean, peak, spikes) == (1.75, 4.0, 25.0)
     assert std == pytest.approx(27**0.5 / 4)  # ((3 x 0.75^2 + 2.25^2) / 4)^0.5 = (6.75 / 4)^0.5
@@ -100,14 +98,14 @@ def test_gradient_spread_counts_spikes_above_three_medians(runs: list[Path]) -> 
     ]
 
 
-def test_token_table_is_of_the_last_look(runs: list[Path]) -> None:
+def test_token_table_is_of_the_last_look(runs):
     head, rows = token_rows(group_runs([read_run(path) for path in runs]), "likely")
     assert head == ["rank", "tr_grpo, step 20", "count", "probability", "share"]
     assert rows == [["1", "'<b>'", "7", "0.250", "0.5000"]]
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_report_has_the_tables_and_pictures_of_the_tokens(runs: list[Path], tmp_path: Path) -> None:
+def test_report_has_the_tables_and_pictures_of_the_tokens(runs, tmp_path):
     page = write_report(runs, tmp_path / "out" / "report.html").read_text()
     assert "Covariance that a share of the tokens reaches" in page
     assert "&lt;b&gt;" in page
@@ -122,7 +120,7 @@ def test_report_has_the_tables_and_pictures_of_the_tokens(runs: list[Path], tmp_
 
 
 @pytest.mark.parametrize(("width", "columns"), [(500, 1), (1600, 3)])
-def test_report_opens_in_a_browser(width: int, columns: int, runs: list[Path], tmp_path: Path) -> None:
+def test_report_opens_in_a_browser(width, columns, runs, tmp_path):
     if BROWSER is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
     page = write_report(runs, tmp_path / "out" / "report.html")

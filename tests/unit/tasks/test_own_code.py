@@ -267,7 +267,7 @@ def test_an_installed_function_may_be_named(folder):
     assert parameters_of("test_own_code:installed") == ("response",)
 
 
-def installed(response: str) -> float:
+def installed(response):
     return float(len(response))
 
 
