@@ -18,18 +18,6 @@ def test_published_step_is_predicted(row):
     assert abs(error(row, row.predict(FITTED))) < 0.25
 
 
-def test_tokens_per_second_follow_from_step_times():
-    """A row's tokens/s/GPU, seconds and lengths agree, so that no number was copied wrongly.
-
-    One row disagrees with itself in the source: v0.6 prints 231 s beside v0.5's 58.7 tokens/s/GPU.
-    """
-    for row in ROWS:
-        seconds = row.published["step"]
-        if row.tokens and seconds != 231:
-            num_gpus = row.setup.num_nodes * row.setup.gpus_per_node
-            assert row.tokens == pytest.approx(row.work.tokens / seconds / num_gpus, rel=0.1), row.name
-
-
 @pytest.mark.slow
 def test_constants_are_those_of_the_fit():
     again = fit([row for row in ROWS if row.gpu == "h100"])

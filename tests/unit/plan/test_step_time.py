@@ -5,27 +5,25 @@ from dataclasses import replace
 import pytest
 from unit.plan.toys import CASE, EXPERTS, FREE, GPU, MATRICES, PARAMETERS, PEAK, SETUP, SMALL, WORK
 
-from benchmarks.published_rows import FOLDER, predicted, read_blind, row_of
 from nemo_grpo.plan import rollout_time, training_time
 from nemo_grpo.plan import scenario as collectives
 from nemo_grpo.plan import step_time as transfer_time
-from nemo_grpo.plan.efficiency import FITTED, OTHER
+from nemo_grpo.plan.efficiency import OTHER
 from nemo_grpo.plan.forecast import Forecast
-from nemo_grpo.plan.presets import PRESETS
 from nemo_grpo.plan.step_time import StepTime, step_time
 from nemo_grpo.recipe.layout import Layout
-
-DEEPSEEK = PRESETS["deepseek-ai/DeepSeek-V3"]
 
 
 def test_ring_collectives_move_their_share():
     # 1000 bytes over 4 ranks of a domain: 3/4 x 1000 / 1e4; an all-reduce twice that
     assert collectives.gather_seconds(CASE, 1000, 4, 4) == pytest.approx(0.075)
     assert collectives.reduce_seconds(CASE, 1000, 4) == pytest.approx(0.15)
-    assert collectives.gather_seconds(CASE, 1000, 1, 1) == 0
     # 16 ranks are two domains of 8: 2 x 7/8 x 1000 / 1e4 inside, 2 x 1/2 x 1000 / 8 / 1e3 across
     assert collectives.reduce_seconds(CASE, 1000, 16) == pytest.approx(0.175 + 0.125)
     assert collectives.gather_seconds(CASE, 1000, 16, 16) == pytest.approx(15 / 16 * 1000 / 1e3)
+    # an all-to-all waits for its slower side: 8 of 16 ranks near, 8/16 over the network, 7/16 over NVLink
+    assert collectives.exchange_seconds(CASE, 1000, 16, 1) == pytest.approx(0.5)
+    assert collectives.exchange_seconds(CASE, 1000, 8, 1) == pytest.approx(7 / 8 * 0.1)
 
 
 def test_a_job_beyond_one_nvlink_domain_is_sure_of_a_node_alone():
@@ -45,12 +43,6 @@ def test_a_slower_host_lengthens_fixed_times_alone():
     one, other = (rollout_time.engine_of(case).iteration(3, 10) for case in (replace(CASE, eff=eff), slow))
     assert other - one == pytest.approx(10)
     assert training_time.scoring_seconds(replace(slow, eff=FREE)) == training_time.scoring_seconds(CASE)
-
-
-def test_all_to_all_waits_for_its_slower_side():
-    # 16 ranks, 8 of them near: 8/16 over the network, 7/16 over NVLink
-    assert collectives.exchange_seconds(CASE, 1000, 16, 1) == pytest.approx(0.5)
-    assert collectives.exchange_seconds(CASE, 1000, 8, 1) == pytest.approx(7 / 8 * 0.1)
 
 
 def test_decoding_reads_weights_and_cache_once():
@@ -95,14 +87,6 @@ def test_a_pass_checks_drafts_and_keeps_those_before_the_first_refusal():
     assert rollout_time.engine_of(counted).iteration(3, 10) == pytest.approx(checked / 1.75)
 
 
-def test_a_draft_costs_what_skyrl_measured():
-    """Qwen3.5-9B, three drafts on 8 H100: the rollout took 310.1 s without and 152.4 s with them."""
-    _, lacking = read_blind(FOLDER / "others.csv")
-    pair = [row_of(cells | {"length": 4000}) for cells, _ in lacking if cells["source"].startswith("SkyRL")]
-    without, drafted = (predicted(row.predict(FITTED))["rollout"] for row in pair)
-    assert drafted / without == pytest.approx(152.4 / 310.1, rel=0.02)
-
-
 def test_fp8_weights_have_scales_and_may_leave_attention_alone():
     fp8 = replace(SETUP, vllm_fp8=True)
     feed_forward, attention = 384, 192
@@ -143,7 +127,7 @@ def test_rollout_ends_with_its_longest_response():
     assert seconds["prefill"] == pytest.approx(2 * 4 * 6208 / PEAK)
 
 
-def test_responses_that_find_no_place_wait():
+def test_responses_that_find_no_place_wait_and_draws_repeat():
     setup = replace(SETUP, vllm_max_sequences=4)
     case = replace(CASE, setup=setup)
     engine = rollout_time.engine_of(case)
@@ -151,9 +135,6 @@ def test_responses_that_find_no_place_wait():
     # 4 of 8 wait: 6 tokens of 4 at 4 + 3 in the cache, then 6 more until the last ends
     waiting, last = (6 * engine.iteration(4, 7) for _ in range(2))
     assert seconds["decode"] + seconds["tail"] == pytest.approx(waiting + last)
-
-
-def test_draws_repeat_the_rollout():
     once = rollout_time.rollout_seconds(CASE)
     more = rollout_time.rollout_seconds(replace(CASE, work=replace(WORK, num_draws=2.5)))
     assert more == {name: pytest.approx(2.5 * seconds) for name, seconds in once.items()}
@@ -164,11 +145,6 @@ def test_flops_of_a_token():
     assert training_time.layer_flops(SMALL, 5) == (2 * MATRICES, 160, 0)
     assert training_time.layer_flops(EXPERTS, 5, is_dense=False) == (2 * (192 + 32), 160, 2 * 2 * 384)
     assert training_time.model_flops(SMALL, 5) == 4 * (2 * MATRICES + 160) + 2 * 100 * 8
-
-
-def test_deepseek_counts_its_active_parameters():
-    # DeepSeek-V3 names 37 billion activated parameters, its embedding of 0.93 among them
-    assert training_time.model_flops(DEEPSEEK, 0) / 2 == pytest.approx(36.6e9, rel=0.01)
 
 
 def test_scoring_computes_every_token_once():
@@ -211,9 +187,7 @@ def test_experts_products_and_exchange():
     assert kernels == pytest.approx(20 * (2 * (192 + 32) + 160 + 2 * 2 * 384) / PEAK)
     # 20 tokens x 2 experts x 8 x 2 bytes there and back, 3/4 of them to other ranks
     assert talk == pytest.approx(2 * 640 * 3 / 4 / 1e4)
-
-
-def test_a_layer_takes_its_least_time():
+    # a layer takes its least time
     slow = replace(CASE, eff=replace(FREE, layer=7.0, expert_layer=9.0))
     assert training_time.layer_seconds(slow, 1, is_dense=True)[0] == 7
     assert training_time.layer_seconds(replace(slow, shape=EXPERTS), 1, is_dense=False)[0] == 9
@@ -272,14 +246,11 @@ def test_a_step_in_turn_is_a_sum_and_one_ahead_overlaps():
     assert step(1, 10, 20, 0).seconds == 20
     assert step(1, 30, 20, 0).seconds == 25
     assert step(8, 90, 20, 30).seconds == 30
-
-
-def test_rollouts_that_a_refit_waits_for_overlap_with_training_alone():
+    # rollouts that a refit waits for overlap with training alone
     waits = step(4, 30, 20, 0)
-    waits = replace(
-        waits, scenario=replace(waits.scenario, work=replace(waits.scenario.work, waits_for_rollouts=True))
-    )
-    waits = replace(waits, phases=waits.phases | {"refit": 5.0})
+    waits.phases["refit"] = 5.0
+    work = replace(waits.scenario.work, waits_for_rollouts=True)
+    waits = replace(waits, scenario=replace(waits.scenario, work=work))
     assert waits.seconds == 30 + 5
     assert replace(waits, phases=waits.phases | {"decode": 10.0}).seconds == 20 + 5
 
@@ -290,10 +261,10 @@ def test_router_replay_moves_the_chosen_experts():
     assert transfer_time.route_seconds(replayed) == pytest.approx(2 * 640 / transfer_time.ROUTES)
     many = replace(replayed, shape=replace(EXPERTS, num_experts=129))
     assert transfer_time.route_seconds(many) == 2 * transfer_time.route_seconds(replayed)
-    plain = replace(replayed, setup=SETUP)
-    name = "rewards, data, logs"
-    more = step_time(replayed).phases[name] - step_time(plain).phases[name]
-    assert more == pytest.approx(transfer_time.route_seconds(replayed))
+    logs = [
+        step_time(case).phases["rewards, data, logs"] for case in (replayed, replace(replayed, setup=SETUP))
+    ]
+    assert logs[0] - logs[1] == pytest.approx(transfer_time.route_seconds(replayed))
 
 
 def test_throughput_mfu_and_the_run():
