@@ -2,7 +2,6 @@
 
 import base64
 import json
-from pathlib import Path
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -56,7 +55,7 @@ FEW_SHOT = [{"image": PICTURE, "problem": "Which flower?", "solution": "<answer>
 
 GSM8K = [{"question": "6 of 206?", "answer": "He has 200 * 6 = <<200*6=1200>>1200.\n#### 1,200"}]
 
-FILES: dict[str, dict[str, list[dict]]] = {
+FILES = {
     "open-rs": {
         "data/train-00000-of-00001.parquet": [
             {"problem": "1+1?", "solution": "two", "answer": "2", "level": "Easy"},
@@ -126,7 +125,7 @@ FILES: dict[str, dict[str, list[dict]]] = {
 }  # fmt: skip
 
 
-def write(name: str, folder: Path) -> Path:
+def write(name, folder):
     """The repository of data set ``name`` below ``folder``."""
     from datasets import Dataset, Image, Sequence
 

@@ -1,9 +1,6 @@
 """The picture of an evaluation."""
 
-from pathlib import Path
-
 import pytest
-from matplotlib.figure import Figure
 
 from nemo_grpo.evaluate.render import plot
 from nemo_grpo.support import pictures
@@ -12,10 +9,8 @@ MEANS = {"accuracy": 0.25, "greedy": 0.5, "maj@4": 0.75, "pass@4": 1.0}
 
 
 @pytest.mark.parametrize("names", [["aime24"], ["aime24", "amc23", "math500", "minerva", "olympiadbench"]])
-def test_a_score_is_a_slim_bar_however_many_benchmarks(
-    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Figure] = []
+def test_a_score_is_a_slim_bar_however_many_benchmarks(names, tmp_path, monkeypatch):
+    drawn = []
     monkeypatch.setattr(pictures, "write_png", lambda figure, path, dpi: drawn.append(figure))
     entry = {"num_problems": 30, "metrics": MEANS, "standard_errors": dict.fromkeys(MEANS, 0.125)}
     summary = {"conditions": {"num_samples": 4}, "benchmarks": dict.fromkeys(names, entry)}

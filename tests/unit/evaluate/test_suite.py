@@ -50,7 +50,7 @@ def result(evaluated):
     return evaluated(all=PROBLEMS, one=PROBLEMS[:1])
 
 
-def test_conditions_are_those_of_the_sampling() -> None:
+def test_conditions_are_those_of_the_sampling():
     assert CONFIG.sampling == SAMPLING
     assert CONFIG.problems_per_call == 2
 

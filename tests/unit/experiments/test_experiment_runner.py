@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from rich.console import Console
 
 from nemo_grpo.cli.compare import comparison, show_results
 from nemo_grpo.engine.resume import keep_inputs, model_files
-from nemo_grpo.experiments.jobs import Job, Setting, Status, make_jobs
+from nemo_grpo.experiments.jobs import Status, make_jobs
 from nemo_grpo.experiments.results import finished_groups, write_results
 from nemo_grpo.experiments.runner import check_unchanged, run_experiment, run_jobs
 from nemo_grpo.experiments.sweep import sweep_variants, with_overrides
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 
 
-def settings_of(variants: list[str], overrides: Sequence[str] = ()) -> list[Setting]:
+def settings_of(variants, overrides=()):
     return with_overrides(sweep_variants(QUICKSTART, variants, [0]).settings, overrides)
 
 
@@ -58,16 +57,16 @@ for step in range(done, 4):
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> list[Job]:
+def jobs(tmp_path):
     return make_jobs(settings_of(["grpo", "gpg"]), [0, 1], tmp_path / "out")
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Callable[[float], Callable[[Job], list[str]]]:
+def command(tmp_path):
     (tmp_path / "run.py").write_text(RUN)
 
-    def make(seconds: float) -> Callable[[Job], list[str]]:
-        def of(job: Job) -> list[str]:
+    def make(seconds):
+        def of(job):
             resolved = tmp_path / f"{job.name}.yaml"
             asked = job.recipe.policy.precision
             resolved.write_text(job.recipe.with_precision(asked.replace("auto", "bfloat16")).to_yaml())
@@ -79,10 +78,10 @@ def command(tmp_path: Path) -> Callable[[float], Callable[[Job], list[str]]]:
 
 
 @contextmanager
-def stopped_when(begun: Callable[[], bool]) -> Iterator[None]:
+def stopped_when(begun):
     """This process gets SIGTERM once the jobs have begun."""
 
-    def wait() -> None:
+    def wait():
         wait_for(begun)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -92,12 +91,12 @@ def stopped_when(begun: Callable[[], bool]) -> Iterator[None]:
     thread.join()
 
 
-def starts(jobs: list[Job]) -> list[int]:
+def starts(jobs):
     files = [job.folder / "starts" for job in jobs]
     return [len(file.read_text()) if file.exists() else 0 for file in files]
 
 
-def test_finished_runs_are_not_run_again_unless_the_recipe_has_changed(tmp_path, jobs, command) -> None:
+def test_finished_runs_are_not_run_again_unless_the_recipe_has_changed(tmp_path, jobs, command):
     out = tmp_path / "out"
     assert {s.state for s in run_jobs(jobs[:3], out, 2, command(0)).values()} == {"finished"}
     ended = run_jobs(jobs, out, 2, command(0))
@@ -108,7 +107,7 @@ def test_finished_runs_are_not_run_again_unless_the_recipe_has_changed(tmp_path,
     assert starts(jobs) == [2, 1, 1, 1]
 
 
-def test_a_finished_run_that_chose_its_precision_is_not_run_again(tmp_path, command) -> None:
+def test_a_finished_run_that_chose_its_precision_is_not_run_again(tmp_path, command):
     out = tmp_path / "out"
     jobs = make_jobs(settings_of(["grpo"], ["policy.precision=auto"]), [0], out)
     for _ in range(2):
@@ -133,10 +132,10 @@ CONSTANT = "policy.megatron_cfg.scheduler.lr_decay_style=constant"
         ([], ["logger.tensorboard_enabled=false", "policy.train_micro_batch_size=8"], None),
     ],
 )
-def test_a_mean_is_of_runs_that_trained_and_validated_alike(tmp_path, command, before, now, said) -> None:
+def test_a_mean_is_of_runs_that_trained_and_validated_alike(tmp_path, command, before, now, said):
     out = tmp_path / "out"
 
-    def jobs(overrides: list[str]) -> list[Job]:
+    def jobs(overrides):
         return make_jobs(settings_of(["grpo"], overrides), [0], out)
 
     run_jobs(jobs(before), out, 1, command(0))
@@ -151,7 +150,7 @@ def test_a_mean_is_of_runs_that_trained_and_validated_alike(tmp_path, command, b
     assert starts(jobs(now)) == [2 if "grpo.max_num_steps=999" in now else 1]
 
 
-def test_seeds_that_are_added_start_from_the_same_model(tmp_path, command) -> None:
+def test_seeds_that_are_added_start_from_the_same_model(tmp_path, command):
     weights = tmp_path / "model" / "model.safetensors"
     weights.parent.mkdir()
     weights.write_text("first")
@@ -165,7 +164,7 @@ def test_seeds_that_are_added_start_from_the_same_model(tmp_path, command) -> No
         check_unchanged(jobs)
 
 
-def test_end_of_a_process_in_words() -> None:
+def test_end_of_a_process_in_words():
     said = {
         1: "exit code 1",
         -15: "killed by SIGTERM",
@@ -174,7 +173,7 @@ def test_end_of_a_process_in_words() -> None:
     assert all(how_ended(code).startswith(words) for code, words in said.items())
 
 
-def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path, jobs, command) -> None:
+def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path, jobs, command):
     out = tmp_path / "out"
     (out / "runs").mkdir(parents=True)
     (out / "runs" / "fail-gpg-s0").touch()
@@ -191,7 +190,7 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path, jobs, comma
     assert starts(jobs) == [1, 2, 1, 1]
 
 
-def test_only_files_that_were_written_are_named(tmp_path, jobs, command) -> None:
+def test_only_files_that_were_written_are_named(tmp_path, jobs, command):
     out = tmp_path / "out"
     failed = {job.name: Status("failed", 1, "error: it broke") for job in jobs}
     for ended in (failed, run_jobs(jobs, out, 2, command(0)), failed):
@@ -200,7 +199,7 @@ def test_only_files_that_were_written_are_named(tmp_path, jobs, command) -> None
         assert (out / "report.html" in found.files) == (out / "report.html").is_file() == bool(found.groups)
 
 
-def test_results_compare_every_setting_with_the_baseline(tmp_path, jobs, command) -> None:
+def test_results_compare_every_setting_with_the_baseline(tmp_path, jobs, command):
     out = tmp_path / "out"
     ended = run_jobs(jobs, out, 2, command(0))
     for name, last in {"grpo-s0": 0.2, "grpo-s1": 0.4, "gpg-s0": 0.5, "gpg-s1": 0.71}.items():
@@ -225,7 +224,7 @@ def test_results_compare_every_setting_with_the_baseline(tmp_path, jobs, command
     assert not (out / "plots" / "forest.png").exists()
 
 
-def test_a_signal_stops_all_and_the_next_call_continues(tmp_path, jobs, command) -> None:
+def test_a_signal_stops_all_and_the_next_call_continues(tmp_path, jobs, command):
     out = tmp_path / "out"
     with stopped_when(lambda: all((job.folder / "metrics.jsonl").exists() for job in jobs[:2])):
         ended = run_jobs(jobs, out, 2, command(30))
@@ -240,7 +239,7 @@ def test_a_signal_stops_all_and_the_next_call_continues(tmp_path, jobs, command)
 
 
 @pytest.mark.parametrize("handler", ["", "signal.signal(15, lambda *_: sys.exit(143)); "])  # as a launcher
-def test_a_run_that_a_signal_ends_while_it_starts_is_no_failure(tmp_path, jobs, handler) -> None:
+def test_a_run_that_a_signal_ends_while_it_starts_is_no_failure(tmp_path, jobs, handler):
     begun = tmp_path / "begun"
     lines = f"import signal, sys, time; {handler}open({str(begun)!r}, 'w'); time.sleep(60)"
     starting = [sys.executable, "-c", lines]
@@ -249,7 +248,7 @@ def test_a_run_that_a_signal_ends_while_it_starts_is_no_failure(tmp_path, jobs, 
     assert {name: s.state for name, s in ended.items()} == {"grpo-s0": "interrupted"}
 
 
-def test_runs_of_an_older_recipe_stay_out_of_the_table_of_a_stopped_call(tmp_path, jobs, command) -> None:
+def test_runs_of_an_older_recipe_stay_out_of_the_table_of_a_stopped_call(tmp_path, jobs, command):
     out = tmp_path / "out"
     assert finished_groups(jobs, run_jobs(jobs, out, 2, command(0)))
     longer = make_jobs(settings_of(["grpo", "gpg"], ["grpo.max_num_steps=999"]), [0, 1], out)
@@ -262,7 +261,7 @@ def test_runs_of_an_older_recipe_stay_out_of_the_table_of_a_stopped_call(tmp_pat
     assert finished_groups(jobs, run_jobs(jobs, out, 2, command(0)))
 
 
-def test_two_calls_in_one_folder_are_refused(tmp_path, jobs, command) -> None:
+def test_two_calls_in_one_folder_are_refused(tmp_path, jobs, command):
     out = tmp_path / "out"
     out.mkdir()
     child = os.fork()
@@ -281,7 +280,7 @@ def test_two_calls_in_one_folder_are_refused(tmp_path, jobs, command) -> None:
         os.waitpid(child, 0)
 
 
-def test_results_have_mean_and_sample_deviation_over_seeds(tmp_path, jobs) -> None:
+def test_results_have_mean_and_sample_deviation_over_seeds(tmp_path, jobs):
     for job, final in zip(jobs, (0.2, 0.5, 0.4, 0.5), strict=True):
         job.folder.mkdir(parents=True)
         rows = [{"step": 0, "validation/accuracy": 0.1}, {"step": 9, "validation/accuracy": final}]
@@ -307,7 +306,7 @@ def test_results_have_mean_and_sample_deviation_over_seeds(tmp_path, jobs) -> No
     assert "\u2026" not in one + two
 
 
-def test_notes_on_a_comparison_break_between_words(tmp_path, jobs, command, monkeypatch, capsys) -> None:
+def test_notes_on_a_comparison_break_between_words(tmp_path, jobs, command, monkeypatch, capsys):
     out = tmp_path / "out"
     found = write_results(jobs, run_jobs(jobs, out, 2, command(0)), out, "the command")
     monkeypatch.setenv("COLUMNS", "60")
@@ -317,7 +316,7 @@ def test_notes_on_a_comparison_break_between_words(tmp_path, jobs, command, monk
     assert found.notes().split() == printed.split()[-len(found.notes().split()) :]
 
 
-def _printed(tables, width) -> str:
+def _printed(tables, width):
     console = Console(file=io.StringIO(), width=width)
     console.print(*tables)
     return console.file.getvalue()

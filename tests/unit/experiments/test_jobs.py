@@ -1,6 +1,5 @@
 """Which runs a comparison or a sweep consists of, and what is refused before any starts."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 from nemo_grpo.cli.compare import parse_seeds
 from nemo_grpo.experiments.jobs import Setting, make_jobs
 from nemo_grpo.experiments.sweep import (
-    Target,
     find_sweep,
     is_sweep,
     load_sweep,
@@ -25,13 +23,11 @@ QUICKSTART = RECIPES / "quickstart.yaml"
 PRESETS = sorted((RECIPES / "sweeps").glob("*.yaml"))
 
 
-def settings_of(
-    variants: list[str], overrides: Sequence[str] = (), recipe: Path = QUICKSTART
-) -> list[Setting]:
+def settings_of(variants, overrides=(), recipe=QUICKSTART):
     return with_overrides(sweep_variants(recipe, variants, [0]).settings, overrides)
 
 
-def test_compare_uses_a_variants_overlay_and_the_given_recipe_for_its_own_variant() -> None:
+def test_compare_uses_a_variants_overlay_and_the_given_recipe_for_its_own_variant():
     settings = settings_of(["grpo", "gpg"], ["grpo.max_num_steps=3"])
     assert [(s.label, s.recipe.name, s.overrides) for s in settings] == [
         ("grpo", "quickstart.yaml", ("grpo.max_num_steps=3",)),
@@ -39,7 +35,7 @@ def test_compare_uses_a_variants_overlay_and_the_given_recipe_for_its_own_varian
     ]
 
 
-def test_compare_without_an_overlay_uses_the_variants_defaults(tmp_path: Path) -> None:
+def test_compare_without_an_overlay_uses_the_variants_defaults(tmp_path):
     recipe = RECIPES / "quickstart-tr_grpo.yaml"  # has keys that GPG does not know, and no overlay of its own
     job = make_jobs(settings_of(["gpg"], recipe=recipe), [0], tmp_path)[0]
     assert job.setting.recipe == recipe
@@ -47,7 +43,7 @@ def test_compare_without_an_overlay_uses_the_variants_defaults(tmp_path: Path) -
     assert (loss.variant, loss.reward_normalization, loss.valid_fraction_threshold) == ("gpg", "none", 0.6)
 
 
-def test_jobs_have_folders_and_seeds_of_their_own_and_seeds_go_last(tmp_path: Path) -> None:
+def test_jobs_have_folders_and_seeds_of_their_own_and_seeds_go_last(tmp_path):
     jobs = make_jobs(settings_of(["grpo", "gpg"]), [0, 7], tmp_path)
     named = [(job.name, job.recipe.grpo.seed) for job in jobs]
     assert named == [("grpo-s0", 0), ("gpg-s0", 0), ("grpo-s7", 7), ("gpg-s7", 7)]
@@ -55,7 +51,7 @@ def test_jobs_have_folders_and_seeds_of_their_own_and_seeds_go_last(tmp_path: Pa
     assert len({job.recipe.nemo_grpo.warm_start for job in jobs}) == 1
 
 
-def test_variants_that_do_not_exist_or_come_twice_are_refused() -> None:
+def test_variants_that_do_not_exist_or_come_twice_are_refused():
     with pytest.raises(UserError, match=r"grp: .*did you mean 'grpo'\?"):
         make_jobs(settings_of(["grpo", "grp"]), [0], Path("out"))
     with pytest.raises(UserError, match="--variants grpo,grpo: the setting 'grpo' is repeated; name it once"):
@@ -64,14 +60,14 @@ def test_variants_that_do_not_exist_or_come_twice_are_refused() -> None:
         settings_of(["grpo"], ["loss_fn.variant=gpg"])
 
 
-def test_a_setting_that_is_not_valid_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_setting_that_is_not_valid_is_refused_by_its_name(tmp_path):
     with pytest.raises(UserError, match=r"gpg: .*loss_fn\.tau"):
         make_jobs(settings_of(["grpo", "gpg"], ["loss_fn.tau=1"])[1:], [0], tmp_path)
     with pytest.raises(UserError, match="nothing to run"):
         make_jobs([], [0], tmp_path)
 
 
-def test_runs_that_would_share_a_place_are_refused(tmp_path: Path) -> None:
+def test_runs_that_would_share_a_place_are_refused(tmp_path):
     one = settings_of(["grpo"], [f"checkpointing.checkpoint_dir={tmp_path}"])
     with pytest.raises(UserError, match="several runs would share the checkpoints"):
         make_jobs(one, [0, 1], tmp_path)
@@ -81,7 +77,7 @@ def test_runs_that_would_share_a_place_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["++grpo.seed=4", "nemo_grpo.run_name=x", "nemo_grpo.runs_dir=x"])
-def test_what_every_job_sets_itself_is_refused_instead_of_ignored(tmp_path: Path, override: str) -> None:
+def test_what_every_job_sets_itself_is_refused_instead_of_ignored(tmp_path, override):
     key = override.lstrip("+").partition("=")[0]
     with pytest.raises(UserError, match=f"{key} cannot be set for all runs"):
         make_jobs(settings_of(["grpo"], [override]), [0], tmp_path)
@@ -91,7 +87,7 @@ def test_what_every_job_sets_itself_is_refused_instead_of_ignored(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["runs #1", "a: b", "{z}", "1"])
-def test_runs_go_below_out_whatever_its_name_means_in_yaml(tmp_path: Path, name: str) -> None:
+def test_runs_go_below_out_whatever_its_name_means_in_yaml(tmp_path, name):
     job = make_jobs(settings_of(["grpo"]), [0], tmp_path / name)[0]
     assert job.folder == tmp_path / name / "runs" / "grpo-s0"
     job = make_jobs(settings_of(["grpo"]), [0], Path(name))[0]
@@ -106,7 +102,7 @@ def test_runs_go_below_out_whatever_its_name_means_in_yaml(tmp_path: Path, name:
         ("grpo.max_val_samples=16", r"grpo\.max_val_samples of b \(16\) .* alike; add"),
     ],
 )
-def test_settings_that_start_or_are_validated_differently_are_refused(tmp_path, override, refused) -> None:
+def test_settings_that_start_or_are_validated_differently_are_refused(tmp_path, override, refused):
     follows = "policy.generation.val_temperature=${.temperature}"
     settings = [Setting("a", QUICKSTART, (follows,)), Setting("b", QUICKSTART, (follows, override))]
     with pytest.raises(UserError, match=refused):
@@ -114,25 +110,25 @@ def test_settings_that_start_or_are_validated_differently_are_refused(tmp_path, 
 
 
 @pytest.mark.parametrize("key", ["nemo_grpo.warm_start.num_steps", "policy.generation.val_temperature"])
-def test_what_a_sweep_varies_may_differ(tmp_path: Path, key: str) -> None:
+def test_what_a_sweep_varies_may_differ(tmp_path, key):
     varied = load_sweep(write_sweep(tmp_path, f"  grids: [{{{key}: [1, 2]}}]\n"))
     assert len(make_jobs(varied.settings, [0], tmp_path)) == 2
 
 
-def test_variants_in_a_sweep_have_the_recipes_that_compare_gives_them(tmp_path: Path) -> None:
+def test_variants_in_a_sweep_have_the_recipes_that_compare_gives_them(tmp_path):
     file = write_sweep(tmp_path, "  grids: [{loss_fn.variant: [grpo, gpg, cispo]}]\n")
     for mine, theirs in zip(load_sweep(file).settings, settings_of(["grpo", "gpg", "cispo"]), strict=True):
         assert mine == replace(theirs, label=f"variant={theirs.label}")
 
 
-def test_recipe_of_a_sweep_may_be_a_shipped_one(tmp_path: Path) -> None:
+def test_recipe_of_a_sweep_may_be_a_shipped_one(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("sweep: {recipe: nemo_grpo://quickstart.yaml, grids: [{grpo.max_num_steps: [1, 2]}]}")
     assert {setting.recipe for setting in load_sweep(file).settings} == {QUICKSTART.resolve()}
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_every_setting_of_a_preset_is_a_valid_recipe(path: Path, tmp_path: Path) -> None:
+def test_every_setting_of_a_preset_is_a_valid_recipe(path, tmp_path):
     sweep = load_sweep(path)
     assert find_sweep(path.stem).resolve() == path.resolve()
     jobs = make_jobs(sweep.settings, sweep.seeds[:1], tmp_path)
@@ -140,7 +136,7 @@ def test_every_setting_of_a_preset_is_a_valid_recipe(path: Path, tmp_path: Path)
     assert len({job.recipe.to_yaml() for job in jobs}) == len(jobs)
 
 
-def values(target: Target, preset: str, *keys: str) -> list[object]:
+def values(target, preset, *keys):
     """What a preset's settings have for these keys of loss_fn or with a dot, in order."""
     jobs = make_jobs(load_sweep(find_sweep(preset), target).settings, [0], Path("out"))
     names = [key if "." in key else f"loss_fn.{key}" for key in keys]
@@ -151,7 +147,7 @@ WEIGHTINGS = [("equal",), ("random",), ("reverse",), ("probability",)]
 TAUS = (0.5, 2.0, 7.0, 9.0, 10.0, 20.0)
 
 
-def test_presets_hold_the_papers_values() -> None:
+def test_presets_hold_the_papers_values():
     assert values("embedded", "tr_grpo-weighting", "weighting") == WEIGHTINGS
     assert set(values("embedded", "tr_grpo-sensitivity", "tau")) == {(tau,) for tau in TAUS}
     ranges = set(values("embedded", "tr_grpo-sensitivity", "lower", "upper"))
@@ -163,7 +159,7 @@ def test_presets_hold_the_papers_values() -> None:
 @pytest.mark.parametrize(
     "path", [path for path in PRESETS if path.stem != "ablations"], ids=lambda path: path.stem
 )
-def test_every_preset_of_one_paper_has_its_recipe_for_the_cluster(path: Path, tmp_path: Path) -> None:
+def test_every_preset_of_one_paper_has_its_recipe_for_the_cluster(path, tmp_path):
     sweep = load_sweep(path, "cluster")
     jobs = make_jobs(sweep.settings, sweep.seeds, tmp_path, prefix=f"{path.stem}-")
     assert {job.recipe.nemo_grpo.target for job in jobs} == {"cluster"}
@@ -186,14 +182,14 @@ def test_every_preset_of_one_paper_has_its_recipe_for_the_cluster(path: Path, tm
         ("gpg-group_size", "G=8", "math-std-no_alpha"),
     ],
 )
-def test_a_row_that_has_a_recipe_of_its_own_is_that_recipe(preset, label, name, tmp_path: Path) -> None:
+def test_a_row_that_has_a_recipe_of_its_own_is_that_recipe(preset, label, name, tmp_path):
     settings = [s for s in load_sweep(find_sweep(preset), "cluster").settings if s.label == label]
     (job,) = make_jobs(settings, [0], tmp_path)
     own = [f"nemo_grpo.runs_dir={tmp_path}/runs", f"nemo_grpo.run_name={job.name}", "grpo.seed=0"]
     assert job.recipe == load_recipe(RECIPES / f"gpg/gpg-qwen2.5-math-7b-{name}-1n8g.yaml", own)
 
 
-def test_cluster_presets_hold_the_papers_values() -> None:
+def test_cluster_presets_hold_the_papers_values():
     assert values("cluster", "tr_grpo-weighting", "weighting") == WEIGHTINGS
     table7 = values("cluster", "tr_grpo-sensitivity", "tau", "lower", "upper")
     ranges = [(9.0, 1.0, 1.2), (9.0, 0.8, 1.5), (9.0, 0.5, 1.5)]
@@ -204,13 +200,13 @@ def test_cluster_presets_hold_the_papers_values() -> None:
     assert sizes == [(2, 256), (4, 128), (8, 64), (16, 32)]
 
 
-def write_sweep(folder: Path, text: str) -> Path:
+def write_sweep(folder, text):
     path = folder / "mine.yaml"
     path.write_text(f"sweep:\n  recipe: {QUICKSTART}\n{text}")
     return path
 
 
-def test_grids_are_products_and_settings_single_points(tmp_path: Path) -> None:
+def test_grids_are_products_and_settings_single_points(tmp_path):
     text = "  overrides: {grpo.max_num_steps: 5}\n  seeds: [4, 2]\n"
     text += "  settings: [{label: slow, policy.megatron_cfg.optimizer.lr: 1.0e-4}]\n"
     text += "  grids: [{loss_fn.normalize_rewards: [true, false], grpo.num_prompts_per_step: [16, 32]}]\n"
@@ -233,19 +229,19 @@ def test_grids_are_products_and_settings_single_points(tmp_path: Path) -> None:
         ("  seeds: many\n", r"sweep\.seeds"),
     ],
 )
-def test_sweep_files_with_mistakes_are_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_sweep_files_with_mistakes_are_refused(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
         load_sweep(write_sweep(tmp_path, text))
 
 
-def test_a_negative_seed_of_a_sweep_is_refused(tmp_path: Path) -> None:
+def test_a_negative_seed_of_a_sweep_is_refused(tmp_path):
     sweep = load_sweep(write_sweep(tmp_path, "  seeds: [-1]\n  grids: [{loss_fn.tau: [0.5]}]\n"))
     with pytest.raises(UserError, match=r"grpo\.seed=-1 must be at least 0"):
         make_jobs(sweep.settings, sweep.seeds, tmp_path)
 
 
 @pytest.mark.parametrize("override", ["loss_fn.tau=3", "~loss_fn.tau", "loss_fn={variant: tr_grpo}"])
-def test_an_override_of_what_a_sweep_varies_is_refused(tmp_path: Path, override: str) -> None:
+def test_an_override_of_what_a_sweep_varies_is_refused(tmp_path, override):
     text = "  overrides: {grpo.max_num_steps: 5}\n  grids: [{loss_fn.tau: [0.5, 2.0]}]\n"
     settings = load_sweep(write_sweep(tmp_path, text)).settings
     with pytest.raises(UserError, match=r"loss_fn\.tau is what the settings vary"):
@@ -254,7 +250,7 @@ def test_an_override_of_what_a_sweep_varies_is_refused(tmp_path: Path, override:
     assert [setting.overrides[-2] for setting in changed] == ["grpo.max_num_steps=6"] * 2
 
 
-def test_recipe_is_not_a_sweep_and_an_unknown_preset_names_the_nearest() -> None:
+def test_recipe_is_not_a_sweep_and_an_unknown_preset_names_the_nearest():
     assert not is_sweep(QUICKSTART)
     assert all(map(is_sweep, PRESETS))
     with pytest.raises(UserError, match="is not a sweep"):
@@ -264,11 +260,11 @@ def test_recipe_is_not_a_sweep_and_an_unknown_preset_names_the_nearest() -> None
 
 
 @pytest.mark.parametrize(("text", "seeds"), [("3", [0, 1, 2]), ("0,7", [0, 7]), ("7,", [7])])
-def test_seeds_are_a_number_or_a_list(text: str, seeds: list[int]) -> None:
+def test_seeds_are_a_number_or_a_list(text, seeds):
     assert parse_seeds(text) == seeds
 
 
 @pytest.mark.parametrize("text", ["", "0", "a", "1,b", "-1,"])
-def test_seeds_that_say_nothing_are_refused(text: str) -> None:
+def test_seeds_that_say_nothing_are_refused(text):
     with pytest.raises(UserError, match="--seeds"):
         parse_seeds(text)

@@ -25,20 +25,16 @@ def rows(*changes):
 
 def test_a_run_that_learns_has_no_findings():
     assert findings(rows(*[{}] * 30)) == []
+    assert findings(rows(*[WRONG] * 5, {}, *[WRONG] * 4)) == []  # one step with a signal is enough
+    assert findings(rows(*[UNREAD | {"reward/accuracy": 0.5}] * NUM_STEPS)) == []  # right without the form
     assert findings([]) == findings([{"step": 0, "validation/accuracy": 0.0}]) == []
 
 
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (
-            WRONG,
-            ("no group do two rewards", "100% of the groups all wrong, mean reward 0", "easier problems"),
-        ),
-        (
-            RIGHT,
-            ("no group do two rewards", "100% of the groups all right, mean reward 1", "harder problems"),
-        ),
+        (WRONG, ("no group do two rewards", "100% of the groups all wrong, mean reward 0", "easier")),
+        (RIGHT, ("no group do two rewards", "100% of the groups all right, mean reward 1", "harder")),
         (EQUAL, ("20% of the groups all wrong, 30% of the groups all right", "another reward")),
         ({"length/truncated": 0.99}, ("cut off", "99% of them, mean length 100", "max_new_tokens")),
         (UNREAD, ("has the form", "format 0, accuracy 0", "nemo_grpo.prompt")),
@@ -50,15 +46,6 @@ def test_what_keeps_a_run_from_learning_is_told_with_numbers_and_a_remedy(change
     assert sentence.startswith("steps 2 to 11: ")
     for part in parts:
         assert part in sentence
-
-
-def test_right_answers_need_no_form():
-    assert findings(rows({}, *[UNREAD | {"reward/accuracy": 0.5}] * NUM_STEPS)) == []
-
-
-def test_one_step_with_a_signal_is_enough():
-    assert findings(rows(*[WRONG] * 5, {}, *[WRONG] * 4)) == []
-    assert len(findings(rows({}, *[WRONG] * NUM_STEPS))) == 1
 
 
 def test_a_cluster_runs_own_names_are_read():

@@ -1,6 +1,8 @@
 """Rows of users' files as problems: columns by other names, nested fields, conversations, Parquet."""
 
 import json
+import re
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -56,35 +58,23 @@ def test_dots_lead_into_nested_fields_unless_a_column_has_that_name():
         (
             {"prompt": "q", "final_answer": "a"},
             {"question": "prompt"},
-            "answer is missing among prompt, final_answer; write nemo_grpo.task.columns: "
-            "{question: prompt, answer: final_answer}",
+            "columns: {question: prompt, answer: final_answer}",
         ),
-        (
-            {"prompt": "q", "label": "a"},
-            {"question": "prompt", "answer": "lable"},
-            "lable is missing among prompt, label; it must be a non-empty text or a number",
-        ),
+        ({"prompt": "q", "label": "a"}, {"question": "prompt", "answer": "lable"}, "lable is missing among"),
         ({"q": "q", "answer": "a"}, {}, "question is missing among q, answer; it must be a non-empty text"),
-        (VERL, {"question": "prompt", "answer": "reward_model"}, "answer={.*} must be a non-empty text"),
+        (VERL, {"question": "prompt", "answer": "reward_model"}, "answer={"),
     ],
-)  # fmt: skip
+)
 def test_a_missing_column_names_the_line_to_write(row, columns, message):
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=re.escape(message)):
         read(row, **columns)
-    head, _, tail = message.partition(".*")
-    assert head in str(error.value)
-    assert tail in str(error.value)
 
 
 def test_a_conversation_is_its_last_message_and_its_history():
     problem = read({"prompt": TALK, "answer": "2"}, question="prompt")
     assert problem == Problem("a.jsonl:3", "1 + 1?", "2", {}, tuple(TALK[:3]))
-
-
-def test_the_last_message_of_the_assistant_is_the_answer_where_there_is_no_other():
-    reply = {"role": "assistant", "content": "2"}
-    problem = read({"messages": [*TALK, reply]}, question="messages")
-    assert (problem.question, problem.answer, problem.history) == ("1 + 1?", "2", tuple(TALK[:3]))
+    reply = {"role": "assistant", "content": "2"}  # the answer, where there is no other
+    assert read({"messages": [*TALK, reply]}, question="messages") == problem
     with pytest.raises(UserError, match="the last message has role assistant; end with the user's"):
         read({"question": [*TALK, reply], "answer": "2"})
 
@@ -115,13 +105,11 @@ def test_parquet_gives_the_problems_of_the_same_json_lines(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = {"question": "prompt", "answer": "reward_model.ground_truth"}
     first, second = (
-        read_problems([tmp_path / f"a.{kind}"], columns=columns) for kind in ("parquet", "jsonl")
+        [replace(one, id=one.id.partition(":")[2]) for one in read_problems([path], columns=columns)]
+        for path in (tmp_path / "a.parquet", tmp_path / "a.jsonl")
     )
-    assert [problem.id for problem in first] == ["a.parquet:1", "a.parquet:2"]
-    for one, other in zip(first, second, strict=True):
-        assert (one.question, one.answer, one.metadata) == (other.question, other.answer, other.metadata)
-        assert one.history == other.history
-    assert len(first[1].history) == 3
+    assert first == second
+    assert (first[0].id, len(first[1].history)) == ("1", 3)
 
 
 def test_a_file_that_is_not_parquet_is_refused(tmp_path):

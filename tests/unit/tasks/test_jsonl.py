@@ -39,12 +39,9 @@ def test_read_problems_keeps_order_and_metadata_and_skips_blank_lines(tmp_path):
 @pytest.mark.parametrize(
     ("answer", "read", "solution"),
     [
-        ("The answer is 1/2 of 6.\n#### 3", "3", "The answer is 1/2 of 6."),
         ("He has 2*600=<<2*600=1200>>1200.\n#### 1,200 \n", "1200", "He has 2*600=1200."),
         ("a\n####-1,5", "-1,5", "a"),  # no thousands
-        ("#### 7", "7", ""),
         ("a\n#### 3\nb #### 4", "4", "a\n#### 3\nb"),
-        ("The answer is 1/2 of 6. #### 3", "3", "The answer is 1/2 of 6."),
         ("a####3", "a####3", None),
         ("a ##### 3", "a ##### 3", None),
         ("#### 3\nmore", "#### 3\nmore", None),
@@ -59,27 +56,18 @@ def test_an_answer_in_the_form_of_gsm8k_is_read(tmp_path, answer, read, solution
     ("line", "message"),
     [
         ("{", "a.jsonl:2: not JSON"),
+        ("[" * 100_000, "a.jsonl:2: not JSON"),
         ("7", "a.jsonl:2: int instead of an object"),
         ("[1]", r"a.jsonl:2: a JSON array; write one object per line, as `jq -c .\[\]` does"),
-        (
-            '{"id": "x", "question": "q"}',
-            "a.jsonl:2: answer is missing among id, question; it must be a non-empty text or a number",
-        ),
-        ('{"question": "q", "answer": null}', "a.jsonl:2: answer=null must be a non-empty text or a number"),
+        ('{"id": "x", "question": "q"}', "a.jsonl:2: answer is missing among id, question; it must be"),
         ('{"question": "q", "answer": true}', "answer=true must be a non-empty text or a number"),
         ('{"question": "q", "answer": NaN}', "answer=NaN must be a non-empty text or a number"),
         ('{"id": 0.5, "question": "q", "answer": "a"}', "id=0.5 must be a non-empty text or a whole number"),
         ('{"id": "x", "question": " ", "answer": "a"}', 'question=" " must be a non-empty text'),
-        ('{"id": "x", "question": 7, "answer": "a"}', "question=7 must be a non-empty text"),
         ('{"id": "x", "question": "q", "answer": "a", "metadata": 1}', "metadata=1 must be an object"),
         ('{"id": "p1", "question": "q", "answer": "a"}', "a.jsonl:2: id 'p1' is repeated"),
         ('{"question": "q", "answer": "a\\n####"}', "a.jsonl:2: answer ends in '####' without an answer"),
-        ("[" * 100_000, "a.jsonl:2: not JSON"),
-        (r'{"id": "x", "question": "q \ud83d", "answer": "a"}', "ud83d' is half of a character"),
-        (
-            r'{"id": "x", "question": "q", "answer": "a", "metadata": {"answers": ["\udc00"]}}',
-            "a lone surrogate",
-        ),
+        (r'{"question": "q", "answer": "a", "metadata": {"answers": ["\udc00"]}}', "a lone surrogate"),
     ],
 )
 def test_bad_line_is_named_by_file_and_number(tmp_path, line, message):
@@ -91,43 +79,23 @@ def test_bad_line_is_named_by_file_and_number(tmp_path, line, message):
 
 
 def test_ids_may_be_missing_and_answers_numbers(tmp_path):
-    path = tmp_path / "a.jsonl"
     rows = [{"question": "a", "answer": 43}, {"id": 7, "question": "b", "answer": -0.5}]
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    assert [(p.id, p.answer) for p in read_problems([path])] == [("a.jsonl:1", "43"), ("7", "-0.5")]
-    task = parse_task({"name": "math", "train_files": [str(path)]}).build()
-    assert task.score(read_problems([path])[0], r"\boxed{43.0}")["accuracy"] == 1.0
-
-
-def test_a_box_may_be_in_a_reference_and_a_sentence_may_not(tmp_path, caplog):
-    answers = [
-        r"\boxed{42}",
-        r"\boxed{\frac12}",
-        r"\boxed{1,2}",
-        "even",
-        r"12\text{ apples}",
-        "5 miles per hour",
-    ]
-    rows = [{"question": str(number), "answer": answer} for number, answer in enumerate(answers)]
-    task = parse_task({"name": "math", "train_files": [write(tmp_path / "a.jsonl", *rows)]}).build()
-    assert not caplog.text
-    given = ["42", "0.5", "2,1", r"\text{Even}", "12", "5"]
-    for problem, answer in zip(task.train, given, strict=True):
-        assert task.score(problem, f"\\boxed{{{answer}}}")["accuracy"] == 1.0
-    for answer in ("The answer is 42.", "Answer: 42", "so $x$ is 5"):
-        write(tmp_path / "b.jsonl", {"question": "?", "answer": answer})
-        parse_task({"name": "math", "train_files": [str(tmp_path / "b.jsonl")]}).build()
-        assert (
-            f"1 of 1 problems can never be answered correctly, the first is 'b.jsonl:1': answer={answer!r}"
-            in (caplog.text)
-        )
+    problems = read_problems([write(tmp_path / "a.jsonl", *rows)])
+    assert [(p.id, p.answer) for p in problems] == [("a.jsonl:1", "43"), ("7", "-0.5")]
 
 
 def test_references_that_no_response_can_give_are_named(tmp_path, caplog):
+    """A box or a unit may be in a reference, a sentence may not."""
+    rows = [{"question": "?", "answer": answer} for answer in (r"\boxed{42}", r"12\text{ apples}", "even")]
+    task = parse_task({"name": "math", "train_files": [write(tmp_path / "a.jsonl", *rows)]}).build()
+    assert not caplog.text
+    for problem, answer in zip(task.train, ("42", "12", r"\text{Even}"), strict=True):
+        assert task.score(problem, f"\\boxed{{{answer}}}")["accuracy"] == 1.0
     answers = ["5:", "1" * 1001, "(" * 21 + "1" + ")" * 21, "\\frac{1}{2", "$", "a}b", "10\u201320", 1e-7]
-    rows = [{"question": str(number), "answer": answer} for number, answer in enumerate(answers)]
-    parse_task({"name": "math", "train_files": [write(tmp_path / "a.jsonl", *rows)]}).build()
-    assert "5 of 8 problems can never be answered correctly, the first is 'a.jsonl:2'" in caplog.text
+    answers += ["The answer is 42.", "Answer: 42", "so $x$ is 5"]
+    rows = [{"question": "?", "answer": answer} for answer in answers]
+    parse_task({"name": "math", "train_files": [write(tmp_path / "b.jsonl", *rows)]}).build()
+    assert "8 of 11 problems can never be answered correctly, the first is 'b.jsonl:2'" in caplog.text
     assert "more than 1000 characters" in caplog.text
 
 
@@ -161,11 +129,7 @@ def test_images_are_found_beside_their_file(tmp_path):
     path = write(tmp_path / "a.jsonl", entry(1, metadata={"images": ["images/a.png"]}))
     (problem,) = read_problems([path], with_images=True)
     assert problem.metadata["images"] == [str(tmp_path / "images" / "a.png")]
-    for images, message in [
-        (["b.png"], "b.png is missing"),
-        ([], "metadata.images"),
-        (None, "metadata.images"),
-    ]:
+    for images, message in (["b.png"], "b.png is missing"), ([], "metadata.images"), (5, "metadata.images"):
         path = write(tmp_path / "b.jsonl", entry(1, metadata={"images": images}))
         with pytest.raises(UserError, match=message):
             read_problems([path], with_images=True)
@@ -176,7 +140,7 @@ def test_every_epoch_goes_through_all_problems_in_another_order(tmp_path):
     epochs = [[task.train_problem(10 * epoch + i, 3).id for i in range(10)] for epoch in range(3)]
     assert all(sorted(epoch) == [f"p{i}" for i in range(10)] for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    again = Config(train_files=[str(tmp_path / "a.jsonl")]).build()
+    again = pickle.loads(pickle.dumps(task))  # as asynchronous rollouts send it to their worker
     assert again.train_problem(27, 3).id == epochs[2][7]
     assert [again.train_problem(i, 4).id for i in range(10)] != epochs[0]
 
@@ -217,11 +181,10 @@ def test_several_validation_files_are_sets_by_name(tmp_path, form):
     assert config.files == tuple(config.validation_sets.values())
     problems = config.build().validation_problems(20)
     found = {name: [p.id for p in some] for name, some in by_validation_set(problems).items()}
-    assert found == {
-        "a": ["p0", "p1"],
-        "b": [f"p{i}" for i in range(2, 8)],
-        "c": [f"p{i}" for i in range(8, 20)],
-    }
+    parts = {"a": range(2), "b": range(2, 8), "c": range(8, 20)}
+    assert found == {name: [f"p{i}" for i in part] for name, part in parts.items()}
+    single = Config(validation_files={"a": write(tmp_path / "x", entry(1))})
+    assert [p.metadata for p in single.build().validation_problems(1)] == [{}]  # no name of a set
 
 
 def test_a_part_of_the_validation_problems_has_every_set(tmp_path):
@@ -232,11 +195,6 @@ def test_a_part_of_the_validation_problems_has_every_set(tmp_path):
         assert [len(sets[name]) for name in "abc"] == expected
     with pytest.raises(UserError, match=r"max_val_samples=2: \S+validation_files has 3 sets; use 3 or more"):
         task.validation_problems(2)
-
-
-def test_a_single_validation_file_has_no_name_of_a_set(tmp_path):
-    config = Config(validation_files={"a": write(tmp_path / "x", entry(1))})
-    assert [p.metadata for p in config.build().validation_problems(1)] == [{}]
 
 
 @pytest.mark.parametrize(
@@ -277,12 +235,3 @@ def test_demonstration_is_the_solution_and_without_one_a_user_error(tmp_path):
     assert shown == "<think>half of two</think><answer>1</answer>"
     with pytest.raises(UserError, match=r"'p2' has no metadata\.solution"):
         task.demonstration(by_id["p2"], None)
-
-
-def test_a_task_of_files_can_be_sent_to_another_process(tmp_path):
-    """Asynchronous rollouts hand the data, and the task with it, to a worker."""
-    files = {"train_files": [write(tmp_path / "t", *map(entry, range(20)))], "validation_files": []}
-    task = Config(**files).build()
-    problems = [task.train_problem(index, 3) for index in range(40)]
-    sent = pickle.loads(pickle.dumps(task))
-    assert [sent.train_problem(index, 3) for index in range(40)] == problems

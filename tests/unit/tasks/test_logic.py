@@ -46,21 +46,6 @@ def test_statement_truth_by_hand(statement, truth):
     assert is_true(statement, (True, False)) is truth
 
 
-@pytest.mark.parametrize(
-    ("statements", "worlds"),
-    [
-        # A: "B is a knave", B: "A is a knave": one of them lies, either one
-        ((("is", (1, False)), ("is", (0, False))), [(False, True), (True, False)]),
-        # A: "A is a knave and B is a knave" is a lie, so B is a knight; B: "A is not a knight" is true
-        ((("and", (0, False), (1, False)), ("is_not", (0, True))), [(False, True)]),
-        # A: "B is a knight", B: "A is not a knight": alike and not alike
-        ((("is", (1, True)), ("is_not", (0, True))), []),
-    ],
-)
-def test_solutions_by_hand(statements, worlds):
-    assert sorted(solutions(statements)) == worlds
-
-
 @pytest.mark.parametrize("num_people", range(2, 9))
 def test_drawn_puzzle_has_the_one_solution_that_trying_every_world_finds(num_people):
     rng = random.Random(num_people)
@@ -75,29 +60,19 @@ def test_drawn_puzzle_has_the_one_solution_that_trying_every_world_finds(num_peo
         assert solutions(statements) == by_trying
 
 
-def test_describe_by_hand():
+def test_a_puzzle_is_told_in_words():
     statements = (("if", (1, True), (2, False)), ("is_not", (0, True)), ("iff", (0, True), (2, False)))
     text = describe(statements, ("Zoey", "Jack", "Mia"), random.Random(0))
-    assert text.startswith(
-        "A very special island is inhabited only by knights and knaves. Knights always tell the truth, and "
-        "knaves always lie. You meet 3 inhabitants: Zoey, Jack, and Mia. "
-    )
-    assert text.endswith(" So who is a knight and who is a knave?")
-    for content in (
-        "if Jack is a knight then Mia is a knave",
-        "Zoey is not a knight",
-        "Zoey is a knight if and only if Mia is a knave",
-    ):
-        assert text.count(content) == 1
+    assert "You meet 3 inhabitants: Zoey, Jack, and Mia. " in text
+    assert "if Jack is a knight then Mia is a knave" in text
+    assert "Zoey is not a knight" in text
+    assert "Zoey is a knight if and only if Mia is a knave" in text
 
 
-def test_puzzle_sizes_follow_the_configuration_and_alternate_in_validation():
+def test_puzzles_have_the_configured_sizes_and_names():
     logic = task(people=[2, 5], validation_people=[8, 3])
     assert {logic.train_problem(i, 0).metadata["num_people"] for i in range(40)} == {2, 5}
     assert [p.metadata["num_people"] for p in logic.validation_problems(5)] == [8, 3, 8, 3, 8]
-
-
-def test_names_are_drawn_from_so_many_and_must_suffice():
     logic = task(people=[2], validation_people=[3], num_names=3)
     names = {name for i in range(60) for name in logic.train_problem(i, 0).metadata["names"]}
     assert len(names) == 3
@@ -145,20 +120,16 @@ def test_demonstration_by_hand():
         ("(2) JACK IS A KNAVE (1) zoey Is A Knight", {"zoey": True, "jack": False}),
         ("Zoey: knight, Jack: knave", {"zoey": True, "jack": False}),
         ("Zoey = a Knight; Jack -> knave; Mia - knight", {"zoey": True, "jack": False, "mia": True}),
-        ("Zoey is a knight, and Zoey is a knight.", {"zoey": True}),
         ("Zoe is a knight. Zoey is a knave.", {"zoe": True, "zoey": False}),
         ("Mary-Ann is a knave", {"mary-ann": False}),
         ("Élodie is a knight", {"élodie": True}),
-        ("**Zoey** is a _knight_, Jack: `knave`", {"zoey": True, "jack": False}),
+        ("**Zoey** is a _knight_, Zoey: `knight`", {"zoey": True}),
         ("Jose\u0301 is a knight", {"jos\u00e9": True}),
         ("Zoey is a knight or a knave; Jack is a knave", {"jack": False}),
-        ("Zoey is a knight's friend; Jack is a knave", {"jack": False}),
         ("It is false that Zoey is a knight; Jack is a knave", None),
         ("Zoey is a knight. Zoey is a knave.", None),
-        ("Zoey is not a knight", None),
         ("Zoey is a knightess", None),
         ("Everybody lies", None),
-        ("knight, knave", None),
         ("", None),
     ],
 )
@@ -172,9 +143,7 @@ def test_parse_roles(answer, roles):
         ("(1) Zoey is a knight\n(2) Jack is a knave", 2.0),
         ("JACK  is a\nKNAVE and zoey is a knight.", 2.0),
         ("Zoey is a knight, Jack is a knight", -1.5),
-        ("Zoey is a knave, Jack is a knight", -1.5),  # complete, all wrong
         ("Zoey: knight, Jack: knave", -2.0),
-        ("Zoey is the knight, Jack is a knave", -2.0),
         ("Zoey is a knight", -2.0),  # Jack is missing
         ("Zoey is a knight, Jack is a knave, Mia is a knave", -2.0),  # a role too many
         ("Zoey is a knight, Jack is a knave. The knight says so.", -2.0),  # the word once more
@@ -185,17 +154,11 @@ def test_graded_is_logic_rls(answer, reward):
     assert graded({"zoey": True, "jack": False}, answer) == reward
 
 
-RECORDED = [
-    json.loads(line)
-    for line in (Path(__file__).parent / "data" / "logic_rewards.jsonl").read_text("utf-8").splitlines()
-]
-"""Generated responses behind an opened think tag, with the rewards that Logic-RL's released kk.py gave."""
-
-
 def test_table_5_equals_what_logic_rls_release_gave():
-    assert {case["reward"] for case in RECORDED} == {-3, -1, -0.5, 3}
+    """Generated responses after an opened think tag, with the rewards that Logic-RL's released kk.py gave."""
+    recorded = (Path(__file__).parent / "data" / "logic_rewards.jsonl").read_text("utf-8").splitlines()
     logic = task(think_is_open=True)
-    for case in RECORDED:
+    for case in map(json.loads, recorded):
         scores = logic.score(Problem("x", "q", case["answer"]), case["response"])
         assert scores["format_signed"] + scores["answer"] == case["reward"], case
 
@@ -205,12 +168,9 @@ def test_table_5_equals_what_logic_rls_release_gave():
     [
         (said("Jack is a knave, Zoey is a knight"), 1.0, 1.0, 2.0),
         (said("Jack is a knight, Zoey is a knight"), 0.0, 1.0, -1.5),
-        (said("Jack is a knight, Zoey is a knave"), 0.0, 1.0, -1.5),
         (said("Jack: knave, Zoey: knight"), 1.0, 1.0, -2.0),
         ("<think>so</think> Thus: <answer>Zoey is a knight, Jack is a knave</answer> Done.", 1.0, 1.0, 2.0),
         ("<answer>Zoey is a knight, Jack is a knave</answer><think>so</think>", 1.0, 0.0, -2.0),
-        (said("I do not know"), 0.0, 1.0, -2.0),
-        ("<answer>Zoey is a knight, Jack is a knave</answer>", 1.0, 0.0, -2.0),
         ("Zoey is a knight, Jack is a knave", 0.0, 0.0, -2.0),
     ],
 )
@@ -223,9 +183,7 @@ def test_score_by_hand(response, accuracy, form, answer):
 
 def test_strict_form_refuses_text_around_the_blocks():
     problem = Problem("x", "q", "(1) Zoey is a knight")
-    response = "<think>so</think> Thus: <answer>Zoey is a knight</answer>"
-    assert task().score(problem, response)["answer"] == 2.0
-    scores = task(form="think_answer").score(problem, response)
+    scores = task(form="think_answer").score(problem, f"Thus: {said('Zoey is a knight')}")
     assert scores == {"accuracy": 1.0, "format": 0.0, "format_signed": -1.0, "answer": -2.0}
 
 

@@ -7,6 +7,7 @@ its pieces, ``[text, count]`` for a text repeated.
 import json
 import random
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from nemo_grpo.tasks import Problem, parse_task
 from nemo_grpo.tasks.mathematics import MathConfig
-from nemo_grpo.tasks.rewards.final_answer import final_answer, last_boxed, normalized
+from nemo_grpo.tasks.rewards.final_answer import final_answer, normalized
 from nemo_grpo.tasks.rewards.format_reward import FORMS, boxed, matched_think_tags
 from nemo_grpo.tasks.rewards.math_grader import MathGrader
 
@@ -31,29 +32,14 @@ def text_of(response):
 
 
 @pytest.fixture(scope="module")
-def patient():
-    grader = MathGrader()
-    yield grader
-    grader.close()
-
-
-@pytest.fixture(scope="module")
-def hurried():
-    grader = MathGrader(cpu_seconds=0.3)
-    yield grader
-    grader.close()
-
-
-def test_answer_corpus_is_large_and_has_both_verdicts_of_almost_every_kind():
-    assert len(ENTRIES) >= 300
-    assert {entry["verdict"] for entry in ENTRIES} == {0, 1}
-    assert sum(entry["verdict"] for entry in ENTRIES) > 100
-    assert {"bomb", "length", "unicode", "box", "tags", "matrix", "interval", "percent", "code"} <= set(KINDS)
+def graders():
+    with closing(MathGrader()) as patient, closing(MathGrader(cpu_seconds=0.3)) as hurried:
+        yield patient, hurried
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "bomb")) for k in KINDS])
-def test_verdicts_are_those_reasoned_out(kind, patient, hurried):
-    grader, wrong = hurried if kind == "bomb" else patient, []
+def test_verdicts_are_those_reasoned_out(kind, graders):
+    grader, wrong = graders[kind == "bomb"], []
     for entry in (entry for entry in ENTRIES if entry["kind"] == kind):
         start = time.process_time()
         answer = final_answer(text_of(entry["response"]))
@@ -65,45 +51,19 @@ def test_verdicts_are_those_reasoned_out(kind, patient, hurried):
 
 
 @pytest.mark.parametrize(
-    ("text", "inside"),
+    ("one", "other", "equal"),
     [
-        (r"\boxed{a} \boxed{b}", "b"),
-        (r"\boxed{a \boxed{b}}", r"a \boxed{b}"),
-        (r"\boxed{ \boxed{ b } }", "b"),
-        (r"\boxed{\boxed{a}\boxed{b}}", r"\boxed{a}\boxed{b}"),
-        (r"\boxed{a \boxed{b}", "b"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{\}}", r"\}"),
-        (r"\boxed 5 apples", "5"),
-        (r"\boxed{}", None),
-        (r"\boxed{5} \boxed{}", "5"),
-        (r"\boxed{a", None),
-        ("", None),
+        (r"\dfrac{1}{2}", r"\frac{1}{2}", True),
+        (r"\left( 1, 2 \right)", "(1,2)", True),
+        (r"\text{Monday}", "Monday", True),
+        (r"$x \, y$.", "xy", True),
+        ("1 2", "1,2", False),
+        (r"\leftarrow", r"\arrow", False),
+        ("a", "A", False),
     ],
 )
-def test_last_boxed(text, inside):
-    assert last_boxed(text) == inside
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (r"\dfrac{1}{2}", r"\frac{1}{2}"),
-        (r"\left( 1, 2 \right)", "(1,2)"),
-        (r"\text{Monday}", "Monday"),
-        ("$5$.", "5"),
-        (r"x \, y", "xy"),
-    ],
-)
-def test_normalized_unites_spellings(one, other):
-    assert normalized(one) == normalized(other)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"), [("5", "-5"), ("1 2", "1,2"), (r"\leftarrow", r"\arrow"), ("a", "A")]
-)
-def test_normalized_keeps_answers_apart(one, other):
-    assert normalized(one) != normalized(other)
+def test_normalized_unites_spellings_only(one, other, equal):
+    assert (normalized(one) == normalized(other)) is equal
 
 
 @pytest.mark.parametrize(
@@ -127,13 +87,8 @@ def test_format_rewards_by_hand(response, think_answer, think, box):
 def test_math_scores_and_extracts_the_same_answer():
     task = parse_task({"name": "math", "form": "think", "think_is_open": True}).build()
     problem = Problem("x", "q", r"\frac{3}{4}")
-    for response, accuracy, well_formed in (
-        (r"so</think> \boxed{0.75}", 1.0, 1.0),
-        (r"so \boxed{0.75}", 1.0, 0.0),
-        (r"so</think> \boxed{0.7}", 0.0, 1.0),
-    ):
-        scores = task.score(problem, response)
-        assert (scores["accuracy"], scores["format"]) == (accuracy, well_formed)
+    scores = [task.score(problem, rf"so{end} \boxed{{0.75}}") for end in ("</think>", "")]
+    assert [(one["accuracy"], one["format"]) for one in scores] == [(1.0, 1.0), (1.0, 0.0)]
     assert task.extract(r"\boxed{ \dfrac{3}{4} }") == r"\frac{3}{4}"
     assert task.extract("3/4") is None
 
@@ -146,11 +101,10 @@ def test_votes_for_one_value_count_together(name):
 
 
 TOKENS = (r"\boxed{", r"\boxed ", *"{}\\$5x,\n", "<answer>", "</answer>", "</think>", r"\frac")
-PIECES = st.sampled_from(TOKENS)
 
 
 @settings(deadline=None)
-@given(st.lists(PIECES, max_size=30).map("".join) | st.text(max_size=60))
+@given(st.lists(st.sampled_from(TOKENS), max_size=30).map("".join) | st.text(max_size=60))
 def test_any_text_has_a_short_answer_or_none(text):
     answer = final_answer(text)
     assert answer is None or (0 < len(answer) <= 1000 and answer == answer.strip())
@@ -175,8 +129,5 @@ def test_demonstration_has_the_form_and_the_answer_that_are_rewarded(parameters,
     assert task.demonstration(problem, random.Random(0)) == shown
     scores = task.score(problem, shown)
     assert (scores["accuracy"], scores["format"]) == (1.0, 1.0)
-
-
-def test_demonstration_boxes_the_answer_of_a_solution_that_does_not():
-    problem = Problem("p", "3+2?", "5", {"solution": "Add 2."})
-    assert MathConfig().build().demonstration(problem, random.Random(0)) == "Add 2. \\boxed{5}"
+    boxless = Problem("p", "3+2?", "5", {"solution": "Add 2."})
+    assert MathConfig().build().demonstration(boxless, random.Random(0)) == "Add 2. \\boxed{5}"

@@ -24,6 +24,7 @@ from nemo_grpo.tasks.scoring import RewardsFailed, Scorer, component_means
 from nemo_grpo.variants import parse_loss_fn
 
 PROBLEM = Problem("p", "How many?", "4", {"level": 2})
+TOY = parse_task({"name": "knights_knaves"}).build()
 REWARDS = """
 import os
 
@@ -93,13 +94,10 @@ def values(name, responses, **limits):
     return got
 
 
-def test_a_function_takes_what_it_names(folder):
+def test_a_function_takes_what_it_names_in_a_process_of_its_own(folder):
     assert values("length", ["", "abc"]) == [0.0, 3.0]
     assert values("everything", ["4", "5"]) == [2.0, 0.0]
     assert values("all_at_once", ["a", "bc"]) == [3.0, 4.0]
-
-
-def test_a_function_runs_outside_of_this_process(folder):
     assert values("of_its_process", ["x"]) != [os.getpid()]
 
 
@@ -110,18 +108,16 @@ def test_a_function_may_abstain(folder, caplog):
 
 
 def test_a_response_without_a_reward_is_counted_and_in_no_mean_of_that_reward(folder):
-    task = parse_task({"name": "knights_knaves"}).build()
     name = "my_rewards.py:judges_short_ones"
-    with closing(Scorer(task, {"accuracy": 1.0, name: 0.5}, Prompt())) as scorer:
+    with closing(Scorer(TOY, {"accuracy": 1.0, name: 0.5}, Prompt())) as scorer:
         rows = scorer([PROBLEM] * 4, ["a", "abc", "ab", "abcd"])
         scorer.try_out(0)
     assert [scorer.reward(row) for row in rows][::2] == [0.5, 1.0]
     assert all(math.isnan(scorer.reward(row)) for row in rows[1::2])
     means = component_means(rows)
     assert (means[f"reward/{name}"], means["reward/abstained"], means["reward/not_finite"]) == (1.5, 0.5, 0)
-    assert means["reward/accuracy"] == 0
     assert f"reward/{name}" not in component_means(rows[1::2])  # nobody has one
-    unweighted = Scorer(task, {"accuracy": 1.0, name: 0.0}, Prompt())
+    unweighted = Scorer(TOY, {"accuracy": 1.0, name: 0.0}, Prompt())
     assert [unweighted.reward(row) for row in rows] == [0.0] * 4  # only shown
 
 
@@ -175,17 +171,15 @@ def is_running(pid):
 
 
 def test_many_failed_rewards_end_the_step(folder):
-    task = parse_task({"name": "knights_knaves"}).build()
     weights = {"accuracy": 1.0, "my_rewards.py:fails_often": 1.0}
 
     def failed(num_failed, num_responses, max_failed):
         responses = ["0"] * num_failed + ["1"] * (num_responses - num_failed)
-        with closing(Scorer(task, weights, Prompt(), max_failed)) as scorer:
+        with closing(Scorer(TOY, weights, Prompt(), max_failed)) as scorer:
             return sum(NOT_FINITE in row for row in scorer([PROBLEM] * num_responses, responses))
 
     assert failed(3, 3, 0.0) == 3  # few
     assert failed(4, 8, 0.5) == 4
-    assert failed(8, 8, 1.0) == 8
     for numbers in ((4, 8, 0.0), (5, 8, 0.5)):
         with pytest.raises(RewardsFailed, match=f"of {numbers[0]} of 8 .*max_failed_rewards={numbers[2]}"):
             failed(*numbers)
@@ -193,8 +187,7 @@ def test_many_failed_rewards_end_the_step(folder):
 
 def test_own_functions_join_the_tasks_components(folder):
     weights = {"accuracy": 1.0, "my_rewards.py:length": 0.1, "my_rewards.py:infinite": 1.0}
-    task = parse_task({"name": "knights_knaves"}).build()
-    with closing(Scorer(task, weights, Prompt(template="Say: {question}"))) as scorer:
+    with closing(Scorer(TOY, weights, Prompt(template="Say: {question}"))) as scorer:
         (row,) = scorer([PROBLEM], ["<answer>4</answer>"])
     expected = {"my_rewards.py:length": 18.0, "my_rewards.py:infinite": 0.0, NOT_FINITE: 1.0}
     assert row == {"accuracy": 1.0, "format": 0.0, **expected}
@@ -202,18 +195,14 @@ def test_own_functions_join_the_tasks_components(folder):
 
 
 def test_a_function_that_fails_on_a_sample_problem_is_refused_before_the_run(folder):
-    task = parse_task({"name": "knights_knaves"}).build()
     for name, message in (
         ("fails_on_b", "KeyError: '' .*for the response '' to problem"),
         ("infinite", ": inf,"),
         ("one_for_all", "1 values for 3 responses, .*each response of the list"),
     ):
-        scorer = Scorer(task, {f"my_rewards.py:{name}": 1.0}, Prompt())
+        scorer = Scorer(TOY, {f"my_rewards.py:{name}": 1.0}, Prompt())
         with closing(scorer), pytest.raises(UserError, match=message):
             scorer.try_out(0)
-    weights = {"my_rewards.py:length": 1.0, "my_rewards.py:all_at_once": 1.0}
-    with closing(Scorer(task, weights, Prompt())) as scorer:
-        scorer.try_out(0)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +214,6 @@ def test_a_function_that_fails_on_a_sample_problem_is_refused_before_the_run(fol
         ("my_rewards.py:other_names", r"other_names\(completion\): a reward function takes some of prompt"),
         ("my_rewards.py:not_a_function", "it is not a function"),
         ("broken.py:f", r"broken.py:f: SyntaxError: .* \(broken.py:2\)"),
-        ("exits.py:f", r"exits.py:f: SystemExit: 0 \(exits.py:2\)"),
         ("loops.py:f", r"loops.py:f: ImportTooLong: .* move the work into the functions \(loops.py:\d\)"),
         ("sleeps.py:f", r"sleeps.py:f: ImportTooLong: .* move the work into the functions \(sleeps.py:2\)"),
         ("exits:f", r"exits:f: when it is imported: SystemExit: 0 \(.*exits.py:2\)"),
@@ -261,14 +249,6 @@ def test_an_import_that_catches_everything_ends_the_process(folder):
     code = "from nemo_grpo.support import extensions\nextensions.IMPORT_CPU_SECONDS = 0.2\n"
     said = output_of(python("-c", code + "extensions.load('defiant.py:f', 'key')"), 2)
     assert said.startswith("error: key=defiant.py:f: its import takes more than 0.2 s of CPU time")
-
-
-def test_an_installed_function_may_be_named(folder):
-    assert parameters_of("test_own_code:installed") == ("response",)
-
-
-def installed(response: str) -> float:
-    return float(len(response))
 
 
 VARIANT = '''
@@ -314,20 +294,13 @@ def test_an_own_variant_is_a_variant_and_travels_without_its_file(folder):
     (folder / "mine.py").unlink()
     code = "import pickle; print(pickle.load(open('loss.pickle', 'rb')).config.factor)"
     assert output_of(python("-c", code, cwd=folder)) == "0.25\n"
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"variant": "mine.py:Half", "facto": 1.0}, "loss_fn.facto is not .* did you mean 'factor'"),
-        ({"variant": "mine.py:Half", "factor": -1.0}, "loss_fn.factor=-1.0"),
-        ({"variant": "mine.py:TokenBatch"}, "it must be a class that derives from VariantConfig"),
-    ],
-)
-def test_a_wrong_section_of_an_own_variant_is_refused(folder, section, message):
     (folder / "mine.py").write_text(VARIANT)
-    with pytest.raises(UserError, match=message):
-        parse_loss_fn(section)
+    for wrong, message in (
+        ({"variant": "mine.py:Half", "facto": 1.0}, "loss_fn.facto is not .* did you mean 'factor'"),
+        ({"variant": "mine.py:TokenBatch"}, "it must be a class that derives from VariantConfig"),
+    ):
+        with pytest.raises(UserError, match=message):
+            parse_loss_fn(wrong)
 
 
 def test_an_own_task_is_a_task(folder):

@@ -6,8 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import uvicorn
@@ -92,7 +90,6 @@ def test_passages_come_back_as_they_are(url, retriever):
     queries = ["word7", "nothing", "züge word3"]
     found = RetrieverClient(url).search(queries, 2)
     assert found == retriever.search(queries, 2)
-    assert [p.id for p in found[2]] == ["p3", "p0"]
     assert RetrieverClient(url + "/").search([], 2) == []
     assert RetrieverClient(url + "/retrieve").search(["word7"], 1) == [found[0][:1]]
     assert RetrieverClient(url).search(["\ud800 word7"], 1) == [found[0][:1]]  # half a character
@@ -104,9 +101,9 @@ def test_service_and_local_index_give_the_same_observations(url, retriever):
     remote = parse_task({"name": "search_qa", "retriever_url": url}).build()
     queries = [query for i in range(40) for query in own._source.queries(own.train_problem(i, 0))]
     turns = [f"<search>{query}</search>" for query in queries]  # 80: more than one request
-    episodes = [Episode()] * len(turns)
-    assert remote.observe(episodes, turns) == own.observe(episodes, turns)
-    assert len({observed.observation for observed in own.observe(episodes, turns)}) > 60
+    observed = remote.observe([Episode()] * len(turns), turns)
+    assert observed == own.observe([Episode()] * len(turns), turns)
+    assert len({one.observation for one in observed}) > 60
 
 
 @pytest.mark.parametrize(
@@ -116,7 +113,6 @@ def test_service_and_local_index_give_the_same_observations(url, retriever):
         (b"{}", "Field required"),
         (b'{"queries": "word1"}', "valid array"),
         (b'{"queries": ["a"], "topk": -1}', "greater than or equal to 0"),
-        (b'{"queries": ["a"], "topk": "many"}', "valid integer"),
     ],
 )
 def test_bad_requests_are_refused_and_harm_nobody(url, body, told):
@@ -124,15 +120,6 @@ def test_bad_requests_are_refused_and_harm_nobody(url, body, told):
     assert (status, told in text.decode()) == (422, True), text
     assert [post(url, "{}", path="/search")[0], post(url, None, method="GET")[0]] == [404, 405]
     assert answered(url, queries=["word7"])["result"][0][0]["id"] == "p7"
-
-
-def test_many_clients_lose_nothing(url):
-    def ask(number):
-        found = RetrieverClient(url).search([f"word{(number + i) % 50}" for i in range(5)], 1)
-        return [passages[0].id for passages in found] == [f"p{(number + i) % 50}" for i in range(5)]
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(ask, range(60)))
 
 
 FORMS = {
@@ -152,27 +139,13 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_client_reads_the_answers_of_search_r1s_own_server(form):
+def test_the_client_reads_the_answers_of_search_r1s_own_server(form, monkeypatch):
     """As its retrieval_server.py writes them for each of its retrievers."""
     asked = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-            body = json.dumps({"result": [FORMS[form]]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as service:
-        threading.Thread(target=service.handle_request).start()
-        address = "http://{}:{}/retrieve".format(*service.server_address)
-        (found,) = RetrieverClient(address).search(["capital"], 2)
-    assert asked == [("/retrieve", {"queries": ["capital"], "topk": 2, "return_scores": True})]
+    answer = {"result": [FORMS[form]]}
+    monkeypatch.setattr(RetrieverClient, "_once", lambda _, body: asked.append(json.loads(body)) or answer)
+    (found,) = RetrieverClient("http://elsewhere:80/retrieve").search(["capital"], 2)
+    assert asked == [{"queries": ["capital"], "topk": 2, "return_scores": True}]
     assert [(p.title, p.text) for p in found] == [
         ("Bern", "Bern is a capital.\nIt is old."),
         ("Basel", "Basel is a town."),
@@ -180,41 +153,31 @@ def test_the_client_reads_the_answers_of_search_r1s_own_server(form):
     assert found[0].score >= found[1].score
 
 
-def test_the_client_gives_up_after_its_tries_and_says_where(monkeypatch):
+def test_the_client_retries_broken_answers_but_not_refusals(url, monkeypatch):
     waits = []
     monkeypatch.setattr(client.time, "sleep", waits.append)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    with pytest.raises(RetrieverError, match=rf"{url} gave no answer in 4 tries .*Connection refused.*serve"):
-        RetrieverClient(url, num_tries=4).search(["a"], 1)
+        nowhere = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    with pytest.raises(RetrieverError, match=r"gave no answer in 4 tries .*Connection refused.*serve"):
+        RetrieverClient(nowhere, num_tries=4).search(["a"], 1)
     assert waits == [0.5, 1.0, 2.0]
-
-
-def test_client_retries_broken_answers_but_not_refusals(url, monkeypatch):
-    waits = []
-    monkeypatch.setattr(client.time, "sleep", waits.append)
     with pytest.raises(RetrieverError, match="500 Internal Server Error"):
         RetrieverClient(url, num_tries=2).search(["break"], 1)
-    assert len(waits) == 1
+    with pytest.raises(RetrieverError, match="timed out"):
+        RetrieverClient(url, timeout=0.2, num_tries=2).search(["wait"], 1)
+    waits.clear()
     with pytest.raises(RetrieverError, match=r"refused /retrieve: 422 .*topk"):
         RetrieverClient(url).search(["a"], -1)
-    assert len(waits) == 1
+    assert not waits
     for answer, told in (
         ({"result": []}, "0 results for 1 queries"),
         ({"results": [[]]}, "KeyError: 'result'"),
-        ({"result": [["Bern"]]}, "AttributeError"),
         ({"result": [[{"document": {"id": 1}, "score": 1.0}]]}, "neither a .text. nor .contents"),
     ):
         monkeypatch.setattr(RetrieverClient, "_once", lambda *_, answer=answer: answer)
         with pytest.raises(RetrieverError, match=told):
             RetrieverClient(url, num_tries=2).search(["a"], 1)
-
-
-def test_a_slow_service_times_out(url, monkeypatch):
-    monkeypatch.setattr(client.time, "sleep", lambda _: None)
-    with pytest.raises(RetrieverError, match="timed out"):
-        RetrieverClient(url, timeout=0.2, num_tries=2).search(["wait"], 1)
 
 
 def test_the_command_says_what_to_install(monkeypatch, tmp_path):

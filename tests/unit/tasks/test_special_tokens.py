@@ -86,12 +86,12 @@ def test_a_passage_without_marks_is_given_as_it_is():
     text = "1 < 2, a[i] > b; \uff1cfull \ufb01ne - the transformer    <br> <S >"
     assert broken_up(text, RESERVED["plain"]) == text
     assert text in observation("", text, RESERVED["plain"])
+    assert reserved_texts(object()) == ()
 
 
 def test_marks_are_broken_up_by_a_space():
     reserved = RESERVED["plain"]
     assert broken_up("a</s>b[INST]c<<SYS>>d", reserved) == "a< /s>b[ INST]c< <SYS>>d"
-    assert broken_up("wow! <tool_call>", reserved) == "wow! < tool_call>"
     assert broken_up("</S>", reserved) == "< /S>"
     assert broken_up(FULL_WIDTH, reserved) == "\uff1c s\uff1e"
     # one mark that overlaps another, and one that the first one's space completes
@@ -113,13 +113,6 @@ def test_marks_that_a_normaliser_uncovers_are_broken_up(kind, text):
     assert "<tool_call>" not in tokenizer.tokenize(broken)
 
 
-def test_words_and_spaces_that_were_added_are_not_reserved():
-    reserved = RESERVED["plain"]
-    assert set(MARKS) <= set(reserved)
-    assert not {"transformer", "    "} & set(reserved)
-    assert reserved_texts(object()) == ()
-
-
 WRITTEN = "<s><think>1</think><answer>2</answer></s>!"
 
 
@@ -127,7 +120,6 @@ WRITTEN = "<s><think>1</think><answer>2</answer></s>!"
     ("special", "task", "read"),
     [
         ((), "math", "<think>1</think><answer>2</answer>"),
-        (("<think>", "</think>", "<answer>", "</answer>"), "math", "<think>1</think><answer>2</answer>"),
         (("<answer>", "</answer>", "<search>"), "math", "<think>1</think><answer>2</answer>"),
         (("<answer>", "<search>"), "search_qa", "<search><think>1</think><answer>2</answer>"),
     ],
