@@ -1,7 +1,6 @@
 """The step-level part as NeMo-RL calls it, with plain dictionaries in place of NeMo-RL's batches."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -19,7 +18,6 @@ from nemo_grpo.report.tokens import token_diagnostics
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants import parse_loss_fn
 
-RECIPES = Path(__file__).parents[3] / "recipes"
 PROMPTS = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4]])
 MASK = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0], [0, 0, 1, 1], [0, 0, 1, 1]]).float()
 
@@ -114,7 +112,7 @@ def test_an_outlier_is_safe_and_an_implausible_advantage_is_named(folds, caplog)
 @pytest.mark.parametrize("threshold", [None, 2.0])
 def test_metrics_of_scored_logprobs_stay_where_the_threshold_needs_a_scoring_pass(threshold):
     forced = ["loss_fn.force_on_policy_ratio=true", f"grpo.seq_logprob_error_threshold={threshold or 'null'}"]
-    recipe = load_recipe(RECIPES / "cluster-quickstart.yaml", forced)
+    recipe = load_recipe("cluster-quickstart", forced)
     e = VariantEstimator.of(recipe, StepContext())
     advantages(e, 1.0, 0.0, 1.0, 1.0)
     assert not [name for name in e.last_metrics if name.startswith("mismatch/")], "a 0 would say: no mismatch"
@@ -225,7 +223,6 @@ def test_random_draws_equal_the_embedded_engines_for_any_logprobs():
         response_ids=ids,
     )
     expected = parse_loss_fn(loss_fn).build().prepare(batch, seed=0).token_weights
-    assert expected is not None
     assert not torch.equal(expected[2], expected[3])
     for logprobs in (-torch.ones(4, 4), -torch.rand(4, 4)):
         context = StepContext()
