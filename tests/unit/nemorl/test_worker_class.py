@@ -5,13 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_grpo.nemorl.policy import (
-    ENTROPY_WORKER,
-    WORKER,
-    has_further_losses,
-    has_no_gradient,
-    worker_class,
-)
+from nemo_grpo.nemorl.policy import ENTROPY_WORKER, WORKER, has_further_losses, has_no_gradient, worker_class
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import RatioConfig
