@@ -9,12 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from nemo_grpo.nemorl import compat, doctor, host_api
-from nemo_grpo.nemorl.config import sft_section
-from nemo_grpo.nemorl.host_api import ELSEWHERE, GRPO, HOST_API, LOSS_KEYS, POLICY, SFT, TESTED
+from nemo_grpo.nemorl import compat, doctor
+from nemo_grpo.nemorl.host_api import GRPO, HOST_API, LOSS_KEYS, SFT, TESTED
 from nemo_grpo.nemorl.sft import SETUP_RESULT
-from nemo_grpo.nemorl.static_api import Tree, misfit, shape
-from nemo_grpo.recipe import load_recipe
+from nemo_grpo.nemorl.static_api import Tree
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.variants.base import RatioConfig
 
@@ -57,55 +55,8 @@ def test_keys_of_our_losses_mean_the_same_to_nemo_rl():
     assert set(RatioConfig.model_fields) - OURS_ALONE == set(LOSS_KEYS)
 
 
-def test_the_supervised_section_is_the_recorded_call():
-    recipe = load_recipe(ROOT / "recipes/erpo/sft-qwen2.5-7b-1n8g.yaml")
-    call = HOST_API[f"{SFT}:SFTConfig"].call
-    assert call == f"({', '.join(f'{name}=_' for name in sft_section(recipe))})"
-
-
 def adapter():
     return [(path, ast.parse(path.read_text())) for path in sorted(ADAPTER.glob("*.py"))]
-
-
-def called_name(call):
-    """NAME of a call of ``compat.import_name(NAME)(...)``; None for other calls, or if it is no constant."""
-    function = getattr(call, "func", None)
-    if not isinstance(function, ast.Call) or not ast.unparse(function.func).endswith("import_name"):
-        return None
-    known = vars(host_api) | {"host_api": host_api, "_ENVIRONMENTS": "nemo_rl.environments"}
-    try:
-        return str(eval(ast.unparse(function.args[0]), known))
-    except NameError:
-        return None
-
-
-THROUGH_VARIABLES = {
-    *(f"{GRPO}:{trainer}" for trainer in ("grpo_train", "async_grpo_train")),
-    *(f"{SFT}:SFTConfig", POLICY, "nemo_rl.environments.interfaces:EnvironmentReturn"),
-    *("nemo_rl.algorithms.utils:get_tokenizer", "nemo_rl.utils.venvs:create_local_venv_on_each_node"),
-    *("nemo_rl.data.processors:vlm_hf_data_processor", "nemo_rl.data.utils:setup_response_data"),
-    *(name.name for name in HOST_API.values() if name.part in ELSEWHERE),
-}
-"""Names whose calls in the sources are not of that form."""
-
-
-def test_every_call_of_a_name_is_recorded_as_it_is_made():
-    calls = {name.name: name.call for name in HOST_API.values() if name.call}
-    seen = set()
-    for path, tree in adapter():
-        for node in ast.walk(tree):
-            if name := called_name(node):
-                seen.add(name)
-                assert misfit(as_parameters(calls[name]), shape(node)) == "", (path.name, name)
-    assert set(calls) - seen <= THROUGH_VARIABLES
-
-
-def as_parameters(call):
-    """Parameters that take a call of the table and nothing else."""
-    words = [word.strip() for word in call.strip("()").split(",") if word.strip()]
-    positional = [f"p{place}=" for place, word in enumerate(words) if word == "_"]
-    named = [f"{word.partition('=')[0]}=" for word in words if "=" in word]
-    return [*positional, *["/"] * bool(positional), *["*"] * bool(named), *named]
 
 
 def test_nothing_of_nemo_rl_is_rebound_outside_the_table():

@@ -15,15 +15,7 @@ from statistics import fmean
 
 import torch
 from adapters import adapters_of
-from recomputed import (
-    Run,
-    Sampling,
-    aligned,
-    all_logprobs,
-    demonstrated,
-    recompute,
-    sequences_of,
-)
+from recomputed import Run, Sampling, aligned, all_logprobs, demonstrated, recompute, sequences_of
 
 from nemo_grpo.rehearsal import checks
 from nemo_grpo.rehearsal.environment import find_stack

@@ -54,10 +54,7 @@ class Run(Recorded):
         return convert(self.rehearsal, checkpoint, f"hf-{checkpoint.name}")
 
     def images_of(self, rows):
-        """What the model sees of the images of each response's problem; None for tasks without images.
-
-        Raises: Failed: a response's problem is not recognised.
-        """
+        """What the model sees of the images of each response's problem; None for tasks without images."""
         if not self.rehearsal.stack.sees_images:
             return None
         problems = [self._asked(self._conversation(row, False)[0], self.task.known) for row in rows]
@@ -77,13 +74,10 @@ class Run(Recorded):
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What a step should have logged.
+    """What a step should have logged; advantages are [B, T], or None for demonstrations.
 
-    Attributes: step: which.  loss: mean over its updates.  gradient_norm: of the last update, over what is
-                    trained, before clipping; None where it cannot be computed from the files alone.
-                largest_norm: of its updates, against which differences count.
-                advantages, recorded_advantages: [B, T], or None for demonstrations.
-                scale: mean absolute size of the loss's token terms, against which differences count.
+    The norm is the last update's before clipping, None where the files alone do not give it; ``scale`` is the
+    mean absolute size of the loss's token terms.
     """
 
     step: int
@@ -210,15 +204,8 @@ def _recompute(run, step, dtype):
     adapters = adapters_of(before, recipe.policy.megatron_cfg) if before and adapted else None
     loss, norms, scale = _updates(model, recipe, objective, prepared, sequences, sampling, adapters)
     written = prepared.folded() if recipe.uses_data_plane else prepared
-    return Recomputed(
-        step,
-        loss,
-        norms[-1],
-        max(norm or 0.0 for norm in norms),
-        written.advantages if rows else None,
-        aligned(rows, "advantages") if rows else None,
-        scale,
-    )
+    advantages = (written.advantages, aligned(rows, "advantages")) if rows else (None, None)
+    return Recomputed(step, loss, norms[-1], max(norm or 0.0 for norm in norms), *advantages, scale)
 
 
 def demonstrated(run, step):
@@ -243,22 +230,23 @@ def demonstrated(run, step):
 
 def _batch(rows, sequences, scored, num_generations):
     number = len(sequences.lengths)
-    if not rows:
-        return TokenBatch(
-            prev_logprobs=scored,
-            token_mask=sequences.mask,
-            sample_mask=torch.ones(number, dtype=torch.bool),
-            rewards=torch.zeros(number),
-            group_ids=torch.arange(number),
-        )
-    return TokenBatch(
+    always = torch.ones(number, dtype=torch.bool)
+    batch = TokenBatch(
         prev_logprobs=scored,
-        generation_logprobs=aligned(rows, "generation_logprobs"),
         token_mask=sequences.mask,
+        sample_mask=always,
+        rewards=torch.zeros(number),
+        group_ids=torch.arange(number),
+    )
+    if not rows:
+        return batch
+    return replace(
+        batch,
+        generation_logprobs=aligned(rows, "generation_logprobs"),
         sample_mask=torch.tensor([row["sample_loss_mask"][0] for row in rows]).bool(),
-        rewarded=torch.ones(number, dtype=torch.bool),
+        rewarded=always,
         rewards=torch.tensor([reward(row) for row in rows]),
-        group_ids=torch.arange(number) // num_generations,
+        group_ids=batch.group_ids // num_generations,
         response_ids=response_ids(_prompt_and_policy_tokens(sequences)),
     )
 
@@ -269,15 +257,7 @@ def _prompt_and_policy_tokens(sequences):
         yield ids[:start].tolist(), ids[1:][mask].tolist()
 
 
-def _updates(
-    model,
-    recipe,
-    objective,
-    prepared,
-    sequences,
-    sampling,
-    adapters,
-):
+def _updates(model, recipe, objective, prepared, sequences, sampling, adapters):
     """(mean loss of the updates, norm of each one's gradient, mean size of a loss's terms)."""
     number = len(sequences.lengths)
     chunks = torch.arange(number).chunk(max(recipe.num_updates_per_step, 1))
@@ -299,14 +279,7 @@ def _updates(
     return fmean(losses), norms, fmean(sizes)
 
 
-def _backward(
-    model,
-    objective,
-    prepared,
-    sequences,
-    rows,
-    sampling,
-):
+def _backward(model, objective, prepared, sequences, rows, sampling):
     """(loss of an update with these rows, size of its terms), a sequence at a time; leaves the gradient."""
     chosen = torch.tensor(rows)
     tokens, responses = global_counts(prepared.select(chosen).batch)
@@ -325,10 +298,9 @@ def _backward(
 def _adam(model, recipe):
     """Megatron's: biases and norms do not decay."""
     given = recipe.policy.megatron_cfg.optimizer
-    matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [
-        {"params": matrices, "weight_decay": given.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": given.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     betas = given.adam_beta1, given.adam_beta2

@@ -239,16 +239,6 @@ def test_a_signal_saves_and_the_next_start_goes_on(tmp_path):
     assert files == [f"train_data_step{step}.jsonl" for step in (3, 4, 5)]
 
 
-def test_a_step_without_signal_is_no_update(tmp_path, monkeypatch):
-    monkeypatch.setattr(Rollouts, "rewards", torch.ones(PROMPTS * GENERATIONS))
-    run = grpo(tmp_path)
-    start = run.policy.model.detach().clone()
-    run.train()
-    assert len(run.policy.losses) == 1, "the first update gives Adam its moments; the second step is dropped"
-    assert torch.equal(run.policy.model, start)
-    assert (run.logged()["loss"], run.logged()["reward/mean"]) == (0.0, 1.0)
-
-
 def test_responses_to_a_prompt_that_was_cut_do_not_train(tmp_path):
     run = grpo(tmp_path)
     for cut in run.controller._dataloader.dataset[::PROMPTS]:  # the first of a step, whose rewards differ

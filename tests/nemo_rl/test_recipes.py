@@ -107,15 +107,10 @@ def test_length_penalty_ends_where_responses_do(given, longest):
     shaping = value_of(run.master_config, "grpo.reward_shaping")
     assert value_of(shaping, "max_response_length") == longest
     assert value_of(shaping, "overlong_buffer_length") == 512
-    batch = {"total_reward": torch.ones(2), "message_log": [said(longest - 512), said(longest)]}
+    asked, said = ({"role": role, "token_ids": torch.zeros(9)} for role in ("user", "assistant"))
+    logs = [[asked, said | {"token_ids": torch.zeros(n)}] for n in (longest - 512, longest)]
+    batch = {"total_reward": torch.ones(2), "message_log": logs}
     assert apply_reward_shaping(batch, shaping)["total_reward"].tolist() == [1.0, 0.0]
-
-
-def said(num_tokens):
-    return [
-        {"role": "user", "token_ids": torch.zeros(9)},
-        {"role": "assistant", "token_ids": torch.zeros(num_tokens)},
-    ]
 
 
 @pytest.mark.parametrize(
@@ -129,15 +124,12 @@ def said(num_tokens):
     ],
 )
 def test_keys_that_0_7_0_would_ignore_are_refused_there(override):
+    assert compat.check() in compat.TESTED
     if compat.version() == compat.V0_7_0:
         with pytest.raises(UserError, match=override.lstrip("+").split("=")[0]):
             load_run(RECIPE, [override])
     else:
         load_run(RECIPE, [override])
-
-
-def test_every_name_that_we_use_is_there():
-    assert compat.check() in compat.TESTED
 
 
 def test_validation_measures_what_recipes_may_ask_for():

@@ -28,11 +28,9 @@ class Trainer:
 
     def __init__(self, use_dynamic_sampling=True, overlong_filtering=False, **loss_fn):
         settings = {
-            "use_dynamic_sampling": use_dynamic_sampling,
-            "num_prompts_per_step": P,
-            "num_generations_per_prompt": G,
+            **{"use_dynamic_sampling": use_dynamic_sampling, "overlong_filtering": overlong_filtering},
+            **{"num_prompts_per_step": P, "num_generations_per_prompt": G},
             "dynamic_sampling_max_gen_batches": 2,
-            "overlong_filtering": overlong_filtering,
         }
         self.configs = [SimpleNamespace(grpo=settings), SimpleNamespace(grpo=SimpleNamespace(**settings))]
         self.context = StepContext()
@@ -48,7 +46,7 @@ class Trainer:
         )
         assert metrics is self.context.metrics
         step["baseline"], step["std"]  # the trainer reads these before it looks at `full`
-        if config is not None and self.function and "filtered_reward" in step:
+        if "filtered_reward" in step:
             assert step["filtered_reward"].ndim == 1
         return step, full
 
@@ -62,9 +60,8 @@ def test_everything_passes_without_dynamic_sampling():
 
 def test_a_group_has_signal_by_the_responses_that_have_a_reward():
     nan = float("nan")
-    step, full = Trainer(variant="gpg", valid_fraction_threshold=0.3)(
-        draw((nan, 1.0), (1.0, 0.0), (nan, nan))
-    )
+    batch = draw((nan, 1.0), (1.0, 0.0), (nan, nan))
+    step, full = Trainer(variant="gpg", valid_fraction_threshold=0.3)(batch)
     assert full
     assert step["idx"][:G] == [1, 1]  # groups with signal come first
 
@@ -99,32 +96,23 @@ def test_dapo_fills_the_step_with_groups_that_differ():
     assert trainer.context.metrics["dynamic_sampling_num_discarded_valid_samples"] == [4.0]
 
 
-def test_equal_rewards_that_round_are_no_signal():
-    # NeMo-RL's std keeps some of 16 equal rewards of 0.3; greatest and least are the same.
-    trainer = Trainer(variant="dapo")
-    _, full = trainer(draw((0.3, 0.3), (0.3, 0.3), (0.7, 0.7)))
-    assert not full
-    assert len(trainer.cache.valid) == 0
+LIMITED = {"unshaped_total_reward": torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0])}
+CUT = {"loss_multiplier": torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0, 1.0])}
+ENDLESS = {"truncated": [True, True, True, False, True, False]}
 
 
-def test_a_length_penalty_is_no_signal():
-    raw = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0])
-    batch = draw((1.0, 0.5), (0.0, 1.0), (0.0, 1.0), unshaped_total_reward=raw)
-    trainer = Trainer(variant="dapo")
-    assert not trainer(batch)[1]
-    assert [group["idx"][0] for group in trainer.cache.valid] == [1, 2]
-
-
-def test_a_prompt_that_was_cut_is_no_signal():
-    multiplier = torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
-    trainer = Trainer(variant="dapo")
-    assert not trainer(draw((1.0, 0.0), (1.0, 0.0), (0.0, 0.0), loss_multiplier=multiplier))[1]
-    assert [group["idx"][0] for group in trainer.cache.valid] == [1]
-
-
-@pytest.mark.parametrize(("overlong_filtering", "valid"), [(True, [2]), (False, [0, 2])])
-def test_a_group_of_which_all_is_left_out_is_no_signal(overlong_filtering, valid):
-    truncated = [True, True, True, False, True, False]
-    trainer = Trainer(variant="dapo", overlong_filtering=overlong_filtering)
-    trainer(draw((0.0, 1.0), (0.0, 0.0), (0.0, 1.0), truncated=truncated))
+@pytest.mark.parametrize(
+    ("rewards", "further", "filters", "valid"),
+    [
+        # NeMo-RL's std keeps some of 16 equal rewards of 0.3; greatest and least are the same
+        (((0.3, 0.3), (0.3, 0.3), (0.7, 0.7)), {}, False, []),
+        (((1.0, 0.5), (0.0, 1.0), (0.0, 1.0)), LIMITED, False, [1, 2]),  # a length penalty
+        (((1.0, 0.0), (1.0, 0.0), (0.0, 0.0)), CUT, False, [1]),  # a prompt that was cut
+        (((0.0, 1.0), (0.0, 0.0), (0.0, 1.0)), ENDLESS, False, [0, 2]),
+        (((0.0, 1.0), (0.0, 0.0), (0.0, 1.0)), ENDLESS, True, [2]),  # all of a group is left out
+    ],
+)
+def test_a_group_without_signal_is_drawn_again(rewards, further, filters, valid):
+    trainer = Trainer(variant="dapo", overlong_filtering=filters)
+    assert not trainer(draw(*rewards, **further))[1]
     assert [group["idx"][0] for group in trainer.cache.valid] == valid

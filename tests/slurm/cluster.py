@@ -201,14 +201,7 @@ class Cluster:
         shown = self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).stdout
         return len(set(shown.split()))  # a node has a line for each partition
 
-    def run(
-        self,
-        *command,
-        node="ctl",
-        cwd=None,
-        check=True,
-        **environment,
-    ):
+    def run(self, *command, node="ctl", cwd=None, check=True, **environment):
         """Run a command on a node."""
         done = subprocess.run(
             [*self._enter(node), "env", "-C", str(cwd or self.state), *command],

@@ -47,6 +47,11 @@ def start(slurm, tmp_path):
     assert left_over(slurm) == []
 
 
+def begun(job):
+    job.wait_for_output("start from step 0", 2 * MINUTE)
+    return job
+
+
 def assert_saved_and_resumed(job, cause):
     """Once it is told to stop, by ``cause``: two attempts, the second from where the first saved."""
     job.wait_for_output("saved step", MINUTE)
@@ -73,16 +78,14 @@ def left_over(slurm):
 
 
 def test_preempted_job_saves_before_its_ray_ends_and_resumes(slurm, start, tmp_path):
-    job = start("--nodelist=n1,n2", STEPS="40", PACE="0.5")
-    job.wait_for_output("start from step 0", 2 * MINUTE)
+    job = begun(start("--nodelist=n1,n2", STEPS="40", PACE="0.5"))
     urgent = preempt(slurm, tmp_path, "n2")
     assert urgent.wait(2 * MINUTE) == "COMPLETED"
     assert_saved_and_resumed(job, "preempted")
 
 
 def test_signal_before_the_time_limit_saves_requeues_and_resumes_on_both_nodes(start):
-    job = start(STEPS="40", PACE="0.5")
-    job.wait_for_output("start from step 0", 2 * MINUTE)
+    job = begun(start(STEPS="40", PACE="0.5"))
     job.signal(signal.SIGUSR1)
     assert_saved_and_resumed(job, "time limit")
     assert job.output.count("workers [('n1', 8), ('n2', 8)]") == 2
@@ -107,8 +110,7 @@ def test_failing_driver_ends_the_job_with_its_exit_code_and_is_not_repeated(star
     [("n2", "raylet", "ray-worker", 71), ("n1", "gcs_server", "ray-head", 70)],
 )
 def test_lost_part_ends_the_job_within_a_minute_with_its_last_lines(slurm, start, node, program, part, code):
-    job = start(STEPS="1000", PACE="0.5", MAX_RETRIES="0")
-    job.wait_for_output("start from step 0", 2 * MINUTE)
+    job = begun(start(STEPS="1000", PACE="0.5", MAX_RETRIES="0"))
     slurm.kill(node, program)
     job.wait(MINUTE)
     assert (job.state, job.exit_code) == ("FAILED", code)
@@ -157,8 +159,7 @@ while [[ $* = *ray.scripts* && ! -e {ended} ]]; do sleep 0.1; done"""
 
 
 def test_running_job_rejects_other_clients_and_a_cancelled_job_is_not_requeued(slurm, start):
-    job = start(STEPS="1000", PACE="0.5")
-    job.wait_for_output("start from step 0", 2 * MINUTE)
+    job = begun(start(STEPS="1000", PACE="0.5"))
     address = job.output.split("Ray head on ")[1].split()[0]
     joins = f"import ray; ray.init(address='{address}'); print('inside', ray.nodes())"
     stranger = slurm.run(sys.executable, "-c", joins, node="n1", check=False)
@@ -170,8 +171,7 @@ def test_running_job_rejects_other_clients_and_a_cancelled_job_is_not_requeued(s
 
 
 def test_job_moves_to_another_node_when_slurmd_dies(slurm, start):
-    job = start(STEPS="60", PACE="0.5")
-    job.wait_for_output("start from step 0", 2 * MINUTE)
+    job = begun(start(STEPS="60", PACE="0.5"))
     assert job.field("NodeList") == "n[1-2]"
     job.wait_for(lambda: list((job.folder / "checkpoints").glob("step_*")), MINUTE, "a checkpoint")
     slurm.kill("n2", "slurmd")

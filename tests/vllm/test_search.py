@@ -1,7 +1,5 @@
 """A conversation with a retriever, sampled by the real vLLM: turn by turn the decoder's."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from taught_policy import greedy, taught, vllm_of
@@ -15,11 +13,9 @@ from nemo_grpo.tasks import encode_prompt
 
 pytestmark = pytest.mark.vllm
 
-RECIPE = Path(__file__).parents[2] / "recipes/quickstart_search_qa.yaml"
-
 
 def test_greedy_conversations_are_the_decoders(tmp_path):
-    own = load_recipe(RECIPE).nemo_grpo
+    own = load_recipe("quickstart_search_qa").nemo_grpo
     task = own.task.build()
     model = taught(own.warm_start, task, own.prompt, tmp_path)
     tokenizer = load_tokenizer(model)

@@ -25,10 +25,8 @@ MAX_MODEL_LEN, LIMIT, END = 96, 24, 2
 GREEDY = SamplingParams(LIMIT, greedy=True, stop_token_ids=(END,))
 LAYERS, RANK, ALPHA = 4, 8, 16
 LINEARS = {  # Megatron's layer -> (out, in)
-    "self_attention.linear_qkv": (256, 128),
-    "self_attention.linear_proj": (128, 128),
-    "mlp.linear_fc1": (512, 128),
-    "mlp.linear_fc2": (128, 256),
+    **{"self_attention.linear_qkv": (256, 128), "self_attention.linear_proj": (128, 128)},
+    **{"mlp.linear_fc1": (512, 128), "mlp.linear_fc2": (128, 256)},
 }
 
 

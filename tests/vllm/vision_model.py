@@ -1,8 +1,6 @@
 """A tiny random Qwen2.5-VL with its processor, and what transformers generates with it.
 
-python vision_model.py make FOLDER
-python vision_model.py greedy FOLDER PROBLEMS.jsonl NUM_TOKENS
-python vision_model.py text FOLDER WORK NUM_TOKENS
+python vision_model.py make FOLDER | greedy FOLDER PROBLEMS.jsonl NUM_TOKENS | text FOLDER WORK NUM_TOKENS
 """
 
 import json
@@ -49,10 +47,10 @@ def make(folder):
             "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
         },
     )  # fmt: skip
-    ids = {f"{name}_token_id": vocabulary[f"<|{token}|>"] for name, token in (
-        ("image", "image_pad"), ("video", "video_pad"), ("vision_start", "vision_start"),
-        ("vision_end", "vision_end"),
-    )}  # fmt: skip
+    ids = {
+        **{f"{name}_token_id": vocabulary[f"<|{name}_pad|>"] for name in ("image", "video")},
+        **{f"vision_{end}_token_id": vocabulary[f"<|vision_{end}|>"] for end in ("start", "end")},
+    }
     text = dict(
         vocab_size=len(vocabulary), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512, eos_token_id=2,
@@ -71,9 +69,8 @@ def make(folder):
             torch.nn.init.normal_(parameter, std=0.2)  # large enough that the picture decides about the text
     model.save_pretrained(folder)
     images = Qwen2VLImageProcessor(min_pixels=56 * 56, max_pixels=64 * 28 * 28)
-    Qwen2_5_VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(), chat_template=TEMPLATE).save_pretrained(
-        folder
-    )
+    videos = Qwen2VLVideoProcessor()
+    Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=TEMPLATE).save_pretrained(folder)
 
 
 def greedy(folder, file, num_tokens):
@@ -121,7 +118,5 @@ def text(folder, work, num_tokens):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[2])
-    if sys.argv[1] == "make":
-        make(folder)
-    else:
-        {"greedy": greedy, "text": text}[sys.argv[1]](folder, Path(sys.argv[3]), int(sys.argv[4]))
+    function = {"make": make, "greedy": greedy, "text": text}[sys.argv[1]]
+    function(folder, *map(Path, sys.argv[3:4]), *map(int, sys.argv[4:]))

@@ -2,15 +2,12 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import cluster_run as run
 from nemo_grpo.recipe import Recipe, load_recipe
-from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.environment import Stack
 from nemo_grpo.support.dotted import leaves
 from nemo_grpo.support.errors import UserError
@@ -59,33 +56,3 @@ def test_what_cannot_run_is_refused(stack, tmp_path):
         run.prepare(load_recipe(quickstart), quickstart, (), stack, resume=False)
     with pytest.raises(UserError, match="make venv-vllm"):
         run.prepare(load_recipe(CLUSTER), CLUSTER, (), Stack(stack.python, tmp_path, None), resume=False)
-
-
-@pytest.fixture
-def driver(monkeypatch, stack, overrides):
-    """Run `train` with a program in the driver's place."""
-
-    @contextmanager
-    def no_ray(_stack, folder, num_gpus):
-        yield SimpleNamespace(environment={"PATH": ""}, sessions=(), end=None)
-
-    monkeypatch.setattr(run, "ray_cluster", no_ray)
-
-    def start(program):
-        folder = run.prepare(load_recipe(CLUSTER, overrides), CLUSTER, overrides, stack, resume=False)
-        script = folder / "driver"
-        script.write_text(f"#!{sys.executable}\n{program}\n")
-        script.chmod(0o755)
-        return run.train(load_recipe(folder / "recipe.yaml"), Stack(script, folder, None), folder)
-
-    return start
-
-
-def test_refusal_stop_and_failure_are_told_apart(driver):
-    with pytest.raises(UserError, match=r"(?s)refuses the recipe.*grpo\.seed is odd"):
-        driver("print('error: grpo.seed is odd', flush=True); exit(2)")
-    assert driver("exit(75)") == 75
-    with pytest.raises(stages.Failed, match="stopped before"):
-        driver("import os, signal; os.kill(os.getpid(), signal.SIGUSR1)")
-    with pytest.raises(stages.Failed, match=r"(?s)exit code 3.*no more memory"):
-        driver("print('no more memory', flush=True); exit(3)")

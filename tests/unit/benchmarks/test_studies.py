@@ -1,21 +1,15 @@
-"""Studies of a trained model: gIoU and cIoU of boxes, and which tokens the perturbation study replaces."""
-
-import json
-from types import SimpleNamespace
+"""Studies of a trained model by hand: gIoU and cIoU of boxes, positions and means of the perturbations."""
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_models import small_config
 
 from benchmarks.studies.masks import polygon_mask, score_masks
-from benchmarks.studies.perturbation import Experiment, choose_positions, response_entropies
+from benchmarks.studies.perturbation import choose_positions
 from benchmarks.studies.pivot_results import PivotSettings, PivotStudy, Point, Solved, sign_flip_p
-from nemo_grpo.sampling.generate_hf import HFGenerator
-from nemo_grpo.sampling.requests import SamplingParams
 from nemo_grpo.support.errors import UserError
-from nemo_grpo.tasks import Problem, Prompt
+from nemo_grpo.tasks import Problem
 
 
 def rectangle(left, top, right, bottom):
@@ -50,44 +44,6 @@ def test_giou_and_ciou_by_hand(tmp_path):
         score_masks(problems, {"other": ""}, filled)
 
 
-STOP = 19
-
-
-class Tokenizer:
-    """Twenty tokens, each a letter; `t` ends a response."""
-
-    all_special_ids = (STOP,)
-    chat_template = "x"
-
-    def __len__(self):
-        return STOP + 1
-
-    def decode(self, ids, **_):
-        return "".join(chr(97 + i) for i in ids if i != STOP)
-
-    def batch_decode(self, rows, **_):
-        return list(map(self.decode, rows))
-
-    def apply_chat_template(self, messages, **_):
-        return messages[-1]["content"]
-
-    def __call__(self, text, **_):
-        return {"input_ids": [ord(letter) - 97 for letter in text]}
-
-
-@pytest.fixture(scope="module")
-def generator():
-    torch.manual_seed(0)
-    made = HFGenerator(small_config("qwen2", vocab_size=STOP + 1, num_hidden_layers=1, initializer_range=0.6))
-    made.update_weights((name, value.clone()) for name, value in made.model.state_dict().items())
-    return made
-
-
-def of_policy(generator, settings, task=None):
-    sampling = SamplingParams(max_new_tokens=8, stop_token_ids=(STOP,))
-    return Experiment(generator, Tokenizer(), task, Prompt(), sampling, settings)
-
-
 def item(entropies, response=None):
     response = response or list(range(len(entropies)))
     return Solved(Problem("p", "ab", "c"), [0, 1], response, torch.tensor(entropies))
@@ -101,32 +57,6 @@ def test_pivots_are_the_most_and_calm_ones_the_least_undecided():
     assert max(chosen["random"]) <= 4
     bounded = PivotSettings(share=0.05, max_positions=4)
     assert [bounded.num_positions(candidates) for candidates in (1, 10, 30, 1000)] == [1, 1, 2, 4]
-
-
-@pytest.mark.parametrize("perturbation", ["truncate", "together"])
-@pytest.mark.parametrize("replacement", ["uniform", "policy"])
-def test_a_prefix_differs_in_the_chosen_tokens_only(generator, perturbation, replacement):
-    solved = item([0.1, 0.9, 0.3, 0.0, 0.5, 7.0], [5, 6, 7, 8, 9, STOP])
-    settings = PivotSettings(
-        share=0.4, max_positions=None, perturbation=perturbation, replacement=replacement
-    )
-    chosen = choose_positions(solved, settings)
-    for _, kind, position, kept, replaced in of_policy(generator, settings).choose_points([solved]):
-        assert kept == [0, 1, *solved.response[: position + 1]]
-        if perturbation == "truncate":
-            assert replaced == kept[:-1]
-        else:
-            assert position == max(chosen[kind])
-            assert {i - 2 for i, token in enumerate(replaced) if token != kept[i]} == set(chosen[kind])
-
-
-def test_entropies_are_those_of_the_distribution_a_token_came_from(generator):
-    prompt, response = [0, 1], [5, 6, 7]
-    (found, _) = response_entropies(generator, [(prompt, response), ([2, 3, 4], [8, 9, 10, 11])])
-    for t in range(len(response)):
-        logits = generator.model(input_ids=torch.tensor([prompt + response[:t]])).logits[0, -1]
-        expected = torch.distributions.Categorical(logits=logits).entropy()
-        torch.testing.assert_close(found[t], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_summary_averages_within_responses_first():
@@ -145,18 +75,3 @@ def test_summary_averages_within_responses_first():
     assert contrast["stderr"] == pytest.approx(0.375)  # deviation 0.75 / sqrt 2, over sqrt 2 responses
     # Four equal differences: |mean| is reached by all plus or all minus, 2 of 16 patterns.
     assert sign_flip_p([0.5] * 4, seed=0) == pytest.approx(2 / 16, abs=0.015)
-
-
-def test_study_is_deterministic_and_needs_a_problem_that_is_solved(generator):
-    problems = [Problem(str(i), text, "") for i, text in enumerate(("ab", "cd", "ef", "gh"))]
-    settings = PivotSettings(num_problems=3, num_continuations=2)
-    right, wrong = (
-        SimpleNamespace(score=lambda *_, value=value: {"accuracy": value, "format": 1.0})
-        for value in (1.0, 0.0)
-    )
-    first, again = (of_policy(generator, settings, right).study(problems) for _ in range(2))
-    assert first.points == again.points
-    assert (len(first.solved), len(first.points)) == (3, 3 * 3)
-    json.dumps(first.to_dict(str), allow_nan=False)
-    with pytest.raises(UserError, match="solves none of 4 problems"):
-        of_policy(generator, settings, wrong).study(problems)

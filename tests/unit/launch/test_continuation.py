@@ -15,7 +15,7 @@ from nemo_grpo.nemorl.callbacks import RunRecord
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support.errors import UserError
 
-CLUSTER = Path(__file__).parents[3] / "recipes/cluster-quickstart.yaml"
+CLUSTER = "cluster-quickstart"
 OURS = "def brevity(response):\n    return {value}\n"
 TASK = "nemo_grpo.task={_override_: true, name: math, train_files: [a.jsonl], validation_files: [b.jsonl]}"
 FIRST = [TASK, "grpo.max_val_samples=4", "nemo_grpo.rewards={accuracy: 1.0, mine.py:brevity: 0.1}"]
@@ -178,7 +178,7 @@ FAULTS = {
     "Hub name": ([NO_START, "policy.model_name=Qwen/Qwen2.5-0.5B"], "`hf download Qwen/Qwen2.5-0.5B --local"),
     "no model": ([NO_START, "policy.model_name=models/x/y"], "'models/x/y' is not a folder; give a"),
 }
-EMBEDDED = Path(__file__).parents[3] / "recipes/quickstart.yaml"
+EMBEDDED = "quickstart"
 COMMANDS = {
     "check": ["recipe", "check", EMBEDDED],
     "train": ["train", EMBEDDED],

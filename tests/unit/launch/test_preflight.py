@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -11,7 +10,7 @@ from nemo_grpo.launch import node_facts
 from nemo_grpo.launch.preflight import FATAL, SLOW, Job, check_job, nccl_problems
 from nemo_grpo.recipe import load_recipe
 
-RECIPE = Path(__file__).parents[3] / "recipes/cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g.yaml"
+RECIPE = "cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g"
 """One node of eight GPUs."""
 GIB = 1 << 30
 
@@ -148,7 +147,7 @@ def test_node_facts_are_complete_and_a_missing_folder_is_a_failure(tmp_path, mon
 def test_command_exits_with_69_where_a_check_refuses(tmp_path):
     (tmp_path / "n1.json").write_text(json.dumps(facts("n1")))
     options = ["--facts", str(tmp_path), "--nodes", "n1,n2", "--between", "1000,1001"]
-    done = CliRunner().invoke(app, ["preflight", str(RECIPE), "cluster.num_nodes=2", *options])
+    done = CliRunner().invoke(app, ["preflight", RECIPE, "cluster.num_nodes=2", *options])
     assert done.exit_code == 69
     assert "refused  shared folder" in done.output
 

@@ -12,8 +12,7 @@ from nemo_grpo.launch.preflight import Job, recipe_and_data
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.tasks import jsonl
 
-ROOT = Path(__file__).parents[3]
-CLUSTER = ROOT / "recipes/cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g.yaml"
+CLUSTER = "cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g"
 MINE = [
     "nemo_grpo.task={name: math, train_files: [train.jsonl], validation_files: [validation.jsonl]}",
     "nemo_grpo.prompt={}",
@@ -93,7 +92,9 @@ def test_files_that_a_run_would_refuse_are_refused():
 
 
 def test_recipe_check_names_missing_data_once_for_all_recipes_and_passes():
-    done = run("recipe", "check", ROOT / "recipes/cw_grpo", ROOT / "recipes/gpg")
+    done = run(
+        "recipe", "check", *(Path(__file__).parents[3] / "recipes" / paper for paper in ("cw_grpo", "gpg"))
+    )
     assert done.exit_code == 0, done.output
     assert done.output.count("nemo-grpo data prepare") == 1
 

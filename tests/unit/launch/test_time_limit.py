@@ -1,7 +1,6 @@
 """A job's time limit against the plan's step."""
 
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -9,20 +8,15 @@ from nemo_grpo.launch.plan_summary import kind_of, time_verdict
 from nemo_grpo.plan import plan_recipe
 from nemo_grpo.recipe import load_recipe
 
-RECIPES = Path(__file__).parents[3] / "recipes"
-SMALL = RECIPES / "tr_grpo" / "tr_grpo-qwen2.5-3b-instruct-logic-1n8g.yaml"
-SHORT = [
-    "grpo.num_prompts_per_step=8",
-    "policy.train_global_batch_size=64",
-    "policy.generation.max_new_tokens=256",
-]
-LARGE = RECIPES / "gpg" / "gpg-qwen2.5-32b-4n8g.yaml"
+SMALL = "tr_grpo/tr_grpo-qwen2.5-3b-instruct-logic-1n8g"
+SHORT = ["grpo.num_prompts_per_step=8", "policy.train_global_batch_size=64"]
+SHORT += ["policy.generation.max_new_tokens=256"]
+LARGE = "gpg/gpg-qwen2.5-32b-4n8g"
 
 
 def test_time_without_a_start_a_step_and_a_checkpoint_is_refused():
     recipe = load_recipe(LARGE)
     found = plan_recipe(recipe).forecast
-    assert found is not None
     step, save = found.step.seconds, found.step.checkpoint
 
     def verdict(seconds, signal="B:USR1@1"):
@@ -40,7 +34,6 @@ def test_steps_begin_before_the_signal_to_stop(signal, lead):
     """The job scripts' own signal comes 300 s before the limit, one of sbatch without a time 60 s."""
     recipe = load_recipe(SMALL, SHORT)
     found = plan_recipe(recipe).forecast
-    assert found is not None
     step = found.step.seconds
     assert found.step.checkpoint + step < 60 <= lead
     assert not time_verdict(recipe, "h100", timedelta(seconds=85 + lead), signal)[0]
@@ -51,7 +44,7 @@ def test_steps_begin_before_the_signal_to_stop(signal, lead):
 
 
 def test_embedded_recipes_are_not_compared_with_steps():
-    recipe = load_recipe(RECIPES / "quickstart.yaml")
+    recipe = load_recipe("quickstart")
     assert time_verdict(recipe, "h100", timedelta(minutes=6))[0]
     assert not time_verdict(recipe, "h100", timedelta(minutes=5))[0]
     assert time_verdict(recipe, "h100", timedelta(minutes=1), "B:USR1@30")[0]

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace as Of
 
 import pytest
@@ -30,7 +29,7 @@ from nemo_grpo.report.runs import read_run
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.base import NOT_FINITE
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "cluster-quickstart.yaml"
+RECIPE = "cluster-quickstart"
 
 
 class Logger:
@@ -167,9 +166,8 @@ with alone(load_recipe(sys.argv[1], sys.argv[2:])):
 def test_a_folder_in_use_is_refused_until_the_run_that_uses_it_is_dead(tmp_path):
     shared = [f"checkpointing.checkpoint_dir={tmp_path}/shared", f"nemo_grpo.runs_dir={tmp_path}"]
     other = load_recipe(RECIPE, [*shared, "nemo_grpo.run_name=two"])
-    command = [sys.executable, "-c", HOLDER, str(RECIPE), *shared]
+    command = [sys.executable, "-c", HOLDER, RECIPE, *shared]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
         assert first.stdout.readline() == "alone\n"
         with pytest.raises(UserError, match="shared is in use by another run"), alone(other):
             pass

@@ -26,8 +26,6 @@ from nemo_grpo.nemorl.nemo_rl_batches import fix_video_frames
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support.errors import UserError
 
-RECIPES = Path(__file__).parents[3] / "recipes"
-
 
 @pytest.fixture
 def install(monkeypatch):
@@ -55,8 +53,8 @@ def test_what_setup_returns_is_named_by_place_and_counted():
 
 
 def test_a_recipe_for_the_embedded_engine_is_sent_there():
-    with pytest.raises(UserError, match=r"target=embedded: .*quickstart.yaml is for the embedded engine"):
-        load_run(RECIPES / "quickstart.yaml")
+    with pytest.raises(UserError, match=r"target=embedded: .*quickstart is for the embedded engine"):
+        load_run("quickstart")
 
 
 @pytest.mark.parametrize("has_videos", [True, False])

@@ -1,6 +1,5 @@
 """What the driver hands to NeMo-RL's supervised training, without NeMo-RL."""
 
-from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -12,7 +11,7 @@ from nemo_grpo.recipe import load_recipe
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import Problem
 
-RECIPE = Path(__file__).parents[3] / "recipes/erpo/sft-qwen2.5-7b-1n8g.yaml"
+RECIPE = "erpo/sft-qwen2.5-7b-1n8g"
 
 
 def test_section_is_the_recipes_loop():

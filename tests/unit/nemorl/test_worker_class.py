@@ -1,23 +1,15 @@
 """Which of our workers a recipe needs, and which steps it trains; the others train with NeMo-RL's own."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from nemo_grpo.nemorl.policy import (
-    ENTROPY_WORKER,
-    WORKER,
-    has_further_losses,
-    has_no_gradient,
-    worker_class,
-)
+from nemo_grpo.nemorl.policy import ENTROPY_WORKER, WORKER, has_further_losses, has_no_gradient, worker_class
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import RatioConfig
 
-RECIPES = Path(__file__).parents[3] / "recipes"
 GRPO = "cw_grpo/grpo-r1-distill-qwen-1.5b-1n8g.yaml"
 PP2 = "policy.megatron_cfg.pipeline_model_parallel_size=2"
 WARM, COLD = "policy.generation.temperature=1.0", "policy.generation.temperature=0.7"
@@ -36,7 +28,7 @@ WARM, COLD = "policy.generation.temperature=1.0", "policy.generation.temperature
 def test_only_temperature_with_pipeline_parallelism_and_entropies_need_a_worker_of_ours(
     recipe, overrides, worker
 ):
-    assert worker_class(load_recipe(RECIPES / recipe, overrides)) == worker
+    assert worker_class(load_recipe(recipe, overrides)) == worker
 
 
 class Bonus(RatioConfig):

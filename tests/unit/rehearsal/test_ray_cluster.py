@@ -141,7 +141,6 @@ def test_cpu_time_is_that_of_a_sessions_processes():
     program += "; print(flush=True); input()"
     process = subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, start_new_session=True)
     try:
-        assert process.stdout is not None
         process.stdout.readline()
         assert cpu_seconds_of(frozenset([process.pid])) > 0.05
         assert cpu_seconds_of(frozenset()) == 0

@@ -1,7 +1,5 @@
 """A rehearsal's small vision model, and its images."""
 
-from pathlib import Path
-
 import numpy
 import pytest
 import torch
@@ -16,7 +14,7 @@ from nemo_grpo.rehearsal.model import small_config
 from nemo_grpo.rehearsal.torchvision_names import decode_image
 from nemo_grpo.tasks.word_problems import WordProblemsConfig
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "gpg" / "gpg-qwen2.5-vl-3b-geoqa-1n8g.yaml"
+RECIPE = "gpg/gpg-qwen2.5-vl-3b-geoqa-1n8g"
 PATCH, GRID = 3 * 2 * 14 * 14, (1, 4, 4)
 """Numbers of a patch, and patches of a picture of 56 x 56 pixels."""
 IMAGE_TOKENS = 4

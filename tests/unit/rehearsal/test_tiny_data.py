@@ -13,7 +13,6 @@ from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.base import reward_of
 from nemo_grpo.tasks.jsonl import read_problems, write_problems
 
-RECIPES = Path(__file__).parents[3] / "recipes"
 OF_EACH_TASK = [
     "cw_grpo/cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml",
     "erpo/erpo-qwen2.5-7b-1n8g.yaml",
@@ -27,7 +26,7 @@ OF_EACH_TASK = [
 
 @pytest.mark.parametrize("name", OF_EACH_TASK)
 def test_invented_problems_have_correct_and_wrong_answers(name, tmp_path):
-    recipe = load_recipe(RECIPES / name)
+    recipe = load_recipe(name)
     problems = problems_of(recipe, tmp_path)
     assert not problems.are_real
     assert "is missing" in problems.origin
@@ -46,7 +45,7 @@ def test_invented_problems_have_correct_and_wrong_answers(name, tmp_path):
 
 
 def test_a_recipe_whose_files_are_here_is_rehearsed_on_them(tmp_path):
-    path = RECIPES / "erpo" / "erpo-qwen2.5-7b-1n8g.yaml"
+    path = OF_EACH_TASK[1]
     made = problems_of(load_recipe(path), tmp_path).task
     train = write_problems(tmp_path / "own.jsonl", made.build().train)
     overrides = [
@@ -69,7 +68,7 @@ def of_nemo_rl(**data):
     environments = '{"clevr-cogent": {"num_workers": 8}}'
     own = "{_override_: true, runs_dir: runs, run_name: pictured}"
     settings = [f"nemo_grpo={own}", f"data={sets}", f"env={environments}"]
-    return load_recipe(RECIPES / OF_EACH_TASK[-1], settings)
+    return load_recipe(OF_EACH_TASK[-1], settings)
 
 
 def test_pictures_stand_where_nemo_rl_reads_its_downloads(tmp_path):

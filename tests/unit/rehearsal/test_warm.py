@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -96,40 +97,35 @@ def has_ended(pid):
     """Wait for the end of a process, which nobody may have waited for yet."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.05)
+        with suppress(FileNotFoundError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.05)
+                continue
+        return True
     return False
 
 
-WAITS = "import os, signal, time\n{first}\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n"
+WAITS = "import os, signal, time\n{}\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n"
 
 
-def test_fork_of_a_killed_command_is_ended(folder, tmp_path):
-    script = tmp_path / "waits.py"
-    script.write_text(WAITS.format(first=""))
-    command = [*warm_command(sys.executable, "policy", str(folder)), str(script)]
+def killed_command(folder, first=""):
+    """A fork, whose program begins so, of a command that is killed."""
+    command = [*warm_command(sys.executable, "policy", str(folder)), "-c", WAITS.format(first)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         fork = int(process.stdout.readline())
         assert Path(f"/proc/{fork}").exists()
         process.kill()
-        assert has_ended(fork)
+    return fork
+
+
+def test_fork_of_a_killed_command_is_ended(folder):
+    assert has_ended(killed_command(folder))
 
 
 def test_forks_end_with_their_server_even_if_they_ignore_signals(tmp_path):
     """As a driver that takes SIGTERM for a request to save while Ray is gone."""
-    script = tmp_path / "waits.py"
-    script.write_text(WAITS.format(first="signal.signal(signal.SIGTERM, signal.SIG_IGN)"))
     serve = [sys.executable, "-P", str(WARM), "serve", str(tmp_path / "policy"), "decimal"]
     with background(serve, dict(os.environ), subprocess.DEVNULL):
-        command = [*warm_command(sys.executable, "policy", str(tmp_path)), str(script)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            fork = int(process.stdout.readline())
-            process.kill()
-            os.kill(int(Path(f"/proc/{fork}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        fork = killed_command(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+        os.kill(int(Path(f"/proc/{fork}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
     assert has_ended(fork)
