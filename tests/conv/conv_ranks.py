@@ -11,7 +11,6 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from ranks import run_ranks
@@ -41,19 +40,19 @@ def _on_rank(function, args):
     return result
 
 
-def model_of(hf_folder, tensor=1, pipeline=1, expert=1, grouped=False, vocab_size=None):
+def model_of(hf_folder, tensor=1, pipeline=1, expert=1, vocab_size=None):
     """This rank's part of a model with the shapes of a Hugging Face config."""
     hf = AutoConfig.from_pretrained(hf_folder)
     hf.vocab_size = vocab_size or hf.vocab_size
     layout = Layout(tensor=tensor, pipeline=pipeline)
     if hf.model_type == "qwen3_moe":
-        return _moe_model(hf, layout, expert, grouped)
+        return _moe_model(hf, layout, expert)
     parallel.initialize(layout, torch.device("cpu"), seed=1)
     spec = read_spec(hf.to_dict())
     return build_model(spec, transformer_config(spec, layout, torch.float32, perform_initialization=True))
 
 
-def _moe_model(hf, layout, expert, grouped):
+def _moe_model(hf, layout, expert):
     parallel_state.initialize_model_parallel(
         layout.tensor, layout.pipeline, expert_model_parallel_size=expert, create_gloo_process_groups=False
     )
@@ -70,17 +69,10 @@ def _moe_model(hf, layout, expert, grouped):
         moe_router_topk=hf.num_experts_per_tok,
         moe_router_load_balancing_type="none",
         expert_model_parallel_size=expert,
-        moe_grouped_gemm=grouped,
-        perform_initialization=not grouped,
+        perform_initialization=True,
     )
-    if grouped:  # its kernels are CUDA only, its checkpoint layout is not
-        megatron_experts.gg.assert_grouped_gemm_is_available = lambda: None
     spec = get_gpt_layer_local_spec(
-        num_experts=hf.num_experts,
-        moe_grouped_gemm=grouped,
-        **({"moe_use_legacy_grouped_gemm": True} if grouped else {}),  # later than 0.16 there is none
-        qk_layernorm=True,
-        normalization="RMSNorm",
+        num_experts=hf.num_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
     )
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -134,9 +126,9 @@ def logits_from_checkpoint(hf_folder, checkpoint, tensor, pipeline):
     return torch.cat(parts[last:], dim=-1)
 
 
-def parameters_from_checkpoint(hf_folder, checkpoint, grouped=False, vocab_size=None):
+def parameters_from_checkpoint(hf_folder, checkpoint, vocab_size=None):
     """Load at TP 1 in one process. Returns: name -> parameter."""
-    model = model_of(hf_folder, grouped=grouped, vocab_size=vocab_size)
+    model = model_of(hf_folder, vocab_size=vocab_size)
     load(model, checkpoint)
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 

@@ -70,13 +70,6 @@ _VISION = {
 }  # fmt: skip
 
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
-    "Qwen/Qwen2.5-1.5B": (1_543_714_304, {
-        **_QWEN_1_5B, "max_position_embeddings": 131072, "sliding_window": 131072,
-        "tie_word_embeddings": True,
-    }),
-    "Qwen/Qwen2.5-Math-7B": (7_615_616_512, {
-        **_QWEN_7B, "max_position_embeddings": 4096, "rope_theta": 10000, "sliding_window": 4096,
-    }),
     "Qwen/Qwen2.5-7B-Instruct-1M": (7_615_616_512, {
         **_QWEN_7B, "max_position_embeddings": 1010000, "rope_theta": 10000000.0, "sliding_window": 32768,
         "dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192,

@@ -1,14 +1,18 @@
-"""Every family's table and provider settings are Megatron-Bridge's, as recorded."""
+"""Tables and settings are Megatron-Bridge's as recorded, and keys and shapes Transformer Engine's."""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from conv_models import CONFIGS
 from small_models import auto_class
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from checkpoints_conv.formats.dtypes import DTYPES
+from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.run_config import model_section
 from nemo_grpo.models import family_for
 from nemo_grpo.models.shared_mappings import whole_name
@@ -81,3 +85,23 @@ def test_settings_of_the_model_are_bridges(name, family):
     plain = (bool, int, float, str)
     said = {key for key, value in ours.items() if isinstance(value, plain) and key not in theirs}
     assert said - allowed <= {"kv_channels"}, "Bridge computes it, if config.json does not say it"
+
+
+_FILE = json.loads((Path(__file__).parents[1] / "contract/transformer_engine-2.20.2.json").read_text())
+SIZES, LAYERS = _FILE["sizes"], _FILE["checkpoints"]
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+OF_LAYERS = {
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE, tie_word_embeddings=False),
+}
+
+
+@pytest.mark.parametrize("family", OF_LAYERS)
+def test_a_converted_checkpoint_has_every_key_of_transformer_engines_layers(family, tmp_path):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(OF_LAYERS[family]).float().save_pretrained(tmp_path / "hf")
+    folder = hf_to_megatron(tmp_path / "hf", tmp_path / "megatron") / "iter_0000000"
+    stored = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    found = {name: list(one.size) if hasattr(one, "size") else None for name, one in stored.items()}
+    assert {name: found.get(name, "missing") for name in LAYERS[family]} == LAYERS[family]

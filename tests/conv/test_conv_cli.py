@@ -83,15 +83,8 @@ def test_a_name_on_the_hub_is_answered_with_its_download(command):
     assert "`hf download Qwen/Qwen3-8B --local-dir DIR`" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("5GB", 5_000_000_000), ("500 mb", 500_000_000), ("1.5GiB", 1_610_612_736), ("7B", 7)],
-)
-def test_sizes(text, expected):
-    assert num_bytes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["5", "0GB", "GB", "-1GB", "5XB"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(UserError, match="write it like 5GB or 500MB"):
-        num_bytes(text)
+def test_sizes():
+    assert list(map(num_bytes, ("5GB", "500 mb", "1.5GiB", "7B"))) == [5 * 10**9, 5 * 10**8, 3 * 2**29, 7]
+    for text in ("5", "0GB", "GB", "-1GB", "5XB"):
+        with pytest.raises(UserError, match="write it like 5GB or 500MB"):
+            num_bytes(text)

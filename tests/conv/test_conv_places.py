@@ -1,7 +1,6 @@
 """Where conversions read and write: links, file systems without locks, other folders of the same model."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -11,7 +10,6 @@ import torch
 from conv_models import assert_same_tensors, names_in, rewrite, save_model, tensors_of
 
 from checkpoints_conv.formats.dtypes import DTYPES
-from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import TorchDistReader, find_checkpoint
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
@@ -24,15 +22,9 @@ from nemo_grpo.support.model_folder import hf_config
 
 
 def test_resumption_needs_space_for_what_is_left_only(source, checkpoint, tmp_path, monkeypatch):
-    class Stopped(Exception):
-        pass
-
-    def stop(*_args):
-        raise Stopped
-
     with monkeypatch.context() as patched:
-        patched.setattr(SafetensorsWriter, "write_index", stop)  # all tensors are written
-        with pytest.raises(Stopped):
+        patched.setattr(SafetensorsWriter, "write_index", lambda _self: 1 / 0)  # all tensors are written
+        with pytest.raises(ZeroDivisionError):
             megatron_to_hf(checkpoint, source, tmp_path / "out")
     nothing_free = shutil._ntuple_diskusage(10**9, 10**9, 0)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: nothing_free)
@@ -68,14 +60,13 @@ def test_file_system_without_locks_is_no_other_process(source, tmp_path, monkeyp
     assert "no locks" in caplog.text
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_output_that_is_a_link_is_refused_before_anything_is_converted(source, checkpoint, tmp_path, there):
-    if there:
-        shutil.copytree(source, tmp_path / "model")
-    (tmp_path / "out").symlink_to(tmp_path / "model")
-    with pytest.raises(UserError, match=r"is a link to .*model; give that"):
-        megatron_to_hf(checkpoint, source, tmp_path / "out", force=True)
-    assert names_in(tmp_path) == (["model", "out"] if there else ["out"])
+def test_output_that_is_a_link_is_refused_before_anything_is_converted(source, checkpoint, tmp_path):
+    (tmp_path / "model").mkdir()
+    for name in ("model", "absent"):
+        (tmp_path / f"to-{name}").symlink_to(tmp_path / name)
+        with pytest.raises(UserError, match=rf"is a link to .*{name}; give that"):
+            megatron_to_hf(checkpoint, source, tmp_path / f"to-{name}", force=True)
+    assert names_in(tmp_path) == ["model", "to-absent", "to-model"]
 
 
 def test_force_does_not_replace_the_folder_that_lends_the_config(source, checkpoint, tmp_path):
@@ -84,32 +75,6 @@ def test_force_does_not_replace_the_folder_that_lends_the_config(source, checkpo
         with pytest.raises(UserError, match="would be deleted"):
             megatron_to_hf(checkpoint, base, output, force=True)
     assert names_in(base) == names_in(source)
-
-
-def test_config_says_what_the_result_is_and_no_quantisation(source, checkpoint, tmp_path):
-    base = shutil.copytree(source, tmp_path / "base")
-    rewrite(base, dtype="float32", torch_dtype="float16", quantization_config={"quant_method": "fp8"})
-    megatron_to_hf(checkpoint, base, tmp_path / "out", dtype="bf16")
-    made = json.loads((tmp_path / "out/config.json").read_text())
-    assert (made["dtype"], made["torch_dtype"]) == ("bfloat16", "bfloat16")
-    assert "quantization_config" not in made
-
-
-@pytest.mark.parametrize("index", [False, True])
-def test_link_to_a_file_that_is_gone_is_named(source, tmp_path, index):
-    base = shutil.copytree(source, tmp_path / "base")
-    (base / "model.safetensors").unlink()
-    (base / "model.safetensors").symlink_to("../blobs/0123")  # a download that was not finished
-    if index:
-        names = dict.fromkeys(tensors_of(source), "model.safetensors")
-        (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(UserError, match=r"model\.safetensors is a link to .*0123, which is not there"):
-        SafetensorsFolder(base)
-    (base / "model.safetensors").unlink()
-    shutil.copy(source / "model.safetensors", base / "model-1.safetensors")
-    (base / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
-    with pytest.raises(UserError, match="is not a safetensors index"):
-        SafetensorsFolder(base)
 
 
 def test_config_names_the_dtype_of_most_bytes(source, tmp_path):
@@ -127,7 +92,7 @@ def test_config_names_the_dtype_of_most_bytes(source, tmp_path):
     assert hf_config(megatron_to_hf(tmp_path / "megatron", model, tmp_path / "hf"))["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("tokenizer", [None, "tokenizer.json", "tokenizer_config.json", "tokenizer.model"])
+@pytest.mark.parametrize("tokenizer", [None, "tokenizer.json", "tokenizer.model"])
 def test_missing_tokenizer_is_warned_of(source, tmp_path, caplog, tokenizer):
     model, target = shutil.copytree(source, tmp_path / "model"), tmp_path / "target"
     target.mkdir()
@@ -140,44 +105,21 @@ def test_missing_tokenizer_is_warned_of(source, tmp_path, caplog, tokenizer):
     assert (target / "config.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({}, "has adapter_config.json beside config.json.*merge it first, or move it away"),
-        ({"transformers_weights": "other.safetensors"}, "has transformers_weights='other.safetensors', so"),
-    ],
-)
-def test_weights_that_only_transformers_would_load_are_refused(change, message, source, checkpoint, tmp_path):
-    model = shutil.copytree(source, tmp_path / "model")
-    rewrite(model, **change)
-    if not change:
-        (model / "adapter_config.json").write_text("{}")
-    for read in (lambda: hf_to_megatron(model, tmp_path / "out"), lambda: verify(model, checkpoint)):
-        with pytest.raises(UserError, match=message):
-            read()
-    exported = megatron_to_hf(checkpoint, model, tmp_path / "hf")
-    assert not change.keys() & hf_config(exported).keys()
-    assert "adapter_config.json" not in names_in(exported)
-
-
-def test_older_iteration_is_not_taken_for_the_latest(checkpoint, tmp_path):
-    folder = shutil.copytree(checkpoint, tmp_path / "copy")
-    (folder / "iter_0000200").mkdir()  # was not copied to the end
-    (folder / "latest_checkpointed_iteration.txt").write_text("200")
-    with pytest.raises(UserError, match="names iteration 200"):
-        find_checkpoint(folder)
-    with pytest.raises(UserError, match="is not a folder; give a Megatron checkpoint"):
-        TorchDistReader(folder / "latest_checkpointed_iteration.txt")
-    assert find_checkpoint(folder / "iter_0000000") == folder / "iter_0000000"
-
-
-def test_one_of_several_iterations_must_be_named(checkpoint, tmp_path):
+def test_one_of_several_iterations_must_be_named_and_whole(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint, tmp_path / "copy")
     first, other = folder / "iter_0000000", folder / "iter_0000005"
     shutil.copytree(first, other)
     latest = folder / "latest_checkpointed_iteration.txt"
     latest.write_text("5")
     assert find_checkpoint(folder) == other
+    with pytest.raises(UserError, match="is not a folder; give a Megatron checkpoint"):
+        TorchDistReader(latest)
+    (folder / "iter_0000200").mkdir()  # was not copied to the end
+    latest.write_text("200")
+    with pytest.raises(UserError, match="names iteration 200"):
+        find_checkpoint(folder)
+    assert find_checkpoint(first) == first
+    (folder / "iter_0000200").rmdir()
     latest.unlink()
     with pytest.raises(
         UserError, match=r"several iterations \(iter_0000000, iter_0000005\); give the folder"

@@ -2,6 +2,7 @@
 
 import enum
 import errno
+import json
 import os
 import pickle
 import resource
@@ -13,7 +14,8 @@ from pathlib import Path, PosixPath
 
 import pytest
 import torch
-from conv_models import names_in, save_model, tensors_of
+from conv_models import names_in, rewrite, tensors_of
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     Metadata,
@@ -30,32 +32,75 @@ from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 from nemo_grpo.support.files import check_sha256
 from nemo_grpo.support.hf_folder import export, stream_weights
+from nemo_grpo.support.model_folder import hf_config
 
 
-def test_truncated_safetensors_is_refused(tmp_path):
-    source = save_model("qwen2", tmp_path / "source")
-    file = source / "model.safetensors"
-    os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(UserError, match=r"model.safetensors is damaged or truncated: it has \d+ bytes"):
-        hf_to_megatron(source, tmp_path / "out")
-    file.write_bytes(b"\xff" * 100)
-    with pytest.raises(UserError, match="damaged or truncated: a header of"):
-        hf_to_megatron(source, tmp_path / "out")
-    assert names_in(tmp_path) == ["source"]
+def in_shards(change):
+    """Damage to the index of a model in several files; ``change`` gets it and the first file."""
+
+    def damage(model):
+        tensors, files = tensors_of(model), ("model-1.safetensors", "model-2.safetensors")
+        (model / "model.safetensors").unlink()
+        where = {name: files[number % 2] for number, name in enumerate(sorted(tensors))}
+        for file in files:
+            save_file({name: tensors[name] for name in where if where[name] == file}, model / file)
+        change(where, model / files[0])
+        (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+    return damage
 
 
-def test_missing_shard_is_named(tmp_path, source, checkpoint):
-    hf = megatron_to_hf(checkpoint, source, tmp_path / "hf", max_shard_bytes=20_000)
-    first, index = min(hf.glob("*.safetensors")), hf / "model.safetensors.index.json"
-    good = index.read_text()
-    index.write_text(good.replace('"weight_map": {', f'"weight_map": {{"lost": "{first.name}",'))
-    with pytest.raises(UserError, match=f"names tensors that are not in {first.name}: lost; download"):
-        hf_to_megatron(hf, tmp_path / "out")
-    index.write_text(good)
-    first.unlink()
-    for read in (lambda: hf_to_megatron(hf, tmp_path / "out"), lambda: list(stream_weights(hf))):
-        with pytest.raises(UserError, match=f"index.json names {first.name}, missing here; download"):
+def truncated_model(model):
+    os.truncate(model / "model.safetensors", (model / "model.safetensors").stat().st_size - 1)
+
+
+def pickled(model):
+    (model / "model.safetensors").unlink()
+    torch.save({}, model / "pytorch_model.bin")
+
+
+def linked(model):
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to("../blobs/0123")  # a download that was not finished
+
+
+def with_a_wrong_index(model):
+    (model / "model.safetensors").rename(model / "model-1.safetensors")
+    (model / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
+
+
+DAMAGED_MODELS = {
+    r"model.safetensors is damaged or truncated: it has \d+ bytes": truncated_model,
+    "damaged or truncated: a header of": lambda m: (m / "model.safetensors").write_bytes(b"\xff" * 100),
+    r"names tensors that are not in model-1\.safetensors: lost; download": in_shards(
+        lambda where, first: where.update(lost=first.name)
+    ),
+    r"index.json names model-1\.safetensors, missing here; download": in_shards(
+        lambda _, file: file.unlink()
+    ),
+    r"pytorch_model.bin is a pickle.*save_pretrained": pickled,
+    r"model\.safetensors is a link to .*0123, which is not there": linked,
+    "is not a safetensors index": with_a_wrong_index,
+    r"has adapter_config.json beside config.json.*merge it first, or move it away": lambda model: (
+        model / "adapter_config.json"
+    ).write_text("{}"),
+    "has transformers_weights='other.safetensors', so": lambda m: rewrite(
+        m, transformers_weights="other.safetensors"
+    ),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGED_MODELS)
+def test_a_damaged_model_is_refused_and_leaves_nothing(message, source, checkpoint, tmp_path):
+    model = shutil.copytree(source, tmp_path / "model")
+    DAMAGED_MODELS[message](model)
+    reads = [lambda: hf_to_megatron(model, tmp_path / "out"), lambda: verify(model, checkpoint)]
+    if "missing here" in message:
+        reads.append(lambda: list(stream_weights(model)))
+    for read in reads:
+        with pytest.raises(UserError, match=message):
             read()
+    assert names_in(tmp_path) == ["model"]
 
 
 @pytest.fixture
@@ -157,6 +202,9 @@ DAMAGES = {
         lambda content, name: setattr(content.state_dict_metadata[name].properties, "dtype", None)
     ),
     "has chunks at places of another rank": metadata(with_another_offset),
+    "which no checkpoint needs; it may be malicious and was not read": lambda folder: change_metadata(
+        folder, lambda _: Malicious(folder / "owned")
+    ),
 }
 
 
@@ -166,6 +214,7 @@ def test_a_damaged_checkpoint_is_refused_and_leaves_no_export(source, folder, tm
     with pytest.raises(UserError, match=message):
         megatron_to_hf(folder, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    assert not (folder / "owned").exists()
 
 
 def test_flipped_bit_is_found_by_the_manifest(source, checkpoint, tmp_path):
@@ -184,16 +233,6 @@ class Malicious:
 
     def __reduce__(self):
         return (Path.touch, (self.marker,))
-
-
-def test_malicious_metadata_runs_nothing(source, folder, tmp_path):
-    marker = tmp_path / "owned"
-    change_metadata(folder, lambda _: Malicious(marker))
-    with pytest.raises(UserError, match="which no checkpoint needs; it may be malicious and was not read"):
-        megatron_to_hf(folder, source, tmp_path / "out")
-    pickle.loads(pickle.dumps(Malicious(marker)))
-    assert marker.exists()  # the pickle would have worked
-    marker.unlink()
 
 
 def test_enumerations_pickled_by_name_are_read(checkpoint, folder, monkeypatch):
@@ -246,13 +285,6 @@ def test_malicious_chunk_runs_nothing(folder, tmp_path):
     assert not marker.exists()
 
 
-def test_pickled_weights_are_refused_with_the_remedy(source, tmp_path):
-    folder = shutil.copytree(source, tmp_path / "bin", ignore=shutil.ignore_patterns("*.safetensors"))
-    torch.save({}, folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model.bin is a pickle.*save_pretrained"):
-        hf_to_megatron(folder, tmp_path / "out")
-
-
 def test_any_damaged_header_is_one_message(folder):
     """Every byte of a chunk's archive directory, of its pickle and of the headers, three bits of each."""
     reader = TorchDistReader(folder)
@@ -301,7 +333,7 @@ def test_metadata_of_other_writers_are_read(module, name, base, source, folder, 
 
 def test_more_files_than_a_process_may_open_by_default(source, checkpoint, monkeypatch):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open_files() + 2, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
     try:
         files = open_all([source / "config.json", source / "model.safetensors", checkpoint / LATEST])
         assert len(files) == 3
@@ -336,39 +368,22 @@ def test_a_place_that_cannot_be_read_is_one_message(source, tmp_path):
         hf_to_megatron(place, tmp_path / "out")
 
 
-def num_open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-SECRETS = (".env", ".git-credentials", "id_rsa", "notes.txt", "training_args.json")
-
-
 def test_only_files_that_models_have_reach_an_export(source, checkpoint, tmp_path, caplog):
-    shutil.copytree(source, tmp_path / "model")
-    for name in SECRETS:
-        (tmp_path / "model" / name).write_text("x")
-    (tmp_path / "model" / "merges.txt").write_text("a b")
-    found = names_in(megatron_to_hf(checkpoint, tmp_path / "model", tmp_path / "hf"))
-    assert {"merges.txt", "chat_template.jinja"} <= set(found)
-    assert not set(SECRETS) & set(found)
-    assert "not copied, since models have no such files: .env, .git-credentials, id_rsa" in caplog.text
-
-
-def test_tiktoken_and_further_chat_templates_reach_an_export(source, checkpoint, tmp_path, caplog):
     model = shutil.copytree(source, tmp_path / "model")
-    further = {"tiktoken.model": "YQ== 0", "additional_chat_templates/tool_use.jinja": "{{ tools }}"}
+    known = {"tiktoken.model": "YQ== 0", "additional_chat_templates/tool_use.jinja": "{{ tools }}"}
     (model / "additional_chat_templates").mkdir()
-    for name, text in {**further, "additional_chat_templates/notes.txt": "x"}.items():
-        (model / name).write_text(text)
+    (model / "adapter_config.json").write_text("{}")
+    for name in (*known, ".env", "id_rsa", "notes.txt", "additional_chat_templates/notes.txt"):
+        (model / name).write_text(known.get(name, "x"))
+    rewrite(model, transformers_weights="other.safetensors")
     converted = megatron_to_hf(checkpoint, model, tmp_path / "converted")
     export(tensors_of(model).items(), model, tmp_path / "trained", torch.float32, None)
     for folder in (converted, tmp_path / "trained"):
-        assert {name: (folder / name).read_text() for name in further} == further
+        assert {name: (folder / name).read_text() for name in known} == known
         assert names_in(folder / "additional_chat_templates") == ["tool_use.jinja"]
-    assert "not copied, since models have no such files: additional_chat_templates/notes.txt" in caplog.text
-    (model / "additional_chat_templates" / "other.jinja").symlink_to("/etc/passwd")
-    with pytest.raises(UserError, match=r"other\.jinja is a link to /etc/passwd, outside"):
-        megatron_to_hf(checkpoint, model, tmp_path / "other")
+        assert not {".env", "id_rsa", "notes.txt", "adapter_config.json"} & set(names_in(folder))
+    assert "transformers_weights" not in hf_config(converted)
+    assert "not copied, since models have no such files: .env, " in caplog.text
 
 
 def test_a_link_that_leaves_the_folder_is_refused_and_the_hubs_cache_is_not(source, checkpoint, tmp_path):
@@ -380,6 +395,9 @@ def test_a_link_that_leaves_the_folder_is_refused_and_the_hubs_cache_is_not(sour
     (snapshot / "vocab.txt").symlink_to("../../blobs/x")
     exported = megatron_to_hf(checkpoint, snapshot, tmp_path / "hf")
     assert (exported / "vocab.txt").read_text() == "a\nb\n"
-    (snapshot / "merges.txt").symlink_to("/etc/passwd")
-    with pytest.raises(UserError, match=r"merges\.txt is a link to /etc/passwd, outside of the model's"):
-        megatron_to_hf(checkpoint, snapshot, tmp_path / "other")
+    (snapshot / "additional_chat_templates").mkdir()
+    for link in (snapshot / "merges.txt", snapshot / "additional_chat_templates" / "other.jinja"):
+        link.symlink_to("/etc/passwd")
+        with pytest.raises(UserError, match=rf"{link.name} is a link to /etc/passwd, outside"):
+            megatron_to_hf(checkpoint, snapshot, tmp_path / "other")
+        link.unlink()

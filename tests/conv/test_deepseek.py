@@ -48,24 +48,42 @@ def test_the_routers_bias_is_not_rounded(direction, model, tmp_path):
     assert {tensor.dtype for name, tensor in back.items() if BIAS not in name} == {torch.bfloat16}
 
 
-def test_heads_for_multi_token_prediction_are_left_out_and_it_is_said(model, tmp_path, caplog):
-    def add(tensors):
-        tensors |= {f"model.layers.4.{name}": torch.zeros(32) for name in ("enorm.weight", "hnorm.weight")}
-
-    rewrite(model, add, num_nextn_predict_layers=1)
+@pytest.mark.parametrize(
+    ("family", "head", "key"),
+    [
+        ("deepseek-v3", "model.layers.4.enorm.weight", "num_nextn_predict_layers"),
+        ("qwen3.5", "mtp.norm.weight", "mtp_num_hidden_layers"),
+    ],
+)
+def test_heads_for_multi_token_prediction_are_left_out_and_it_is_said(
+    family, head, key, hf_models, tmp_path, caplog
+):
+    model = shutil.copytree(hf_models(family), tmp_path / "model")
+    rewrite(model, lambda tensors: tensors.update({head: torch.zeros(32)}), **{key: 1})
     megatron = hf_to_megatron(model, tmp_path / "megatron")
-    said = "2 tensors for multi-token prediction (model.layers.4.enorm.weight, ...) are left out"
-    assert said in caplog.messages
+    assert f"1 tensors for multi-token prediction ({head}, ...) are left out" in caplog.messages
     back = megatron_to_hf(megatron, model, tmp_path / "back")
-    assert hf_config(back)["num_nextn_predict_layers"] == 0
-    assert not any(name.startswith("model.layers.4.") for name in tensors_of(back))
+    assert hf_config(back)[key] == 0
+    assert_same_tensors(tensors_of(back), tensors_of(hf_models(family)))
     assert not verify(back, megatron).different
-
-
-def test_layers_behind_the_heads_are_not_left_out(model, tmp_path):
-    rewrite(model, lambda tensors: tensors.update({"model.layers.5.x": torch.zeros(1)}))
+    rewrite(model, lambda tensors: tensors.update({"model.layers.5.x": torch.zeros(1)}))  # behind the head
     with pytest.raises(UserError, match=r"not known: model\.layers\.5\.x"):
-        hf_to_megatron(model, tmp_path / "megatron")
+        hf_to_megatron(model, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("moonlight", "DeepseekV3ForCausalLM is not supported; supported: Llama"),
+        ("qwen3.5-moe", "neither the embedded engine nor the decoder computes its gated"),
+    ],
+)
+def test_the_engine_and_the_decoder_name_what_they_do_not_compute(
+    family, message, hf_models, megatron_checkpoints
+):
+    assert message in unsupported(AutoConfig.from_pretrained(hf_models(family)))
+    with pytest.raises(UserError, match=message):
+        compare_logits(hf_models(family), megatron_checkpoints(family))
 
 
 def in_blocks(weight):
@@ -131,10 +149,3 @@ def test_layers_that_differ_are_found_in_the_run_config(model, megatron_checkpoi
     rewrite(model, routed_scaling_factor=1.0)
     with pytest.raises(UserError, match=r"moe_router_topk_scaling_factor=2\.5, config.json gives 1\.0"):
         megatron_to_hf(megatron_checkpoints("deepseek-v3"), model, tmp_path / "out")
-
-
-def test_the_engine_and_the_decoder_say_that_they_do_not_compute_it(hf_models, megatron_checkpoints):
-    model, message = hf_models("moonlight"), "DeepseekV3ForCausalLM is not supported; supported: Llama"
-    assert message in unsupported(AutoConfig.from_pretrained(model))
-    with pytest.raises(UserError, match=message):
-        compare_logits(model, megatron_checkpoints("moonlight"))

@@ -1,18 +1,24 @@
 """The tables: names, layouts worked out by hand, and what does not fit."""
 
+import json
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
-from conv_models import CONFIGS
-from small_models import YARN
+import transformers
+from conv_models import CONFIGS, assert_same_tensors, tensors_of
+from published_configs import PUBLISHED
+from small_models import auto_class
 
+from checkpoints_conv.hf_to_megatron import hf_to_megatron
+from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 from nemo_grpo.models import family_for
 from nemo_grpo.models.config_validation import checked
 from nemo_grpo.models.ops import GATED_QKV, GROUPED_QKV, ONE_BELOW_THE_OTHER, ONE_SUBTRACTED
 from nemo_grpo.plan.parameters import model_parameters
+from nemo_grpo.support.model_folder import hf_config
 
 TINY = {
     "architectures": ["Qwen2ForCausalLM"], "hidden_size": 4, "intermediate_size": 3, "num_hidden_layers": 1,
@@ -120,15 +126,6 @@ def test_other_shapes_are_refused_in_both_directions():
         dict(family.to_hf(megatron))
 
 
-def test_a_stored_copy_of_tied_embeddings_must_be_one():
-    family, hf = family_for(TINY), tiny_tensors()
-    hf["lm_head.weight"] = hf["model.embed_tokens.weight"].clone()
-    assert "output_layer.weight" not in dict(family.to_megatron(hf))
-    hf["lm_head.weight"][0, 0] += 1
-    with pytest.raises(UserError, match="set tie_word_embeddings to false"):
-        dict(family.to_megatron(hf))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -190,63 +187,9 @@ def test_configs_of_other_models_of_a_family_are_refused(name, change, message):
         family_for(config)
 
 
-PUBLISHED_GEMMA = {
-    "architectures": ["Gemma3ForCausalLM"], "hidden_size": 64, "intermediate_size": 64,
-    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
-    "vocab_size": 32,
-    "max_position_embeddings": 32768, "rope_theta": 1000000, "rope_local_base_freq": 10000,
-    "sliding_window": 512, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
-    "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "hidden_activation": "gelu_pytorch_tanh",
-}  # fmt: skip
-"""In the form in which the models were published; transformers 5 writes another."""
-
-
-ABSENT = {
-    **dict.fromkeys(("num_experts", "num_experts_per_token", "num_shared_experts", "num_dense_layers"), 0),
-    **dict.fromkeys(("dense_ffn_size", "query_rank", "key_value_rank", "rope_head_dim"), 0),
-    **dict.fromkeys(("has_qk_norm", "has_post_norms", "has_all_biases", "has_sinks"), False),
-    **dict.fromkeys(("has_shared_gate", "has_output_gate"), False),
-    **{"linear_layers": (), "linear_sizes": (0, 0), "num_vision_parameters": 0, "sliding_window": None},
-    **{"norm_eps": 1e-6, "hidden_act": "silu", "is_bridged": True, "name": "the model"},
-}
-"""What a config.json that does not say otherwise means."""
-
-
-def test_spec_is_what_config_says():
-    config = CONFIGS["deepseek-v3"]().to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]}
-    assert asdict(family_for(config).spec) == {
-        **ABSENT,
-        **{"model_type": "deepseek_v3", "hidden_size": 32, "num_layers": 4, "ffn_size": 16, "vocab_size": 96},
-        **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 12, "max_position_embeddings": 64},
-        **{"tied_embeddings": False, "has_qkv_bias": False},
-        **{"num_experts": 4, "num_experts_per_token": 2, "num_shared_experts": 2},
-        **{"num_dense_layers": 1, "dense_ffn_size": 64},
-        **{"query_rank": 24, "key_value_rank": 20, "rope_head_dim": 4},
-        "sizes": {"qa": 24, "qb": 4 * (12 + 4), "ka": 20, "kp": 20 + 4, "kb": 4 * 24, "fd": 64, "fs": 2 * 16},
-        "rope": YARN,
-    }
-
-
 def test_planner_counts_what_the_table_lists(family_name):
     family = family_for(CONFIGS[family_name]().to_dict())
     assert model_parameters(family.spec) == sum(map(math.prod, family.hf_shapes.values()))
-
-
-def test_older_configs_say_the_same():
-    gemma = family_for(PUBLISHED_GEMMA)
-    assert gemma.tied  # transformers' default for this family
-    settings = gemma.settings
-    assert (settings["rotary_base"], settings["rope_scaling_factor"]) == ([10000, 1000000], 8.0)
-    assert (settings["softmax_scale"], settings["window_size"]) == (0.0625, 512)
-    nested = CONFIGS["qwen2.5-vl"]().to_dict()
-    flat = nested | nested["text_config"]
-    del flat["text_config"], flat["model_type"]
-    flat |= {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "tie_word_embeddings": False}
-    flat["rope_theta"] = flat.pop("rope_parameters")["rope_theta"]
-    flat["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]
-    one, other = family_for(flat), family_for(nested)
-    assert (one.hf_shapes, one.settings) == (other.hf_shapes, other.settings)
-    assert one.spec.rope["rope_type"] == other.spec.rope["rope_type"] == "default"
 
 
 @pytest.mark.parametrize(
@@ -264,3 +207,58 @@ def test_numbers_of_a_config_have_bounds(key, fits, beyond):
     for value in beyond:
         with pytest.raises(UserError, match=rf"config.json of m: {key}=.* is not .*; download it again"):
             checked({key: value}, "m")
+
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 16, "vocab_size": 300,
+    "num_hidden_layers": 6, "num_experts": 4, "n_routed_experts": 8, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "q_lora_rank": 24, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "linear_key_head_dim": 8, "linear_num_key_heads": 4, "linear_value_head_dim": 6, "depth": 2,
+    "linear_num_value_heads": 8, "out_hidden_size": 64, "num_heads": 2, "window_size": 28,
+}  # fmt: skip
+"""Replaces sizes alone: everything else of a config.json is as it was published."""
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vision_start_token_id": 290}
+TOKENS |= {"vision_end_token_id": 291, "image_token_id": 292, "video_token_id": 293, "vision_token_id": 294}
+OWN = {"kimi_k2": "deepseek_v3"}
+"""Model types that need code from the Hub -> the type by which transformers has the same model."""
+
+
+def small(config):
+    """The same config.json with small sizes and token ids within the vocabulary."""
+    found = {key: {**SMALL, **TOKENS}.get(key, value) for key, value in config.items()}
+    groups = config["num_attention_heads"] // config["num_key_value_heads"]
+    found["num_key_value_heads"] = max(1, 8 // groups)
+    if "layer_types" in found:
+        found["layer_types"] = found["layer_types"][: found["num_hidden_layers"]]
+    if "vision_config" in found:
+        found["vision_config"] = {key: SMALL.get(key, value) for key, value in found["vision_config"].items()}
+        found["vision_config"]["fullatt_block_indexes"] = [1]
+        found["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 1, 1]}
+    return found
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_table_and_planner_count_as_published(name):
+    expected, config = PUBLISHED[name]
+    family = family_for(config)
+    assert sum(map(math.prod, family.hf_shapes.values())) == expected
+    assert model_parameters(family.spec) == expected
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_form_of_its_config_converts_both_ways(name, tmp_path):
+    config = small(PUBLISHED[name][1])
+    torch.manual_seed(0)
+    source = tmp_path / "source"
+    kind = config["model_type"]
+    own = transformers.AutoConfig.for_model(**config | {"model_type": OWN.get(kind, kind)})
+    auto_class(own).from_config(own).to(torch.bfloat16).save_pretrained(source)
+    (source / "config.json").write_text(json.dumps(config))
+    megatron = hf_to_megatron(source, tmp_path / "megatron")
+    assert not verify(source, megatron).different
+    back = megatron_to_hf(megatron, source, tmp_path / "back")
+    assert_same_tensors(tensors_of(back), tensors_of(source))
+    kept = {"dtype", "torch_dtype", "num_nextn_predict_layers", "mtp_num_hidden_layers"}
+    same = {key: value for key, value in config.items() if key not in kept}
+    assert {key: value for key, value in hf_config(back).items() if key not in kept} == same

@@ -3,9 +3,8 @@
 import json
 import resource
 import shutil
-import signal
 import struct
-from contextlib import closing, contextmanager
+from contextlib import closing, suppress
 
 import pytest
 from conv_models import save_model
@@ -21,52 +20,25 @@ from nemo_grpo import UserError
 from nemo_grpo.models import family_for
 from nemo_grpo.support.model_folder import hf_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+MEBIBYTES = 700
 FUZZ = settings(
     max_examples=120, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )
-SECONDS, MEBIBYTES, MAX_MESSAGE = 20, 700, 10_000
 
 
-def nested(depth, value=0):
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.sampled_from([-1, 0, 1, 3, 10**9, 1 << 40, 10**30, 10**400, -(10**30), 0.5, 4.0, 1e30, 1e308, -1.5]),
-    st.sampled_from(
-        [float("nan"), float("inf"), "", "x", "8", "nan", "../x", "/etc/passwd", "\0", "é" * 300]
-    ),
+SCALARS = st.sampled_from(
+    [
+        *(None, True, False, -1, 0, 1, 3, 10**9, 1 << 40, 10**30, 10**400, -(10**30), 0.5, 4.0, 1e308, -1.5),
+        *(float("nan"), float("inf"), "", "x", "8", "nan", "../x", "/etc/passwd", "\0", "é" * 300),
+    ]
 )
 VALUES = st.one_of(
     SCALARS,
     st.lists(SCALARS, max_size=3),
     st.dictionaries(st.sampled_from(["rope_type", "depth", "x", "hidden_size", "type"]), SCALARS, max_size=3),
-    st.sampled_from([nested(30), nested(400), {"a": {"b": {"c": [{}]}}}]),
+    st.just(json.loads("[" * 400 + "]" * 400)),
 )
-
-
-@contextmanager
-def only_messages():
-    """Within the block nothing but `UserError`, in bounded time."""
-
-    def stop(*_):
-        raise AssertionError(f"not done after {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    except UserError as error:
-        if len(str(error)) > MAX_MESSAGE:
-            raise AssertionError("a message of many pages") from None
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -101,40 +73,32 @@ def changed(good, values=VALUES):
 
 
 def fuzz(contents, write, *reads):
-    """Write each of the contents, and read it in each way."""
+    """Write each of the contents, and read it in each way: nothing but `UserError` comes of it."""
 
     @FUZZ
     @given(contents)
     def check(content):
         write(content)
         for read in reads:
-            with only_messages():
+            with suppress(UserError):
                 read()
 
     check()
 
 
-OTHER_KEYS = (
-    *("num_nextn_predict_layers", "mlp_only_layers", "sliding_window", "rope_scaling", "text_config"),
-    *("num_experts", "num_local_experts", "n_shared_experts", "rope_parameters", "quantization_config"),
-)
-FAMILIES = ("qwen2", "llama3-rope", "qwen2.5-vl", "gemma3", "deepseek-v3", "glm-4.5", "gpt-oss")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama3-rope", "qwen2.5-vl", "gemma3", "deepseek-v3", "gpt-oss"])
 def test_values_of_config(family, tmp_path):
     folder, out = save_model(family, tmp_path / "model"), tmp_path / "out"
     file, config = folder / "config.json", hf_config(folder)
-    further = st.builds(with_value, st.just(config), st.sampled_from([(k,) for k in OTHER_KEYS]), VALUES)
+    absent = ("mlp_only_layers", "sliding_window", "num_experts", "n_shared_experts", "quantization_config")
+    config = dict.fromkeys(absent) | config
 
     def write(content):
         file.write_text(json.dumps(content))
         shutil.rmtree(out, ignore_errors=True)
 
-    fuzz(
-        changed(config) | further, write, lambda: summarize(folder),
-        lambda: hf_to_megatron(folder, out, force=True),
-    )  # fmt: skip
+    reads = lambda: summarize(folder), lambda: hf_to_megatron(folder, out, force=True)
+    fuzz(changed(config), write, *reads)
 
 
 def test_bytes_of_config(tmp_path):
@@ -164,44 +128,38 @@ def test_headers_of_safetensors(tmp_path):
     )
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A model and its checkpoint."""
-    folder = tmp_path_factory.mktemp("fuzz")
-    model = save_model("qwen3-moe", folder / "model", num_hidden_layers=1)
-    return model, hf_to_megatron(model, folder / "megatron")
-
-
 @pytest.fixture
-def damaged(whole, tmp_path):
-    """The same, to be damaged."""
-    shutil.copytree(whole[1], tmp_path / "megatron")
-    return whole[0], tmp_path / "megatron"
+def damaged(tmp_path):
+    """A model and its checkpoint, to be damaged."""
+    model = save_model("qwen3-moe", tmp_path / "model", num_hidden_layers=1)
+    return model, hf_to_megatron(model, tmp_path / "megatron")
 
 
-def bombs():
-    """Pickles that are short and take the stack, the time or the memory."""
-    deep = b"\x80\x04}" + b")" + b"\x85" * 2_000_000 + b"K\x01s."
-    slow = b"\x80\x04})" + b"2\x86" * 60 + b"K\x01s."
-    large = b"\x80\x04Nr\xff\xff\xff\x7f."
-    return [deep, slow, large]
+BOMBS = (
+    b"\x80\x04})" + b"\x85" * 2_000_000 + b"K\x01s.",
+    b"\x80\x04})" + b"2\x86" * 60 + b"K\x01s.",
+    b"\x80\x04Nr\xff\xff\xff\x7f.",
+)
+"""Pickles that are short and take the stack, the time or the memory."""
 
 
 def test_metadata_and_trackers_that_take_stack_time_or_memory_are_damaged(damaged):
     _, megatron = damaged
     for tracker in ("9" * 5000, "1/../..", "\u00b2"):
         (megatron / LATEST).write_text(tracker)
-        with only_messages():
+        with suppress(UserError):
             TorchDistReader(megatron).close()
     (megatron / LATEST).write_text("0")
-    for content in bombs():
+    for content in BOMBS:
         (megatron / "iter_0000000" / METADATA).write_bytes(content)
         with pytest.raises(UserError, match=r"is damaged or truncated"):
             TorchDistReader(megatron)
 
 
-def bytes_changed(good):
-    """Copies of which up to four bytes hold another value."""
+def test_flipped_bytes_of_the_metadata(damaged, tmp_path):
+    model, megatron = damaged
+    file = megatron / "iter_0000000" / METADATA
+    good = file.read_bytes()
     places = st.tuples(st.integers(0, len(good) - 1), st.integers(0, 255))
 
     def copy(changes):
@@ -210,12 +168,5 @@ def bytes_changed(good):
             content[at] = value
         return bytes(content)
 
-    return st.lists(places, min_size=1, max_size=4).map(copy)
-
-
-@pytest.mark.parametrize("name", [METADATA, "__0_0.distcp"])
-def test_flipped_bytes(damaged, tmp_path, name):
-    model, megatron = damaged
-    file = megatron / "iter_0000000" / name
-    contents = bytes_changed(file.read_bytes())
+    contents = st.lists(places, min_size=1, max_size=4).map(copy)
     fuzz(contents, file.write_bytes, lambda: megatron_to_hf(megatron, model, tmp_path / "hf", force=True))

@@ -1,11 +1,9 @@
 """Against the real megatron-core: what it loads from us, and what we read from it."""
 
-import megatron.core
 import pytest
 import torch
 from conv_models import assert_same_tensors, tensors_of
 from conv_ranks import TOKENS, logits_from_checkpoint, on_ranks, parameters_from_checkpoint, save_after_a_step
-from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from checkpoints_conv.formats.torch_dist import TorchDistReader
@@ -33,25 +31,6 @@ def test_megatron_core_loads_our_checkpoint_and_computes_transformers_logits(
         expected = model(TOKENS).logits
     assert expected.std() > 0.1  # the comparison means something
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.skipif(
-    Version(megatron.core.__version__) >= Version("0.17"),
-    reason="experts in one tensor without Transformer Engine: megatron-core 0.16 is the last that has them",
-)
-def test_grouped_experts_load_our_checkpoint(hf_models, megatron_checkpoints, tmp_path):
-    """GroupedMLP keeps [H, E x 2F]: expert e's columns are [gate_e; up_e] transposed."""
-    folder = hf_models("qwen3-moe")
-    checkpoint = megatron_checkpoints("qwen3-moe") / "iter_0000000"
-    found = on_ranks(1, parameters_from_checkpoint, folder, checkpoint, True)
-    hf = tensors_of(folder)
-    weight1 = found["decoder.layers.3.mlp.experts.weight1"].view(4, 32, 32)
-    weight2 = found["decoder.layers.3.mlp.experts.weight2"].view(4, 16, 32)
-    for e in range(4):
-        name = f"model.layers.3.mlp.experts.{e}."
-        assert torch.equal(weight1[e, :, :16], hf[f"{name}gate_proj.weight"].T)
-        assert torch.equal(weight1[e, :, 16:], hf[f"{name}up_proj.weight"].T)
-        assert torch.equal(weight2[e], hf[f"{name}down_proj.weight"].T)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +63,7 @@ def test_vocabulary_padded_by_megatron_is_cut(source, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     on_ranks(2, save_after_a_step, source, checkpoint, 2, 1, 128)
-    oracle = on_ranks(1, parameters_from_checkpoint, source, checkpoint, False, 128)
+    oracle = on_ranks(1, parameters_from_checkpoint, source, checkpoint, 128)
     assert oracle["output_layer.weight"].shape == (128, 32)
     found = tensors_of(megatron_to_hf(checkpoint, source, tmp_path / "hf"))
     assert torch.equal(found["lm_head.weight"], oracle["output_layer.weight"][:96])
@@ -93,7 +72,7 @@ def test_vocabulary_padded_by_megatron_is_cut(source, tmp_path):
 
 def test_padded_vocabulary_is_written_and_loaded(source, tmp_path):
     padded = hf_to_megatron(source, tmp_path / "megatron", padded_vocab_size=128)
-    found = on_ranks(1, parameters_from_checkpoint, source, padded / "iter_0000000", False, 128)
+    found = on_ranks(1, parameters_from_checkpoint, source, padded / "iter_0000000", 128)
     embedding = found["embedding.word_embeddings.weight"]
     assert torch.equal(embedding[:96], tensors_of(source)["model.embed_tokens.weight"])
     assert (embedding[96:] == 0).all()

@@ -4,12 +4,15 @@ import json
 import os
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from transformers import AutoConfig, GenerationConfig
 
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
+from nemo_grpo.nemorl.checkpoints import SIDE_FOLDER, SideFiles
 from nemo_grpo.support.model_card import Training, training_of, write_card
 
 RECIPE = {
@@ -34,8 +37,17 @@ def step_of(run, checkpoint, engine):
 
 @pytest.mark.parametrize("engine", ["embedded", "cluster"])
 def test_a_converted_step_says_what_was_trained(engine, source, checkpoint, tmp_path):
-    step = step_of(tmp_path / "run", checkpoint, engine)
-    card = ModelCard.load(megatron_to_hf(step, source, tmp_path / "hf") / "README.md")
+    step, config = step_of(tmp_path / "run", checkpoint, engine), source
+    if engine == "cluster":  # whose checkpoints have their own configuration and tokenizer
+        tokenizer = SimpleNamespace(save_pretrained=lambda folder: (folder / "vocab.txt").write_text("a"))
+        SideFiles(tokenizer, AutoConfig.from_pretrained(source)).on_checkpoint(step)
+        config = step / SIDE_FOLDER
+    hf = megatron_to_hf(step, config, tmp_path / "hf")
+    assert (
+        GenerationConfig.from_pretrained(hf).to_dict() == GenerationConfig.from_pretrained(source).to_dict()
+    )
+    assert (hf / "vocab.txt").exists() == (engine == "cluster")
+    card = ModelCard.load(hf / "README.md")
     assert (card.data.base_model, card.data.library_name) == ("Qwen/Qwen2.5-1.5B", "transformers")
     assert (card.data.pipeline_tag, card.data.tags[-1]) == ("text-generation", "tr_grpo")
     rows = dict(re.findall(r"^\| (.+) \| (.+) \|$", card.text, re.MULTILINE))
@@ -79,14 +91,7 @@ def test_an_adapter_and_a_model_with_images_are_named_so(tmp_path):
     assert (data.pipeline_tag, data.base_model) == ("image-text-to-text", "Qwen/Qwen2.5-1.5B")
 
 
-CARD = """---
-license: other
-license_name: qwen
-license_link: LICENSE
-base_model: Qwen/parent
-tags: [chat]
----
-"""
+CARD = "---\nlicense: other\nlicense_name: qwen\nlicense_link: LICENSE\nbase_model: Qwen/parent\n---\n"
 LICENSE = ("other", "qwen", "LICENSE")
 
 
@@ -115,18 +120,15 @@ def test_the_license_and_the_name_on_the_hub_are_those_of_the_hubs_cache(tmp_pat
     (cache / "refs" / "main").write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     empty = folder_with(tmp_path / "tokenizer", "")
-    for number, (source, name) in enumerate(
-        [(empty, "Qwen/Qwen2.5-1.5B"), (snapshot, None), (empty, str(snapshot))]
+    downloaded = folder_with(tmp_path / "Qwen-Instruct", CARD)
+    name = "Qwen/Qwen2.5-1.5B"
+    for number, (source, given, base) in enumerate(
+        [(empty, name, name), (snapshot, None, name), (empty, str(snapshot), name), (downloaded, None, None)]
     ):
-        card = card_after(tmp_path / str(number), source, name)
-        assert (card.data.base_model, license_of(card)) == ("Qwen/Qwen2.5-1.5B", LICENSE)
+        card = card_after(tmp_path / str(number), source, given)
+        assert (card.data.base_model, license_of(card)) == (base, LICENSE)
         assert "| license | qwen |" in card.text
-
-
-def test_a_downloaded_folder_gives_its_license_and_not_its_parents_name(tmp_path):
-    card = card_after(tmp_path / "x", folder_with(tmp_path / "Qwen-Instruct", CARD))
-    assert (card.data.base_model, license_of(card)) == (None, LICENSE)
-    assert "| base model | Qwen-Instruct |" in card.text
+    assert "| base model | Qwen-Instruct |" in card.text  # and not its parent
 
 
 def test_a_second_stage_names_the_model_with_which_the_first_began(tmp_path):

@@ -10,13 +10,12 @@ import torch
 import yaml
 from conv_models import assert_same_tensors, tensors_of
 from conv_ranks import on_ranks, parameters_from_checkpoint, save_after_a_step
-from typer.testing import CliRunner
 
 from checkpoints_conv.formats.torch_dist import TorchDistReader
+from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
-from nemo_grpo.cli.convert import app
 from nemo_grpo.models import family_for
 from nemo_grpo.support.model_folder import hf_config
 
@@ -58,7 +57,7 @@ def test_a_nemo_folder_becomes_a_hugging_face_model(folders, source, tmp_path):
     assert "decoder.final_layernorm.weight" in reader.weights
     assert reader.has_optimizer
     reader.close()
-    oracle = on_ranks(1, parameters_from_checkpoint, source, plain / "weights", False, 128)
+    oracle = on_ranks(1, parameters_from_checkpoint, source, plain / "weights", 128)
     expected = {name: t.contiguous() for name, t in family_for(hf_config(source)).to_hf(oracle)}
     for given in (nemo, nemo / "weights"):
         model = megatron_to_hf(given, source, tmp_path / "hf", force=True)
@@ -76,24 +75,22 @@ def test_model_yaml_of_another_model_is_refused(folders, source, tmp_path):
 
 
 def test_a_nemo_folder_as_a_hugging_face_model_is_refused_with_the_command(folders, tmp_path):
-    with pytest.raises(
-        UserError, match=r"is a NeMo 2\.0 checkpoint; .* convert megatron-to-hf --megatron-checkpoint"
-    ):
-        hf_config(folders[0])
-    arguments = ["hf-to-megatron", "--hf-model", str(folders[0]), "--output", str(tmp_path / "out")]
-    assert CliRunner().invoke(app, arguments).exit_code != 0
+    command = r"is a NeMo 2\.0 checkpoint; .* convert megatron-to-hf --megatron-checkpoint"
+    with pytest.raises(UserError, match=command):
+        hf_to_megatron(folders[0], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("given", "file"), [("model.nemo", "model.nemo"), (".", "model_config.yaml")])
-def test_older_archives_are_refused_with_the_remedy(given, file, source, tmp_path):
-    (tmp_path / file).write_text("{}")
-    with pytest.raises(UserError, match=r"NeMo 1 checkpoint; NeMo's scripts/.*nemo1_to_nemo2\.py"):
-        megatron_to_hf(tmp_path / given, source, tmp_path / "hf")
-
-
-def test_zarr_is_refused_with_the_remedy(source, tmp_path):
+@pytest.mark.parametrize(
+    ("given", "file", "message"),
+    [
+        ("model.nemo", "model.nemo", r"NeMo 1 checkpoint; NeMo's scripts/.*nemo1_to_nemo2\.py"),
+        (".", "model_config.yaml", r"NeMo 1 checkpoint; NeMo's scripts/.*nemo1_to_nemo2\.py"),
+        (".", "weights/metadata.json", "weights is in the zarr format; save it again as torch_dist"),
+    ],
+)
+def test_older_formats_are_refused_with_the_remedy(given, file, message, source, tmp_path):
     (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    with pytest.raises(UserError, match=r"weights is in the zarr format; save it again as torch_dist"):
-        megatron_to_hf(tmp_path, source, tmp_path / "hf")
+    (tmp_path / file).write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(UserError, match=message):
+        megatron_to_hf(tmp_path / given, source, tmp_path / "hf")

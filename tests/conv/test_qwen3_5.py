@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import transformers
-from conv_models import assert_same_tensors, rewrite, save_adapters, shapes_in, tensors_of
+from conv_models import rewrite, save_adapters, shapes_in, tensors_of
 from conv_ranks import delta_net_after_a_change, on_ranks
 from small_models import small_config
 
@@ -18,12 +18,7 @@ from checkpoints_conv.lora import merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
-from nemo_grpo.engine.megatron.logits import compare_logits
-from nemo_grpo.models import family_for
-from nemo_grpo.sampling.decoder.weights import unsupported
-from nemo_grpo.support.model_folder import hf_config
 
-RANK, ALPHA = 3, 6
 NET = "model.layers.1.linear_attn."
 
 
@@ -59,61 +54,12 @@ def test_megatron_core_loads_and_saves_a_delta_net_at_another_tp(hf_models, mega
     }  # fmt: skip
 
 
-@pytest.fixture
-def adapters():
-    torch.manual_seed(1)
-    layers = {
-        "3.self_attention.linear_qkv": (192, 32),
-        "3.self_attention.linear_proj": (32, 64),
-        "0.self_attention.out_proj": (32, 24),
-        "2.mlp.linear_fc1": (128, 32),
-    }
-    return {name: (torch.randn(1, RANK, i), torch.randn(1, o, RANK)) for name, (o, i) in layers.items()}
-
-
-def test_adapters_are_merged_as_in_megatrons_layout(adapters, hf_models, tmp_path):
-    """Reference: alpha / r B A added to Megatron's matrices, which are then taken apart."""
-    base = hf_models("qwen3.5")
-    lora = save_adapters(adapters, tmp_path / "lora", RANK, ALPHA, stacked=False)
-    found = tensors_of(merge_lora(lora, base, tmp_path / "merged"))
-    family, hf = family_for(hf_config(base)), tensors_of(base)
-    split = {}
-    for name, tensor in hf.items():
-        whole = [piece for piece in family.pieces if piece.startswith(f"{name}[")]
-        pieces = tensor.split([family.pieces[piece][0] for piece in whole]) if whole else [tensor]
-        split |= dict(zip(whole or [name], pieces, strict=True))
-    megatron = dict(family.to_megatron(split))
-    for name, (a, b) in adapters.items():
-        key = f"decoder.layers.{name}.weight"
-        megatron[key] = megatron[key] + ALPHA / RANK * b[0] @ a[0]
-    expected = dict(family.to_hf(megatron))
-    changed = {name for name in found if not torch.equal(found[name], hf[name])}
-    assert changed == {
-        *(f"model.layers.3.self_attn.{x}_proj.weight" for x in "qkvo"),
-        *(f"model.layers.2.mlp.{x}_proj.weight" for x in ("gate", "up")),
-        "model.layers.0.linear_attn.out_proj.weight",
-    }
-    for name in changed:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5)
-
-
 def test_adapters_of_the_input_projection_are_refused(hf_models, tmp_path):
     """Their rows are in the order of the training's tensor parallelism."""
-    pair = {"0.self_attention.in_proj": (torch.randn(1, RANK, 32), torch.randn(1, 88, RANK))}
-    lora = save_adapters(pair, tmp_path / "lora", RANK, ALPHA, stacked=False)
+    pair = {"0.self_attention.in_proj": (torch.randn(1, 3, 32), torch.randn(1, 88, 3))}
+    lora = save_adapters(pair, tmp_path / "lora", 3, 6, stacked=False)
     with pytest.raises(UserError, match=r"adapters of a kind that is not supported: .*in_proj\.adapter"):
         merge_lora(lora, hf_models("qwen3.5"), tmp_path / "merged")
-
-
-def test_heads_for_multi_token_prediction_are_left_out(hf_models, tmp_path, caplog):
-    model = shutil.copytree(hf_models("qwen3.5"), tmp_path / "model")
-    rewrite(
-        model, lambda tensors: tensors.update({"mtp.norm.weight": torch.ones(32)}), mtp_num_hidden_layers=1
-    )
-    back = megatron_to_hf(hf_to_megatron(model, tmp_path / "megatron"), model, tmp_path / "back")
-    assert "1 tensors for multi-token prediction (mtp.norm.weight, ...) are left out" in caplog.messages
-    assert hf_config(back)["mtp_num_hidden_layers"] == 0
-    assert_same_tensors(tensors_of(back), tensors_of(hf_models("qwen3.5")))
 
 
 def test_float32_numbers_are_rounded_once(hf_models, tmp_path):
@@ -124,16 +70,6 @@ def test_float32_numbers_are_rounded_once(hf_models, tmp_path):
     assert not verify(model, megatron).different
     back = tensors_of(megatron_to_hf(megatron, model, tmp_path / "back", dtype=torch.float32))
     assert back[f"{NET}norm.weight"].unique().item() in (1.0, 1 + 2**-9)
-
-
-def test_the_engine_and_the_decoder_name_what_they_do_not_compute(hf_models, megatron_checkpoints):
-    model, message = (
-        hf_models("qwen3.5-moe"),
-        "neither the embedded engine nor the decoder computes its gated",
-    )
-    assert message in unsupported(transformers.AutoConfig.from_pretrained(model))
-    with pytest.raises(UserError, match=message):
-        compare_logits(model, megatron_checkpoints("qwen3.5-moe"))
 
 
 VISION = {

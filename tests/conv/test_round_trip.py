@@ -91,22 +91,23 @@ def test_checkpoint_without_common_state_file_is_read(source, checkpoint, tmp_pa
 
 
 def test_dtype_is_converted_and_named_in_the_config(source, checkpoint, tmp_path):
-    back = megatron_to_hf(checkpoint, source, tmp_path / "back", dtype=torch.bfloat16)
+    model = shutil.copytree(source, tmp_path / "model")
+    rewrite(model, dtype="float32", torch_dtype="float16", quantization_config={"quant_method": "fp8"})
+    back = megatron_to_hf(checkpoint, model, tmp_path / "back", dtype=torch.bfloat16)
     expected = {name: tensor.bfloat16() for name, tensor in tensors_of(source).items()}
     assert_same_tensors(tensors_of(back), expected)
-    assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
+    made = json.loads((back / "config.json").read_text())
+    assert (made["dtype"], made["torch_dtype"]) == ("bfloat16", "bfloat16")
+    assert "quantization_config" not in made
     assert not (back / "model.safetensors.index.json").exists()  # one file needs no index
     megatron = hf_to_megatron(source, tmp_path / "megatron", dtype=torch.bfloat16)
     again = megatron_to_hf(megatron, source, tmp_path / "again")
     assert_same_tensors(tensors_of(again), expected)
-
-
-def test_values_beyond_fp16_are_refused(tmp_path):
-    source = save_model("qwen2", tmp_path / "source")
-    rewrite(source, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
+    large = shutil.copytree(source, tmp_path / "large")
+    rewrite(large, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
     with pytest.raises(UserError, match=r"model\.norm\.weight has values beyond fp16's range"):
-        hf_to_megatron(source, tmp_path / "megatron", dtype=torch.float16)
-    assert not (tmp_path / "megatron").exists()
+        hf_to_megatron(large, tmp_path / "fp16", dtype=torch.float16)
+    assert not (tmp_path / "fp16").exists()
 
 
 def test_verify_finds_one_changed_bit(tmp_path):

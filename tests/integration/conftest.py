@@ -1,6 +1,5 @@
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,14 @@ from nemo_grpo.recipe import Recipe, load_recipe
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory):
     """Of warm starts, for all processes of the session."""
     folder = tmp_path_factory.getbasetemp()
     return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "warm-starts"
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, cache: Path) -> Callable[..., Recipe]:
+def recipe(tmp_path, cache):
     """Of a tiny run in ``tmp_path/name``."""
 
     def make(*overrides: str, name: str = "run", of: Path = QUICKSTART) -> Recipe:
@@ -28,6 +27,6 @@ def recipe(tmp_path: Path, cache: Path) -> Callable[..., Recipe]:
 
 
 @pytest.fixture
-def model(recipe: Callable[..., Recipe], tmp_path: Path) -> Path:
+def model(recipe, tmp_path):
     """A copy of the warm start, to be damaged."""
     return shutil.copytree(starting_policy(recipe()), tmp_path / "model")

@@ -1,20 +1,17 @@
 """Whole runs of a very small policy: their recipes, what they write, how one resumes."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from processes import ROOT
-from toy_policies import assert_equal, weights_of
+from toy_policies import weights_of
 
 from nemo_grpo.engine.loop import train
 from nemo_grpo.engine.run import begin
-from nemo_grpo.engine.setup import Parts
-from nemo_grpo.engine.steps import reinforce
-from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.recipe import load_recipe
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.jsonl import write_problems
 
@@ -93,30 +90,6 @@ def assert_same_rows(one: Path, other: Path, *keys: str) -> None:
     for have, want in zip(rows(other)[1:], rows(one)[1:], strict=True):
         for key in keys:
             assert have[key] == pytest.approx(want[key], rel=1e-4, abs=1e-6), key
-
-
-def resumed_exactly(make: Callable[..., Recipe]) -> Parts:
-    """A run that dies in its third step, amid a line of metrics, and ends like ``whole``, which does not.
-
-    Args: make: the recipe of a run of four steps by ``name``.
-    """
-    whole = begin(make(name="whole"))
-    train(whole)
-    first = begin(make(name="broken"))
-    while first.state.step < 3:  # beyond the checkpoint of step 2, as a killed run would be
-        first.folder.append_metrics(reinforce(first))
-        if first.state.step == 2:
-            first.save()
-    first.folder.close()
-    with (first.folder.path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "rew')  # the line that was being written when the run was killed
-    resumed = begin(make(name="broken"), resume=True)
-    assert resumed.state.step == 2
-    train(resumed)
-    assert_equal(weights_of(resumed.policy), weights_of(whole.policy))
-    assert without_time(resumed.folder.path)[-2:] == without_time(whole.folder.path)[-2:]
-    assert [row["step"] for row in rows(resumed.folder.path)] == [1, 2, 3, 4]
-    return resumed
 
 
 def has_trained(run: Path, num_lines: int) -> bool:

@@ -1,9 +1,7 @@
 """Saving while training goes on: the same checkpoint, complete some steps later; failures are told."""
 
 import os
-import shutil
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +10,13 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from toy_policies import assert_equal, hf_model, policy_of, train, weights_of
 
 from nemo_grpo.engine.checkpoint_store import TOKENIZER, WEIGHTS, CheckpointStore
-from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.policy_checkpoint import begin_save, load_policy
 from nemo_grpo.engine.saving import Saver, TrainingAborted
 from nemo_grpo.support.errors import UserError
 
 
 @pytest.fixture
-def source(tmp_path) -> Path:
+def source(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -27,12 +24,12 @@ def source(tmp_path) -> Path:
 
 
 @pytest.fixture
-def policy() -> MegatronPolicy:
+def policy():
     return policy_of(hf_model())
 
 
 @pytest.fixture
-def gate(monkeypatch) -> threading.Event:
+def gate(monkeypatch):
     """The writer waits for it."""
     event, write = threading.Event(), FileSystemWriterAsync.write_preloaded_data
 
@@ -53,46 +50,18 @@ def test_a_save_behind_training_is_the_moment_it_was_asked_for(tmp_path, source,
     saver.finish_if_written()
     assert saver.store.latest() is None  # not a checkpoint yet, and training went on
     assert (tmp_path / "checkpoints/tmp_step_000001").exists()
-    gate.set()
-    saver.finish()
-    assert saver.store.latest() == tmp_path / "checkpoints/step_000001"
     after = weights_of(policy)
+    threading.Timer(0.2, gate.set).start()
+    saver.save(2, {})  # waits for the first
+    assert saver.store.latest() == tmp_path / "checkpoints/step_000001"
     assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
     assert (saver.store.latest() / TOKENIZER / "config.json").read_text() == "{}"
     load_policy(policy, saver.store.latest() / WEIGHTS)
     assert_equal(weights_of(policy), before)
     train(policy)  # the optimizer's moments too are of that moment
     assert_equal(weights_of(policy), after)
-
-
-def test_a_second_save_waits_for_the_first(tmp_path, source, policy, gate):
-    saver = Saver(CheckpointStore(tmp_path / "checkpoints"), policy, source, asynchronous=True)
-    saver.save(1, {})
-    threading.Timer(0.2, gate.set).start()
-    saver.save(2, {})
-    assert saver.store.latest() == tmp_path / "checkpoints/step_000001"
     saver.finish()
     assert saver.store.latest() == tmp_path / "checkpoints/step_000002"
-
-
-def test_a_save_killed_before_it_is_named_is_the_newest(tmp_path, source, policy, monkeypatch):
-    saver = Saver(CheckpointStore(tmp_path / "checkpoints"), policy, source)
-    saver.save(999_999, {})
-
-    def killed(path, name):
-        if name == "step_1000000":
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("nemo_grpo.engine.checkpoint_store.write_atomically", killed)
-    with pytest.raises(KeyboardInterrupt):
-        saver.save(1_000_000, {})
-    monkeypatch.undo()
-    pointer, store = tmp_path / "checkpoints/latest", CheckpointStore(tmp_path / "checkpoints")
-    shutil.copytree(store.folder / "step_999999", store.folder / "step_2000000.copy")  # somebody's
-    assert pointer.read_text() == "step_999999"
-    assert store.latest() == tmp_path / "checkpoints/step_1000000"
-    store.remove_leftovers()  # as the next start does
-    assert pointer.read_text() == "step_1000000"
 
 
 def test_a_rank_flushes_what_it_has_written(tmp_path, policy, monkeypatch):

@@ -93,36 +93,6 @@ def test_every_family_computes_the_same_in_parallel(family):
         assert_same(found, alone(**how))
 
 
-def scored_in_one_pass(layout: Layout, mb_tokens: int | None, scoring: bool) -> tuple[dict[str, Any], float]:
-    """An update, and the scores before it: by a pass of their own, or by the update's, in parts."""
-    if scoring:
-        MOST_LOGITS["cpu"] = 20 * 96  # in a process of its own
-    policy, (sequences, rewards) = policy_of(hf_model("qwen3"), layout=layout), rollout()
-    how = {"micro_batch_size": 2, "temperature": 0.9, "mb_tokens": mb_tokens}
-    objective = build_objective("grpo")
-    scores = None if scoring else policy.score(sequences, **how)
-    prev = torch.zeros(9, 15) if scores is None else scores.logprobs
-    prepared = objective.prepare(token_batch(sequences, rewards, prev))
-    result = policy.update(objective, prepared, sequences, **how, scoring=scoring)
-    scores = torch.stack(list(result.scores if scores is None else scores))
-    return {"grpo": outcome(result, scores, policy)}, result.metrics["ratio/mean"]
-
-
-@cache
-def scored_apart(mb_tokens):
-    return run_ranks(1, scored_in_one_pass, Layout(), mb_tokens, False)[0]
-
-
-@pytest.mark.parametrize("mb_tokens", [None, 30])
-@pytest.mark.parametrize("name", slow_but(["one", "dp2-pp2"], "one"))
-def test_an_update_that_scores_equals_a_score_and_an_update(mb_tokens, name):
-    world_size, layout = {"one": (1, Layout()), **LAYOUTS}[name]
-    expected, _ = scored_apart(mb_tokens)
-    for found, ratio in run_ranks(world_size, scored_in_one_pass, layout, mb_tokens, True):
-        assert_same(found, expected)
-        assert ratio == pytest.approx(1.0, abs=1e-6)
-
-
 def test_bins_hold_whole_prompts_as_far_as_they_fit():
     sequences, _ = rollout()  # tokens in a stream: 5 + 8 + 0 + 3 + 5, 3 + 1 + 6, 4 + 2 + 2 + 7
 
@@ -145,8 +115,11 @@ AGGREGATIONS = ("group_token_mean", "sequence_mean")  # besides the variants' ow
 def learned_from(layout: Layout, leave_out: bool, mb_tokens: int | None, scoring: bool) -> dict[str, Any]:
     """One update per variant, and of GRPO per aggregation; of three groups the second has no signal.
 
-    Returns: per case (outcome, metrics, rows that this rank's passes computed, result).
+    Args: scoring: the update scores in its own passes, in parts, for variants that can wait for it.
+    Returns: per case (outcome, metrics, rows that this rank's passes computed, result, scores).
     """
+    if scoring:
+        MOST_LOGITS["cpu"] = 20 * 96  # in a process of its own
     model, (sequences, _) = hf_model("qwen3"), rollout()
     how = {"micro_batch_size": 2, "temperature": 0.9, "mb_tokens": mb_tokens}
     rewards = torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 0, 1])
@@ -162,7 +135,9 @@ def learned_from(layout: Layout, leave_out: bool, mb_tokens: int | None, scoring
         objective = replace(objective, learns_without_advantages=not leave_out)
         objective = replace(objective, aggregation=aggregation or objective.aggregation)
         further = {"entropies": scores.entropies, "reference_policy_logprobs": scores.logprobs - 0.05}
-        prepared = objective.prepare(token_batch(sequences, rewards, scores.logprobs, **further))
+        prev = scores.logprobs.clone()
+        prev[[0, 8]] *= not scoring  # rows with signal, which the update scores itself
+        prepared = objective.prepare(token_batch(sequences, rewards, prev, **further))
         run = policy._run
 
         def counted(sequences, plan, *args, run=run, passed=passed, **kwargs):
@@ -172,17 +147,17 @@ def learned_from(layout: Layout, leave_out: bool, mb_tokens: int | None, scoring
         policy._run = counted
         result = policy.update(objective, prepared, sequences, **how, scoring=scoring)
         case = f"{variant} {aggregation or ''}"
-        found[case] = outcome(result, scores.logprobs, policy), result.metrics, passed, result
+        found[case] = outcome(result, scores.logprobs, policy), result.metrics, passed, result, scores
     return found
 
 
 @pytest.mark.parametrize("name", slow_but(["one", "dp2", "tp2-pp2"], "one"))
 @pytest.mark.parametrize(
-    ("mb_tokens", "scoring"), [pytest.param(None, False, marks=pytest.mark.slow), (30, False), (30, True)]
+    ("mb_tokens", "scoring"), [pytest.param(None, True, marks=pytest.mark.slow), (30, False), (30, True)]
 )
-def test_rows_without_a_gradient_are_left_out_and_change_nothing(mb_tokens, scoring, name):
+def test_an_update_may_score_and_leave_out_rows_without_a_gradient(mb_tokens, scoring, name):
     world_size, layout = {"one": (1, Layout()), **LAYOUTS}[name]
-    every = run_ranks(world_size, learned_from, layout, False, mb_tokens, scoring)
+    every = run_ranks(world_size, learned_from, layout, False, mb_tokens, False)
     some = run_ranks(world_size, learned_from, layout, True, mb_tokens, scoring)
     assert len(some[0]) > len(AGGREGATIONS) + (3 if scoring else 8)
     for case in some[0]:
@@ -194,8 +169,8 @@ def test_rows_without_a_gradient_are_left_out_and_change_nothing(mb_tokens, scor
         computed = {row for rank in some for row in rank[case][2]}
         left_out = {*range(9)} - computed
         assert {4, 5} <= left_out < {1, 4, 5, 9}, case  # Clip-Cov may drop every token of row 1
-        result, before = some[0][case][3], every[0][case][3]
+        result, scores = some[0][case][3:]
         assert set(result.computed.nonzero().flatten().tolist()) == computed, case
         if scoring:
-            told = zip(result.scores, before.scores, strict=True)
+            told = zip(result.scores, scores, strict=True)
             assert all(torch.allclose(a[result.computed], b[result.computed], atol=1e-5) for a, b in told)

@@ -99,7 +99,7 @@ def _model(shape: ModelSpec, layout: Layout, stage: int) -> Any:
 
 
 @pytest.mark.parametrize(("name", "layout", "world_size"), CASES.values(), ids=CASES)
-def test_stage_counts_are_megatrons(name: str, layout: Layout, world_size: int) -> None:
+def test_stage_counts_are_megatrons(name, layout, world_size):
     (built,) = run_ranks(1, built_parameters, name, layout, world_size)
     counted = [stage_counts(shortened(name), layout, stage).total for stage in range(layout.pipeline)]
     assert counted == built
@@ -121,7 +121,7 @@ def optimizer_state_bytes() -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def test_optimizer_state_of_two_ranks_is_what_the_planner_counts() -> None:
+def test_optimizer_state_of_two_ranks_is_what_the_planner_counts():
     total = stage_counts(read_spec(small_config("qwen2").to_dict()), Layout(), 0).total
     held = run_ranks(2, optimizer_state_bytes)
     assert sum(held) == 12 * total

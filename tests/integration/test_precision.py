@@ -29,7 +29,6 @@ from nemo_grpo.engine.megatron.policy_checkpoint import begin_save, load_policy
 from nemo_grpo.recipe.layout import Layout
 
 TP2 = Layout(tensor=2, sequence_parallel=True)
-ONE_AND_TWO = [pytest.param(1, Layout(), id="tp1"), pytest.param(2, TP2, id="tp2-sp")]
 
 
 def trained(layout: Layout, dtype: torch.dtype, fields: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +52,7 @@ def trained_in_fp32(num_ranks, layout):
     return run_ranks(num_ranks, trained, layout, torch.float32, {})[0]
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), ONE_AND_TWO)
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, Layout()), (2, TP2)])
 def test_bf16_trains_like_fp32_with_fp32_main_parameters(num_ranks, layout):
     full = trained_in_fp32(num_ranks, layout)
     half = run_ranks(num_ranks, trained, layout, torch.bfloat16, {})[0]
@@ -139,57 +138,42 @@ def fused_block_spec(config: Any) -> Any:
     return spec
 
 
-def one_update(layout: Layout, fused: bool, family: str, save: Any, load: Any) -> dict[str, Any]:
-    """Load, update, gather; ``save`` or ``load`` a checkpoint around the update."""
+def two_updates(
+    layout: Layout, fused: bool, family: str = "qwen2", lora: Any = None, save: Any = None, load: Any = None
+) -> dict[str, Any]:
+    """Load, update, gather; ``save`` or ``load`` a checkpoint around the updates."""
     model.block_spec = fused_block_spec if fused else layers.block_spec
-    policy, (sequences, _) = policy_of(hf_model(family), layout=layout), step()
+    policy, (sequences, _) = policy_of(hf_model(family), layout=layout, lora=lora, seed=3), step()
     if load:
         load_policy(policy, load)
     scores, _ = policy.score(sequences, micro_batch_size=4, temperature=1.0)
-    (result,) = train(policy, variant="gpg")
+    results = train(policy, 2, "gpg")  # two: while B of adapters is zero, A has no gradient
     if save:
         begin_save(policy, save, 1).finish()
     return {
         "scores": scores,
-        "grad_norm": result.grad_norm,
+        "grad_norms": [result.grad_norm for result in results],
         "names": [name for name, _ in policy.weights.local_parameters()],
         "weights": weights_of(policy),
     }
 
 
+@pytest.mark.parametrize("lora", [None, LoRASettings(dim=4, alpha=6)], ids=["all weights", "adapters"])
 @pytest.mark.parametrize(("num_ranks", "layout", "family"), [(1, Layout(), "qwen3"), (2, TP2, "qwen2")])
-def test_norms_within_linear_layers_load_train_and_gather_the_same(num_ranks, layout, family):
-    fused = run_ranks(num_ranks, one_update, layout, True, family, None, None)[0]
-    apart = run_ranks(num_ranks, one_update, layout, False, family, None, None)[0]
+def test_norms_within_linear_layers_load_train_and_gather_the_same(num_ranks, layout, family, lora):
+    fused, apart = (run_ranks(num_ranks, two_updates, layout, one, family, lora)[0] for one in (True, False))
     assert "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight" in fused["names"]
     assert "decoder.layers.1.mlp.linear_fc1.layer_norm_weight" in fused["names"]
     assert not any("input_layernorm" in name or "pre_mlp" in name for name in fused["names"])
     torch.testing.assert_close(fused["scores"], apart["scores"], rtol=1e-6, atol=1e-6)
-    assert fused["grad_norm"] == pytest.approx(apart["grad_norm"], rel=1e-6)
-    # a step of lr / adam_eps = 100 times a small gradient, so 5e-9 of a gradient's norm of 0.05 is allowed
-    torch.testing.assert_close(fused["weights"], apart["weights"], rtol=1e-6, atol=5e-7)
-
-
-def adapters_after_two_updates(layout: Layout, fused: bool) -> dict[str, Any]:
-    model.block_spec = fused_block_spec if fused else layers.block_spec
-    policy = policy_of(hf_model(), layout=layout, lora=LoRASettings(dim=4, alpha=6), seed=3)
-    grad_norms = [result.grad_norm for result in train(policy, 2)]  # at first B is zero, so A has no gradient
-    return {"grad_norms": grad_norms, "weights": weights_of(policy)}
-
-
-@pytest.mark.parametrize(("num_ranks", "layout"), ONE_AND_TWO)
-def test_adapters_of_fused_layers_multiply_the_norms_output(num_ranks, layout):
-    fused, local = (
-        run_ranks(num_ranks, adapters_after_two_updates, layout, fused)[0] for fused in (True, False)
-    )
-    torch.testing.assert_close(fused, local, rtol=1e-4, atol=1e-5)
+    for part in ("grad_norms", "weights"):
+        torch.testing.assert_close(fused[part], apart[part], rtol=1e-4, atol=1e-5)
 
 
 def test_a_checkpoint_of_one_structure_loads_into_the_other(tmp_path):
-    apart = run_ranks(2, one_update, TP2, False, "qwen2", tmp_path, None)[0]
-    fused = run_ranks(1, one_update, Layout(), True, "qwen2", None, tmp_path)[0]
-    again = run_ranks(1, one_update, Layout(), False, "qwen2", None, tmp_path)[0]
-    assert not torch.equal(fused["scores"], apart["scores"])  # one update later
+    apart = run_ranks(2, two_updates, TP2, False, save=tmp_path)[0]
+    fused, again = (run_ranks(1, two_updates, Layout(), one, load=tmp_path)[0] for one in (True, False))
+    assert not torch.equal(fused["scores"], apart["scores"])  # two updates later
     torch.testing.assert_close(fused["scores"], again["scores"], rtol=1e-6, atol=1e-6)
 
 

@@ -1,13 +1,15 @@
 """Whole runs of the embedded engine on a very small policy: what they compute and leave behind."""
 
 import json
+import random
 import re
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import NO_VALIDATION, QUICKSTART, arguments, lines_of, rows, weights_after
+from small_runs import NO_VALIDATION, QUICKSTART, arguments, lines_of, math_files, rows, weights_after
 from toy_policies import assert_equal, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,6 +23,8 @@ from nemo_grpo.engine.steps import sample
 from nemo_grpo.engine.validation import is_due
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.sampling.episodes import Response
+from nemo_grpo.tasks import parse_task
+from nemo_grpo.tasks.jsonl import write_problems
 
 PROMISED = {
     *("reward/mean", "reward/accuracy", "reward/format", "advantage/std", "groups/valid_fraction"),
@@ -84,11 +88,7 @@ def test_an_existing_run_is_refused_and_left_alone(finished):
 
 # The second update is off-policy, and the covariances do choose tokens.
 TWO_UPDATES = [*NO_VALIDATION, "grpo.max_num_steps=2", "policy.train_global_batch_size=8"]
-
-
 TWO_UPDATES += ["policy.megatron_cfg.scheduler.lr_warmup_iters=0"]
-
-
 IN_EFFECT = {"clip_cov": ["loss_fn.covariance_min=0.0", "loss_fn.clip_fraction=0.2"]}
 
 
@@ -146,14 +146,11 @@ def test_dynamic_sampling_asks_for_a_response_that_overlong_filtering_leaves(
     ids=["equal rewards", "nothing trains"],
 )
 def test_a_step_without_signal_updates_nothing_and_the_log_says_so(recipe, overrides, caplog):
-    r = recipe(
-        *("policy.generation.max_new_tokens=1", "grpo.max_num_steps=2"),
-        *("policy.megatron_cfg.optimizer.weight_decay=0.1", *overrides),
-    )
-    parts = begin(r)
+    decay = "policy.megatron_cfg.optimizer.weight_decay=0.1"
+    parts = begin(recipe("policy.generation.max_new_tokens=1", "grpo.max_num_steps=2", decay, *overrides))
     before = weights_of(parts.policy)
     train(parts)
-    assert rows(r.run_dir)[-1]["steps/no_signal"] == 2
+    assert rows(parts.folder.path)[-1]["steps/no_signal"] == 2
     assert "steps 1 to 2: in no group do two rewards differ, so nothing is learnt" in caplog.text
     assert "steps 1 to 2: nearly all responses are cut off before they end (100% of them" in caplog.text
     assert_equal(weights_of(parts.policy), before)
@@ -205,3 +202,52 @@ def test_a_run_that_reached_its_goal_is_saved_and_stays_finished(recipe):
     further = recipe(*goal, "grpo.stop_at_validation_threshold=1.1", "grpo.max_num_steps=2")
     train(begin(further, resume=True))
     assert [row["step"] for row in rows(r.run_dir)] == [0, 1, 2]
+
+
+SMALL = ["grpo.num_prompts_per_step=2", "grpo.val_at_start=false", "nemo_grpo.warm_start.num_steps=20"]
+
+
+def test_mathematics_from_jsonl_files_trains_and_writes_graded_samples(recipe, tmp_path, caplog):
+    task = parse_task({"name": "word_problems", "form": "think_answer"}).build()
+
+    def solved(problem):
+        thought, _, _ = task.demonstration(problem, random.Random(0)).partition("</think>")
+        return replace(problem, metadata={"solution": thought.removeprefix("<think>")})
+
+    problems = {p.id: solved(p) for p in (task.train_problem(i, 0) for i in range(60))}
+    held_out = list(map(solved, task.validation_problems(4)))
+    files = math_files(tmp_path, [*problems.values()], held_out[:1], ", form: think_answer")
+    other = write_problems(tmp_path / "other.jsonl", held_out[1:])
+    r = recipe(
+        *(*SMALL, "grpo.max_num_steps=2", files, "checkpointing.metric_name=val:other/accuracy"),
+        f"nemo_grpo.task.validation_files={{first: {tmp_path}/held-out.jsonl, other: {other}}}",
+    )
+    caplog.set_level("INFO")
+    parts = begin(r)
+    train(parts)
+    samples = lines_of(r.run_dir / "samples.jsonl")
+    assert {sample["problem"] for sample in samples} <= problems.keys()
+    assert all(set(sample["scores"]) == {"accuracy", "format", "cosine"} for sample in samples)
+    last = rows(r.run_dir)[-1]
+    assert last["step"] == 2
+    names = ("accuracy", "greedy", "pass@2", "num_tokens")
+    for name in names:  # one problem and three, whose means count alike
+        sets = [last[f"validation/{one}/{name}"] for one in ("first", "other")]
+        assert last[f"validation/{name}"] == pytest.approx(sum(sets) / 2)
+    accuracy, first, other = (last[f"validation/{name}accuracy"] for name in ("", "first/", "other/"))
+    assert f"step 2: accuracy {accuracy:.3f}, first {first:.3f}, other {other:.3f}" in caplog.text
+    assert parts.saver.store.metric == "validation/other/accuracy"
+    assert all(f"user\n{sample['question']}<|im_end|>" in sample["prompt"] for sample in samples)
+
+
+@pytest.mark.slow
+def test_held_out_accuracy_over_three_seeds(tmp_path, cache):
+    found = []
+    for seed in range(3):
+        places = [f"nemo_grpo.runs_dir={tmp_path}", f"nemo_grpo.warm_start.cache_dir={cache}"]
+        train(begin(load_recipe(QUICKSTART, [*places, f"nemo_grpo.run_name=s{seed}", f"grpo.seed={seed}"])))
+        accuracies = [row.get("validation/accuracy") for row in rows(tmp_path / f"s{seed}")]
+        found.append((accuracies[0], accuracies[-1]))
+    before, after = map(fmean, zip(*found, strict=True))
+    assert before < 0.45
+    assert after >= 0.65

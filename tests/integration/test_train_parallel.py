@@ -1,6 +1,5 @@
 """Whole runs on several ranks: the same training as on one, checkpoints for any layout, one exit for all."""
 
-import os
 import re
 import signal
 import subprocess
@@ -10,7 +9,7 @@ import psutil
 import pytest
 import torch
 from processes import nemo_grpo, output_of, wait_for
-from ranks import run_ranks, slow_but
+from ranks import run_ranks
 from safetensors.torch import load_file
 from small_runs import (
     AT_THE_ENDS,
@@ -27,18 +26,14 @@ from small_runs import (
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 
 STEPS = ["grpo.max_num_steps=2", *AT_THE_ENDS, "policy.train_micro_batch_size=2"]
-CP2 = ["policy.megatron_cfg.context_parallel_size=2", "cluster.gpus_per_node=2"]
-LAYOUTS = {"dp2": (2, DP2), "cp2": (2, CP2), "tp2-pp2": (4, TP2_PP2)}
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp2-pp2"))
-def test_training_is_the_same_on_several_ranks(tmp_path, cache, name):
-    num_ranks, layout = LAYOUTS[name]
+def test_training_is_the_same_on_several_ranks(tmp_path, cache):
     alone = run_ranks(1, weights_after, arguments(tmp_path, cache, "alone", *STEPS))[0]
-    for weights in run_ranks(num_ranks, weights_after, arguments(tmp_path, cache, name, *STEPS, *layout)):
+    for weights in run_ranks(4, weights_after, arguments(tmp_path, cache, "four", *STEPS, *TP2_PP2)):
         torch.testing.assert_close(weights, alone, rtol=1e-4, atol=2e-4)
     keys = ("reward/mean", "length/mean", "entropy/mean", "loss/total", "grad_norm")
-    assert_same_rows(tmp_path / "alone", tmp_path / name, *keys)
+    assert_same_rows(tmp_path / "alone", tmp_path / "four", *keys)
 
 
 @pytest.mark.slow
@@ -59,33 +54,14 @@ def command(tmp_path: Path, cache: Path, *extra: str) -> subprocess.Popen[str]:
     return nemo_grpo("train", QUICKSTART, *line)
 
 
-@pytest.fixture
-def training(tmp_path: Path, cache: Path) -> subprocess.Popen[str]:
-    """The command line on two ranks, which have trained three steps."""
-    process = command(tmp_path, cache, "grpo.max_num_steps=500", *DP2)
-    wait_for(lambda: has_trained(tmp_path / "cli", 3), process)
-    return process
-
-
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    return [child.pid for child in psutil.Process(process.pid).children()]
-
-
 @pytest.mark.slow
-def test_the_command_starts_the_ranks_and_sigterm_ends_them_with_a_checkpoint(training, tmp_path, cache):
-    assert len(ranks_of(training)) == 2
+def test_the_command_starts_the_ranks_and_sigterm_ends_them_with_a_checkpoint(tmp_path, cache):
+    training = command(tmp_path, cache, "grpo.max_num_steps=500", *DP2)
+    wait_for(lambda: has_trained(tmp_path / "cli", 3), training)
+    assert len(psutil.Process(training.pid).children()) == 2
     training.send_signal(signal.SIGTERM)
     said = output_of(training, EXIT_INTERRUPTED)
     assert re.search(r"validation responses of rank 0 of 2 (\d+)/\1, \d+ s, \d+ tokens/s, ", said), said
     last = rows(tmp_path / "cli")[-1]["step"]
     output_of(command(tmp_path, cache, f"grpo.max_num_steps={last + 1}", "--resume"))  # on one rank
     assert load_file(tmp_path / "cli/hf/model.safetensors")
-
-
-@pytest.mark.slow
-def test_a_dead_rank_ends_the_job(training):
-    os.kill(ranks_of(training)[1], signal.SIGKILL)
-    said, _ = training.communicate(timeout=480)  # a collective would wait for ten minutes
-    assert training.returncode not in (0, EXIT_INTERRUPTED)
-    ended = r"rank \d ended \((killed by SIGKILL.*|exit code 1)\); ending the others"
-    assert re.search(ended, said), said[-2000:]

@@ -66,21 +66,15 @@ def test_a_ranks_gpu_is_the_current_device(monkeypatch):
     assert taken == [torch.device("cuda", 1), False]  # cuDNN would plan anew for every length
 
 
-@pytest.mark.parametrize(
-    ("num_gpus", "installed", "dtype", "expected"),
-    [
-        (1, True, torch.bfloat16, "transformer_engine"),
-        (1, True, torch.float32, "local"),
-        (1, False, torch.bfloat16, "local"),
-        (0, True, torch.bfloat16, "local"),
-    ],
-)
-def test_transformer_engine_is_taken_where_it_can_run(
-    gpus, monkeypatch, num_gpus, installed, dtype, expected
-):
-    gpus(num_gpus)
-    monkeypatch.setattr(gpt_layer_specs, "HAVE_TE", installed)
-    assert layers.transformer_impl(dtype) == expected
+def test_transformer_engine_is_taken_where_it_can_run(gpus, monkeypatch):
+    def taken(num_gpus, installed, dtype):
+        gpus(num_gpus)
+        monkeypatch.setattr(gpt_layer_specs, "HAVE_TE", installed)
+        return layers.transformer_impl(dtype)
+
+    assert taken(1, True, torch.bfloat16) == "transformer_engine"
+    assert taken(1, True, torch.float32) == taken(1, False, torch.bfloat16) == "local"
+    assert taken(0, True, torch.bfloat16) == "local"
 
 
 def test_a_gpu_without_transformer_engine_is_told_so(gpus, caplog):
@@ -145,10 +139,3 @@ def test_bf16_without_instructions_is_said_once(on, words, num_lines, caplog):
     lines = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(lines) == num_lines
     assert all("6 to 10 times as long" in line.getMessage() for line in lines)
-
-
-def test_the_choice_of_auto_is_printed(on, caplog):
-    on(WITHOUT)
-    with caplog.at_level(logging.INFO):
-        choose_precision(recipe_with("auto"), CPU, 576, None, leads=True)
-    assert "policy.precision=auto: float32" in caplog.text

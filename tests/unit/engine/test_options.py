@@ -105,6 +105,7 @@ def test_fp8_is_refused_with_the_remedy(megatron, machine, message):
 )
 def test_fp8_is_let_through_on_a_machine_that_has_it(recipe, capability):
     assert not list(fp8_refusals(fp8(fp8_recipe=recipe), Machine(capability, True, CUDA)))
+    assert list(fp8_refusals(fp8(fp8_recipe=recipe), Machine((capability[0], capability[1] - 1), True, CUDA)))
     assert not list(fp8_refusals(section(), Machine(None, False, None)))  # nobody asked for it
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_grpo.core.logprobs import logprobs_and_entropy
+from nemo_grpo.engine.megatron.microbatches import plan_parts
 from nemo_grpo.engine.megatron.output_layer import loss_in_parts
 
 TOKENS, WIDTH, VOCAB = 11, 5, 17
@@ -64,6 +65,11 @@ def test_loss_and_gradients_are_those_of_autograd(bounds, most):
     with torch.no_grad():
         without = in_parts(bounds, most, hidden, weight, targets, factors)
     torch.testing.assert_close(without, expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_parts_have_whole_rows_and_few_tokens():
+    assert plan_parts([3, 4, 2, 9, 1, 1], 7) == [2, 1, 1, 2]
+    assert plan_parts([5], 2) == [1]
 
 
 def test_sixteen_bit_gradients_of_parts_are_added_in_float32():

@@ -281,19 +281,12 @@ def test_a_prompt_that_leaves_no_room_is_a_user_error(generator):
         generator.generate(Request([[1], [1] * 61], 1, SamplingParams(4), 0))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"temperature": 1e-40}, r"temperature must be at least 1e-06 .*; got 1e-40; .* \(--temperature 0\)"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": float("inf")}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"top_k": 0}, "top_k"),
-    ],
-)
-def test_sampling_params_refuse_nonsense(options, message):
-    with pytest.raises(UserError, match=message):
-        SamplingParams(**{"max_new_tokens": 4, **options})
+NONSENSE = [("max_new_tokens", 0), ("top_p", 0.0), ("top_p", 1.1), ("top_k", 0)]
+NONSENSE += [("temperature", value) for value in (0.0, 1e-40, float("nan"), float("inf"))]
+
+
+@pytest.mark.parametrize(("name", "value"), NONSENSE)
+def test_sampling_params_refuse_nonsense(name, value):
+    remedy = r" must be at least 1e-06 .*; got 1e-40; .* \(--temperature 0\)" if value == 1e-40 else ""
+    with pytest.raises(UserError, match=name + remedy):
+        SamplingParams(**{"max_new_tokens": 4, name: value})
