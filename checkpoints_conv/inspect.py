@@ -18,7 +18,7 @@ from nemo_grpo.support.model_folder import hf_config
 
 @dataclass(frozen=True)
 class Summary:
-    """Attributes: folder; facts: (label, value) lines.  tensors: (name, shape, dtype, bytes)."""
+    """Description of a folder.  Attributes: facts: (label, value).  tensors: (name, shape, dtype, bytes)."""
 
     folder: Path
     facts: list[tuple[str, str]]

@@ -141,7 +141,7 @@ def _shown(value: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Without merge keys, by which a short file stands for a mapping of any size."""
+    """A loader without merge keys, by which a short file can expand to any size."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):

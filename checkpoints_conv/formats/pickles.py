@@ -141,7 +141,7 @@ class Global:
 
 @dataclass(frozen=True)
 class Call:
-    """Result of a function's call, not made."""
+    """A function's call, which the reader makes."""
 
     function: Global
     arguments: tuple[Any, ...] = ()
@@ -157,7 +157,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class Reference:
-    """Result of the reader's persistent_load."""
+    """An identifier for the reader's persistent_load."""
 
     identifier: tuple[Any, ...]
 

@@ -1,4 +1,4 @@
-"""Start one process per rank of a run on this machine, and end them together."""
+"""Processes of a run on this machine: one per rank, started and ended together."""
 
 import logging
 import os

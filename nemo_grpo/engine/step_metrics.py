@@ -11,7 +11,7 @@ from nemo_grpo.tasks.scoring import component_means, right_and_wrong
 
 
 class Clock:
-    """Seconds between laps."""
+    """Stopwatch: seconds between laps."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}

@@ -25,7 +25,7 @@ INIT_SECONDS = 30
 """Seconds that wandb may take to reach its server; then it writes only to disk."""
 PACKAGES = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 IN_EVERY_STEP = ("time/step", "time/validation")
-"""Metrics one of which every row has."""
+"""Metrics of which every row has at least one."""
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 """Characters that mlflow refuses in a metric's name, such as the @ of pass@8."""
 

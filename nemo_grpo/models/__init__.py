@@ -55,7 +55,7 @@ _REFUSED = {
     "kimi_k25": f"its 4-bit experts and vision tower are {_BY_BRIDGE}",
     "kimi_k3": f"its delta attention is {_BY_BRIDGE}, in a release after 0.6.2",
 }
-"""Model types that we do not take -> the reason and the remedy."""
+"""Unsupported model types -> reason and remedy."""
 COMPUTED = tuple(family for family in FAMILIES if family.is_computed)
 """Families that the embedded engine and the decoder compute."""
 

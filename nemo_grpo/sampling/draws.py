@@ -1,4 +1,4 @@
-"""Drawing a token from logits, and random numbers that belong to a response."""
+"""Sampling of a token from logits, with random numbers that belong to a response."""
 
 import hashlib
 

@@ -19,7 +19,7 @@ WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS_KEY = "transformers_weights"
-"""The key of config.json by which transformers loads a certain file."""
+"""Key of config.json that names a file for transformers to load."""
 _MAX_DEPTH = 20
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _PLAIN_NAME = re.compile(r"[\w.+-]{1,200}\.safetensors", re.ASCII)

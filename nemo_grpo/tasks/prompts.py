@@ -1,4 +1,4 @@
-"""From a problem to prompt tokens: the recipe's system text and template, the tokenizer's chat template."""
+"""Prompts of problems: the recipe's system text and template, in the tokenizer's chat template."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -82,7 +82,7 @@ def _broken_once(text: str, pattern: re.Pattern[str], unseen: str) -> str:
 
 
 _PLAIN = re.compile(r"[ -~]*")
-"""Texts that no normaliser changes but in case."""
+"""Texts in which normalisers change nothing but case."""
 
 
 @lru_cache(maxsize=4096)

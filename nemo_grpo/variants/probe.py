@@ -1,6 +1,6 @@
-"""Properties of an objective that let the engines leave out work, found by running it on small steps.
+"""Properties of an objective that let the engines skip work, found by running it on small steps.
 
-If the code fails on these steps, the property gets the value that leaves out no work.
+If the code fails on these steps, the property gets the value that skips no work.
 """
 
 from collections.abc import Callable, Iterator

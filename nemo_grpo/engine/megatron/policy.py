@@ -1,4 +1,4 @@
-"""`MegatronPolicy`: score sequences, update on an objective, with megatron-core's schedule and optimizer."""
+"""`MegatronPolicy`: scoring of sequences and updates on an objective, on megatron-core."""
 
 import logging
 import math

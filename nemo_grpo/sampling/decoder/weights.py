@@ -1,7 +1,7 @@
 """The decoder's weights: fused for the forward pass, reachable under their Hugging Face names.
 
-Sampling multiplies few rows, so a product's time is the reading of its weights, which torch lays out anew for
-every product. oneDNN's products take weights that are packed once per update.
+Sampling multiplies few rows, so a product mostly reads its weights, and torch lays them out for each.
+oneDNN's products take weights that are packed once per update.
 """
 
 from collections.abc import Iterator

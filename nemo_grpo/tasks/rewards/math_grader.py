@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 CACHE_SIZE = 20_000
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,14}")
-"""Two of these are equal only if their texts are, so no worker is needed."""
+"""Integers, which are compared as texts, without a worker."""
 _DATE = re.compile(r"\d{4}-\d\d-\d\d|\d{1,2}/\d{1,2}/\d{4}|\d+(?:\.\d+){2,}")
-"""Also versions and addresses."""
+"""Dates, versions and addresses."""
 _RANGE = re.compile(r"\d+-\d+")
 _TIME = re.compile(r"(\d{1,2}):([0-5]\d)")
-"""A ratio, such as ``5:12``, is in its lowest terms."""
+"""Times, and ratios such as ``5:12``, which are in lowest terms."""
 _BASED = re.compile(r"(\w+)_(\w|\{\w+\})")
 _UNIT = re.compile(r"\\cdot \\variable\{unit0\w+\}")
 _LETTER = re.compile(r"\(?[A-J]\)?")
@@ -81,7 +81,7 @@ def answer_of(reference: str) -> str:
 
 
 SHARED = MathGrader()
-"""The one that the tasks of this process use."""
+"""The grader of all tasks in this process."""
 
 
 def verdict_on_texts(reference: str, answer: str) -> bool | None:
