@@ -261,31 +261,6 @@ def test_what_the_tasks_files_lack_is_refused_before_ray_starts(overrides, messa
         run_grpo.set_up(run)
 
 
-def test_images_go_through_nemo_rls_own_encoder(monkeypatch, tmp_path):
-    from PIL import Image
-
-    from nemo_grpo.tasks import Problem
-
-    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
-
-    class Processor:
-        tokenizer = image_processor = feature_extractor = video_processor = None
-        model_input_names = ("input_ids", "pixel_values")
-
-        def apply_chat_template(self, messages, tokenize, **_):
-            content = messages[0]["content"]
-            if not tokenize:
-                return " ".join(part["type"] for part in content)
-            return {"input_ids": torch.arange(6)[None], "pixel_values": torch.zeros(1, 3)}
-
-    monkeypatch.setattr(
-        "nemo_rl.data.multimodal_utils.get_multimodal_keys_from_processor", lambda _: ["pixel_values"]
-    )
+def test_image_prompts_have_no_prefix():
     with pytest.raises(UserError, match="response_prefix"):
         environments.check_image_prompt(Prompt(response_prefix="<think>"))
-    problem = Problem("1", "How many?", "2", {"images": [str(tmp_path / "a.png")]})
-    row = environments.image_prompt(Prompt(template="{question} Count."), Processor(), problem, 100)
-    assert row["vllm_content"] == "image text"
-    assert row["vllm_images"][0].size == (4, 4)
-    assert row["message_log"][0]["token_ids"].tolist() == list(range(6))
-    assert "pixel_values" in row["message_log"][0]

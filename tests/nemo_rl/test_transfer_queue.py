@@ -7,6 +7,7 @@ controller and storage actors. As in every rehearsal the sampler, the model, CUD
 import pytest
 import torch
 from oracle import ROUNDING, STAND_IN
+from test_data_plane import ON
 from test_end_to_end import GRPO, ONE, proved, rehearsed
 
 from nemo_grpo.rehearsal import stages
@@ -20,10 +21,6 @@ WEIGHTED = (
     "reference_policy_kl_penalty: 0.0}"
 )
 """Factors of the groups beside the advantages, which travel inside them."""
-ON = (
-    "data_plane={enabled: true, impl: transfer_queue, backend: simple, storage_capacity: 1000, "
-    "num_storage_units: 2, claim_meta_poll_interval_s: 0.1, global_segment_size: 1, local_buffer_size: 1}"
-)
 SAME = ("reward/mean", "length/mean", "loss/total", "grad_norm", "train/approx_entropy")
 
 

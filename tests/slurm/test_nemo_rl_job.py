@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +31,15 @@ OVERRIDES = ("cluster.num_nodes=2", "cluster.gpus_per_node=1")
 OVERRIDES += ("grpo.max_num_steps=6", "checkpointing.save_period=2")
 PER_NODE = {"RAY_CPUS": "12", "RAY_OBJECT_STORE_BYTES": "200000000"}
 """Actors of NeMo-RL's that want a CPU each, and no more memory than they need."""
+PREPARE = """
+import sys
+from pathlib import Path
+from nemo_grpo.rehearsal.environment import Stack
+from nemo_grpo.rehearsal.stages import prepare
+recipe, folder, nemo_rl = map(Path, sys.argv[1:])
+prepare(recipe, [], Stack(Path(sys.executable), nemo_rl, None), folder, 2)
+"""
+"""Run by the Python with NeMo-RL's packages, whose transformers reads what is written."""
 SAME = ("loss/total", "reward/mean", "grad_norm", "lr", "length/mean", "mismatch/kl")
 
 
@@ -45,9 +53,8 @@ def small(slurm, tmp_path_factory):
     except UserError as error:
         pytest.skip(f"make test-slurm-nemo-rl sets up what is missing: {error}")
     folder = tmp_path_factory.mktemp("nemo_rl") / "rehearsal"
-    script = Path(__file__).with_name("small_recipe.py")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [stack.python, "-W", "ignore", script, RECIPE, folder, stack.nemo_rl]
+    command = [stack.python, "-W", "ignore", "-c", PREPARE, RECIPE, folder, stack.nemo_rl]
     subprocess.run(command, env=environment, check=True, timeout=PATIENCE)
     wanted = {**stack.environment(folder), **PER_NODE, "PYTHON": str(stack.python)}
     new = {name: value for name, value in wanted.items() if os.environ.get(name) != value}

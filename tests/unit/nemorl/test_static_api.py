@@ -94,9 +94,6 @@ def test_calls_are_told_apart_by_receiver_and_condition(tree):
     assert tree.calls("policy.train", "pkg") == ["(_, loss=_, **)"]
     assert tree.calls("fn", "pkg", guard="Made") == ["(data=_)"]
     assert tree.calls("fn", "pkg.middle") == []
-
-
-def test_importers_are_those_that_bind_the_name(tree):
     assert tree.importers("pkg.middle.deep:helper") == ["pkg.middle", "pkg.middle.deep"]
 
 

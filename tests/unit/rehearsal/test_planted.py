@@ -102,10 +102,6 @@ def without_responses(rehearsal):
         path.unlink()
 
 
-def last_step_lost(rehearsal):
-    rewrite(rehearsal.small.run_dir / "metrics.jsonl", lambda row: row if row["step"] < 3 else None)
-
-
 def step_trained_twice(rehearsal):
     path = rehearsal.small.run_dir / "metrics.jsonl"
     rows = [line for line in path.read_text().splitlines() if '"loss/total"' in line]
@@ -117,18 +113,10 @@ def no_side_files(rehearsal):
         path.unlink()
 
 
-def without_tokens(row):
-    return {**row, "token_loss_mask": [[0] * len(row["token_loss_mask"][0])]}
-
-
 def one_token_less(row):
     mask = list(row["token_loss_mask"][0])
     mask[mask.index(1)] = 0
     return {**row, "token_loss_mask": [mask]}
-
-
-def older_checkpoint(rehearsal):
-    shutil.rmtree(rehearsal.small.checkpoint_dir / "step_3")
 
 
 NAN = float("nan")
@@ -140,7 +128,10 @@ ROLLOUTS = {
         lambda r: files_of(r, 2)[0].write_text(files_of(r, 2)[0].read_text().partition("\n")[2]),
         {"rollout"},
     ),
-    "responses without a token": (lambda r: responses(r, without_tokens, 2), {"rollout"}),
+    "responses without a token": (
+        lambda r: responses(r, lambda row: row | {"token_loss_mask": [[0] * row["input_lengths"][0]]}, 2),
+        {"rollout"},
+    ),
     "a token that is lost": (lambda r: responses(r, one_token_less, 3), {"rollout"}),
     "reward always 0": (lambda r: responses(r, lambda row: row | {"rewards": [0.0]}), {"reward"}),
     "no group with signal": (partial(metrics, groups__valid_fraction=0), {"update"}),
@@ -150,9 +141,15 @@ ROLLOUTS = {
     "a loss that is no number": (partial(metrics, steps=[2], loss__total=NAN), {"update"}),
     "another accuracy": (partial(metrics, validation__accuracy=lambda x: x + 0.25), {"validation"}),
     "no config.json": (no_side_files, {"checkpoint"}),
-    "the last step's checkpoint lost": (older_checkpoint, {"checkpoint"}),
+    "the last step's checkpoint lost": (
+        lambda r: shutil.rmtree(r.small.checkpoint_dir / "step_3"),
+        {"checkpoint"},
+    ),
     "a step trained twice": (step_trained_twice, {"stop and resume"}),
-    "no step after the resume": (last_step_lost, {"validation", "checkpoint", "stop and resume"}),
+    "no step after the resume": (
+        lambda r: rewrite(r.small.run_dir / "metrics.jsonl", lambda row: row if row["step"] < 3 else None),
+        {"validation", "checkpoint", "stop and resume"},
+    ),
     "gate and up swapped": (lambda r: export(r, "gate_proj", "up_proj"), {"export"}),
     "keys and values swapped": (lambda r: export(r, "k_proj", "v_proj"), {"export"}),
     "the untrained model exported": (drop_merge, {"export"}),
