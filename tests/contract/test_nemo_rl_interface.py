@@ -66,8 +66,9 @@ def test_nothing_of_nemo_rl_is_rebound_outside_the_table():
         nodes = list(ast.walk(tree))
         imported = [a for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for a in node.names]
         modules = {alias.asname or alias.name for alias in imported}
-        targets = (ast.unparse(target) for node in nodes for target in getattr(node, "targets", []))
-        found |= {(path.name, name) for name in targets if "." in name and name.partition(".")[0] in modules}
+        targets = (target for node in nodes for target in getattr(node, "targets", []))
+        names = [ast.unparse(target) for target in targets if isinstance(target, ast.Attribute)]
+        found |= {(path.name, name) for name in names if name.partition(".")[0] in modules}
         calls = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
         assert path.name == "compat.py" or "setattr" not in calls
     assert found == {("compat.py", "torch.storage._load_from_bytes")}
