@@ -154,9 +154,8 @@ def test_a_mean_over_groups_is_one_whether_or_not_a_response_is_empty():
     made = estimator(context, variant="grpo", aggregation="group_token_mean")
     advantages(made, 1.0, 0.0, 1.0, 0.0, mask=mask)
     factors = context.take_train_tensors()["row_factors"]
-    assert factors.tolist() == pytest.approx([4 / 2 / 3, 4 / 2 / 3, 4 / 2 / 2, 4 / 2 / 2]), (
-        "of 3 and 2 tokens"
-    )
+    # three responses have tokens: 3 / 2 groups / 3 or 2 tokens
+    assert factors.tolist() == pytest.approx([0.5, 0.5, 0.75, 0.75])
     factors = factors * context.take_row_scale(torch.ones(4))
     assert (factors[:, None] * mask[:, 1:]).sum() / 4 == pytest.approx(1.0)
     assert context.take_row_scale(torch.ones(4)) == 1.0  # no step before it
