@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import resource
 import shutil
 
 import pytest
@@ -10,14 +11,16 @@ import torch
 from conv_models import assert_same_tensors, names_in, rewrite, save_model, tensors_of
 
 from checkpoints_conv.formats.dtypes import DTYPES
+from checkpoints_conv.formats.pieces import close_all, open_all
 from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
-from checkpoints_conv.formats.torch_dist import TorchDistReader, find_checkpoint
+from checkpoints_conv.formats.torch_dist import LATEST, TorchDistReader, find_checkpoint
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.megatron_to_hf import copy_with_config, megatron_to_hf
 from checkpoints_conv.run_config import RUN_CONFIG, read_section
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
 from nemo_grpo.support import files
+from nemo_grpo.support.hf_folder import export
 from nemo_grpo.support.model_folder import hf_config
 
 
@@ -69,12 +72,16 @@ def test_output_that_is_a_link_is_refused_before_anything_is_converted(source, c
     assert names_in(tmp_path) == ["model", "to-absent", "to-model"]
 
 
-def test_force_does_not_replace_the_folder_that_lends_the_config(source, checkpoint, tmp_path):
+def test_force_does_not_replace_what_is_read(source, checkpoint, tmp_path):
     base = shutil.copytree(source, tmp_path / "base")
     for output in (base, tmp_path):
         with pytest.raises(UserError, match="would be deleted"):
             megatron_to_hf(checkpoint, base, output, force=True)
     assert names_in(base) == names_in(source)
+    with pytest.raises(UserError, match="overlaps the source"):
+        hf_to_megatron(base, base / "inside", force=True)
+    with pytest.raises(UserError, match="overlaps the source"):
+        megatron_to_hf(checkpoint, source, checkpoint, force=True)
 
 
 def test_config_names_the_dtype_of_most_bytes(source, tmp_path):
@@ -141,3 +148,75 @@ def test_rope_scaling_that_run_config_cannot_say_is_warned_of(tmp_path, caplog, 
     rewrite(base, rope_parameters=rope)
     hf_to_megatron(base, tmp_path / "out")
     assert (f"rope_type {rope['rope_type']}" in caplog.text) == warns
+
+
+def test_more_files_than_a_process_may_open_by_default(source, checkpoint, monkeypatch):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
+    try:
+        files = open_all([source / "config.json", source / "model.safetensors", checkpoint / LATEST])
+        assert len(files) == 3
+        close_all(files)
+        monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+        monkeypatch.setattr(os, "open", lambda *_: (_ for _ in ()).throw(OSError(errno.EMFILE, "too many")))
+        with pytest.raises(UserError, match=r"the limit is \d+; raise it with ulimit -Hn"):
+            open_all([source / "config.json"])
+    finally:
+        monkeypatch.undo()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_files_that_cannot_be_read_are_named_before_weights_are_written(
+    source, checkpoint, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, _mode: path.name != "chat_template.jinja")
+        patch.setattr(SafetensorsWriter, "__init__", lambda *_: 1 / 0)
+        with pytest.raises(UserError, match=r"chat_template.jinja cannot be read; change its mode"):
+            megatron_to_hf(checkpoint, source, tmp_path / "out")
+    assert names_in(tmp_path) == []
+    with pytest.raises(UserError, match=r"0\.distcp cannot be read \(No such file .*\); copy it again"):
+        open_all([tmp_path / "0.distcp"])
+
+
+def test_a_place_that_cannot_be_read_is_one_message(source, tmp_path):
+    place, message = tmp_path / ("n" * 300), r"cannot be read \(File name too long\); check its name and mode"
+    with pytest.raises(UserError, match=message):
+        megatron_to_hf(place, source, tmp_path / "out")
+    with pytest.raises(UserError, match=message):
+        hf_to_megatron(place, tmp_path / "out")
+
+
+def test_only_files_that_models_have_reach_an_export(source, checkpoint, tmp_path, caplog):
+    model = shutil.copytree(source, tmp_path / "model")
+    known = {"tiktoken.model": "YQ== 0", "additional_chat_templates/tool_use.jinja": "{{ tools }}"}
+    (model / "additional_chat_templates").mkdir()
+    (model / "adapter_config.json").write_text("{}")
+    for name in (*known, ".env", "id_rsa", "notes.txt", "additional_chat_templates/notes.txt"):
+        (model / name).write_text(known.get(name, "x"))
+    rewrite(model, transformers_weights="other.safetensors")
+    converted = megatron_to_hf(checkpoint, model, tmp_path / "converted")
+    export(tensors_of(model).items(), model, tmp_path / "trained", torch.float32, None)
+    for folder in (converted, tmp_path / "trained"):
+        assert {name: (folder / name).read_text() for name in known} == known
+        assert names_in(folder / "additional_chat_templates") == ["tool_use.jinja"]
+        assert not {".env", "id_rsa", "notes.txt", "adapter_config.json"} & set(names_in(folder))
+    assert "transformers_weights" not in hf_config(converted)
+    assert "not copied, since models have no such files: .env, " in caplog.text
+
+
+def test_a_link_that_leaves_the_folder_is_refused_and_the_hubs_cache_is_not(source, checkpoint, tmp_path):
+    cache = tmp_path / "models--a--b"
+    snapshot = cache / "snapshots" / "0123"
+    shutil.copytree(source, snapshot)
+    (cache / "blobs").mkdir()
+    (cache / "blobs" / "x").write_text("a\nb\n")
+    (snapshot / "vocab.txt").symlink_to("../../blobs/x")
+    exported = megatron_to_hf(checkpoint, snapshot, tmp_path / "hf")
+    assert (exported / "vocab.txt").read_text() == "a\nb\n"
+    (snapshot / "additional_chat_templates").mkdir()
+    for link in (snapshot / "merges.txt", snapshot / "additional_chat_templates" / "other.jinja"):
+        link.symlink_to("/etc/passwd")
+        with pytest.raises(UserError, match=rf"{link.name} is a link to /etc/passwd, outside"):
+            megatron_to_hf(checkpoint, snapshot, tmp_path / "other")
+        link.unlink()

@@ -69,6 +69,10 @@ def test_a_response_without_a_reward_is_left_out_of_group_and_loss():
     assert made.sample_mask.tolist() == [True, False, True]
     batch = made.token_batch(made.generation_logprobs)
     assert batch.rewarded.tolist() == [True, False, True]
+    prepared = GRPO(advantage_eps=0.0).build().prepare(batch)
+    a = 0.5**0.5  # mean 0.5, std of (1, 0) with ddof 1 is 0.7071
+    torch.testing.assert_close(prepared.advantages, torch.tensor([[a, a], [0, 0], [-a, 0]]))
+    assert prepared.metrics["reward/mean"] == 0.5
     recipe = SimpleNamespace(
         grpo=SimpleNamespace(overlong_filtering=True, reward_shaping=SimpleNamespace(enabled=False))
     )

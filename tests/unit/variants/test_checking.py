@@ -175,8 +175,8 @@ ONE_LINE = {
         "k: Instance is frozen (wrong.py:13); a variant keeps nothing on self; Shaped.carried"
     ),
     "    need_entropy = True": (
-        "loss_fn.variant=wrong.py:Mine: need_entropy is nothing that a variant has; did you mean "
-        "'needs_entropy'?; remove it, or write a parameter as `need_entropy: type = value` (wrong.py:7)"
+        "need_entropy is nothing that a variant has; did you mean 'needs_entropy'?; remove it, or write a "
+        "parameter as `need_entropy: type = value` (wrong.py:7)"
     ),
 }
 """Mistakes in the class -> what is said of them."""
