@@ -48,36 +48,23 @@ def unbroken(model, data, tmp_path_factory):
     return out, run(*options(model, data, out))
 
 
-def test_every_benchmark_and_their_average_are_shown_with_k_and_errors(unbroken):
+def test_every_benchmark_and_their_average_are_shown_and_summed_up(unbroken, data):
     out, output = unbroken
-    for word in (
-        "aime24", "mine", "average", "4 problems", "2 problems", "avg@3", "greedy pass@1", "pass@2", "maj@3",
-        "format", "mean tokens", "+- 0.0", "3 samples, temperature 1, top_p 0.95", "gpg_7b", "cpu",
-    ):  # fmt: skip
+    for word in ("aime24", "mine", "average", "4 problems", "avg@3", "greedy pass@1", "pass@2", "maj@3",
+                 "+- 0.0", "3 samples, temperature 1, top_p 0.95", "gpg_7b", "cpu"):  # fmt: skip
         assert word in output
     assert (out / "scores.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_summary_says_under_which_conditions(unbroken, data):
-    summary, samples = results(unbroken[0])
-    expected = {"generator": "decoder", "dtype": "float32", "num_samples": 3}
-    assert {name: summary["conditions"][name] for name in expected} == expected
-    assert summary["conditions"]["sampling"]["top_p"] == 0.95
+    summary, samples = results(out)
+    conditions = summary["conditions"]
+    assert (conditions["generator"], conditions["dtype"]) == ("decoder", "float32")
+    assert conditions["sampling"]["top_p"] == 0.95
     aime = summary["benchmarks"]["aime24"]
-    expected = {"num_problems": 4, "prompt": "gpg_7b", "sha256": sha256_of(data / "aime24.jsonl")}
-    assert {name: aime[name] for name in expected} == expected
-    assert aime["task"]["form"] == "boxed"
-    lengths = [summary["benchmarks"][name]["metrics"]["num_tokens"] for name in ("aime24", "mine")]
-    assert summary["average"]["metrics"]["num_tokens"] == pytest.approx(sum(lengths) / 2)
-    first = json.loads(samples[0].splitlines()[0])
+    assert (aime["num_problems"], aime["prompt"], aime["task"]["form"]) == (4, "gpg_7b", "boxed")
+    assert aime["sha256"] == sha256_of(data / "aime24.jsonl")
+    first, _, again, _ = map(json.loads, samples[0].splitlines())  # the same question
+    assert first["completions"] != again["completions"]
+    assert first["greedy_completion"] == again["greedy_completion"]
     assert "1+1?\nPlease reason step by step, and put your final answer within \\boxed{}." in first["prompt"]
-
-
-def test_equal_questions_get_different_samples(unbroken):
-    lines = [json.loads(line) for line in results(unbroken[0])[1][0].splitlines()]
-    assert lines[0]["prompt"] == lines[2]["prompt"]
-    assert lines[0]["completions"] != lines[2]["completions"]
-    assert lines[0]["greedy_completion"] == lines[2]["greedy_completion"]
 
 
 def test_a_second_call_samples_nothing(unbroken, model, data, monkeypatch):
@@ -110,9 +97,6 @@ def test_results_are_not_replaced_by_a_benchmark_with_another_prompt(model, data
     one(model, data, tmp_path, "aime24", "--num-problems", 1)
     with pytest.raises(UserError, match=r"results of aime24 with another prompt; .*--overwrite"):
         one(model, data, tmp_path, "aime24", "--num-problems", 1, "--prompt", "tr_grpo_math")
-    (tmp_path / "aime24.jsonl").write_text((data / "mine.jsonl").read_text())
-    with pytest.raises(UserError, match="results of aime24 with another sha256"):
-        one(model, data, tmp_path, tmp_path / "aime24.jsonl")
     one(model, data, tmp_path, "aime24", "--num-problems", 2)  # more of the same are welcome
     assert json.loads((tmp_path / "summary.json").read_text())["benchmarks"]["aime24"]["num_problems"] == 2
     with pytest.raises(UserError, match=r"of 2 problems of aime24, and --num-problems 1 .* at least 2, "):
@@ -139,8 +123,6 @@ def test_other_conditions_are_refused_then_kept_apart(unbroken, model, data, tmp
     assert results(tmp_path)[0]["conditions"]["seed"] == 1
     assert results(tmp_path)[1][1].splitlines()[0] != results(unbroken[0])[1][1].splitlines()[0]
     assert (tmp_path / "responses.jsonl").read_text().startswith(before)
-    run(*short, "--overwrite")
-    assert results(tmp_path)[1][1].splitlines()[0] == results(unbroken[0])[1][1].splitlines()[0]
 
 
 def test_a_recipe_gives_prompt_and_settings(model, data, tmp_path):
@@ -175,8 +157,6 @@ def test_a_recipe_with_nemo_rls_data_gives_settings_alone(model, data, tmp_path)
         ("cw_grpo", 1, 0.6, 0.95, 32768, "lighteval"),
         ("erpo", 16, 1.0, 0.95, 2048, "gpg_7b"),
         ("tr_grpo", 16, 1.0, 1.0, 4096, "tr_grpo_math"),
-        ("gpg", 1, 0.6, 0.95, 32768, "lighteval"),
-        ("r1", 64, 0.6, 0.95, 32768, "gpg_7b"),
         ("qwen-math", 1, 0.0, 1.0, 2048, "qwen_math"),
         ("greedy", 1, 0.0, 1.0, 32768, "gpg_7b"),
     ],
@@ -190,16 +170,15 @@ def test_a_protocol_has_its_sources_values(name, k, temperature, top_p, max_toke
 
 
 @pytest.mark.parametrize(
-    ("name", "task", "prompt"),
+    ("name", "task", "answer", "prompt"),
     [
-        ("cv-bench", "vision_classification", "gpg_cv_bench"),
-        ("pets37-test", "vision_classification", "question"),
-        ("geoqa-test", "vision_math", "gpg_geoqa"),
-        ("lisa-val", "vision_grounding", "gpg_grounding"),
+        ("cv-bench", "vision_classification", "1", "gpg_cv_bench"),
+        ("pets37-test", "vision_classification", "1", "question"),
+        ("geoqa-test", "vision_math", "1", "gpg_geoqa"),
+        ("lisa-val", "vision_grounding", "(0,0),(1,1)", "gpg_grounding"),
     ],
 )
-def test_a_set_with_images_is_asked_as_gpgs_release_asks_it(name, task, prompt, tmp_path):
-    answer = "(0,0),(1,1)" if task == "vision_grounding" else "1"
+def test_a_set_with_images_is_asked_as_gpgs_release_asks_it(name, task, answer, prompt, tmp_path):
     (tmp_path / "x.png").touch()
     line = {"id": "a", "question": "q", "answer": answer, "metadata": {"images": ["x.png"]}}
     (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
@@ -224,13 +203,6 @@ def test_a_protocol_is_recorded_cut_to_the_models_length_and_gives_way_to_option
         run(*sets, "--protocol", "cwgrpo", "--out", tmp_path / "other")
 
 
-def refused(model, data, tmp_path, *arguments):
-    with pytest.raises(UserError) as error:
-        run("--model", model, "--data-dir", data, "--out", tmp_path / "out", "--max-tokens", 4, *arguments)
-    assert not (tmp_path / "out").exists()
-    return str(error.value)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -240,7 +212,6 @@ def refused(model, data, tmp_path, *arguments):
         (["--benchmarks", "math500"], "run `nemo-grpo data prepare math500 --out"),
         (["--benchmarks", "no/file.jsonl"], "No such file"),
         (["--benchmarks", "aime24,aime24"], "each once"),
-        (["--benchmarks", ","], "name one or more"),
         (["--benchmarks", "aime24", "--prompt", "gpg_8b"], "did you mean 'gpg_7b'"),
         (["--benchmarks", "aime24", "--task", "knights_knaves"], "reads no files"),
         (["--benchmarks", "aime24", "--task", "vision_math"], "add --generator vllm"),
@@ -248,13 +219,13 @@ def refused(model, data, tmp_path, *arguments):
         (["--benchmarks", "aime24", "--k", "0"], "--k 0 must be at least 1"),
         (["--benchmarks", "aime24", "--top-p", "1.5"], "top_p"),
         (["--benchmarks", "aime24", "--max-tokens", "250"], "max_position_embeddings=256"),
+        (["--benchmarks", "aime24", "--generator", "vllm"], r"pip install 'nemo-grpo\[vllm\]', or use hf"),
     ],
 )
-def test_invalid_evaluation_is_refused_before_anything_is_created(model, data, tmp_path, arguments, message):
-    assert message in refused(model, data, tmp_path, *arguments)
-
-
-def test_vllm_that_is_not_there_is_a_user_error(model, data, tmp_path, monkeypatch):
+def test_invalid_evaluation_is_refused_before_anything_is_created(
+    model, data, tmp_path, monkeypatch, arguments, message
+):
     monkeypatch.setattr("nemo_grpo.sampling.generate_vllm.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'nemo-grpo\[vllm\]', or use hf"):
-        run(*options(model, data, tmp_path, "--generator", "vllm"))
+    with pytest.raises(UserError, match=message):
+        run("--model", model, "--data-dir", data, "--out", tmp_path / "out", "--max-tokens", 4, *arguments)
+    assert not (tmp_path / "out").exists()

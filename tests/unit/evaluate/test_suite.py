@@ -11,10 +11,11 @@ from test_runner import PROBLEMS, SAMPLING, SCRIPT, CharacterTokenizer, Scripted
 
 from nemo_grpo.evaluate.benchmarks import Benchmark
 from nemo_grpo.evaluate.config import EvalConfig
-from nemo_grpo.evaluate.render import groups, table
+from nemo_grpo.evaluate.render import groups, plot, table
 from nemo_grpo.evaluate.sampling import ResponseLog
 from nemo_grpo.evaluate.suite import longest_prompt, run_suite
 from nemo_grpo.evaluate.summary import over_seeds
+from nemo_grpo.support import pictures
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Prompt, parse_task
 
@@ -48,11 +49,6 @@ def evaluated(tmp_path):
 @pytest.fixture
 def result(evaluated):
     return evaluated(all=PROBLEMS, one=PROBLEMS[:1])
-
-
-def test_conditions_are_those_of_the_sampling():
-    assert CONFIG.sampling == SAMPLING
-    assert CONFIG.problems_per_call == 2
 
 
 def test_average_by_hand(evaluated):
@@ -125,3 +121,22 @@ def test_a_prompt_that_does_not_fit_is_named():
     assert longest_prompt(*asked, 10, 15) == len("[Q0?]")
     with pytest.raises(UserError, match="problem 'p0' has 5 tokens and --max-tokens is 11"):
         longest_prompt(*asked, 11, 15)
+
+
+@pytest.mark.parametrize("names", [["aime24"], ["aime24", "amc23", "math500", "minerva", "olympiadbench"]])
+def test_a_score_is_a_slim_bar_however_many_benchmarks(names, tmp_path, monkeypatch):
+    drawn, means = [], {"accuracy": 0.25, "greedy": 0.5, "maj@4": 0.75, "pass@4": 1.0}
+    monkeypatch.setattr(pictures, "write_png", lambda figure, path, dpi: drawn.append(figure))
+    entry = {"num_problems": 30, "metrics": means, "standard_errors": dict.fromkeys(means, 0.125)}
+    summary = {"conditions": {"num_samples": 4}, "benchmarks": dict.fromkeys(names, entry)}
+    plot(summary, tmp_path / "scores.png", "model: 4 samples, temperature 1")
+    (axes,) = drawn[0].axes
+    drawn[0].draw_without_rendering()
+    assert [bar.get_height() for bar in axes.patches] == [v for v in (25, 50, 75, 100) for _ in names]
+    inches = {bar.get_window_extent().width / drawn[0].dpi for bar in axes.patches}
+    assert max(inches) < 0.6
+    assert [text.get_text() for text in axes.texts] == [f"{v}.0" for v in (25, 50, 75, 100) for _ in names]
+    assert max(text.get_window_extent().y1 for text in axes.texts) <= drawn[0].bbox.y1
+    entry["metrics"] = {"accuracy": 0.25, "greedy": 0.5, "maj@1": 0.25}  # one sample neither votes nor passes
+    plot(summary | {"conditions": {"num_samples": 1}}, tmp_path / "scores.png", "x")
+    assert [text.get_text() for text in drawn[1].legends[0].get_texts()] == ["avg@1", "greedy"]

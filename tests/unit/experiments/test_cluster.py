@@ -47,10 +47,9 @@ def test_each_run_is_submitted_once_with_its_whole_recipe(tmp_path, sbatch):
     calls = sbatch.read_text().splitlines()
     assert [re.search(r"--job-name=(\S+)", call)[1] for call in calls] == [*names[:3], names[2], names[3]]
     assert "--time=04:00:00" in calls[0]
-    for name, way in zip(names, ("equal", "random", "reverse", "probability"), strict=True):
-        recipe = load_recipe(out / "recipes" / f"{name}.yaml")
-        assert (recipe.loss_fn.weighting, recipe.run_dir) == (way, out / "runs" / name)
-        assert calls[0].endswith(f"{out}/recipes/{names[0]}.yaml")
+    assert calls[0].endswith(f"{out}/recipes/{names[0]}.yaml")
+    recipe = load_recipe(out / "recipes" / f"{names[1]}.yaml")
+    assert (recipe.loss_fn.weighting, recipe.run_dir) == ("random", out / "runs" / names[1])
     assert f"- {names[3]}: job 45, step 0 of 350" in done.output
 
 
@@ -76,20 +75,16 @@ def test_repeating_the_command_collects_the_runs_that_are_done(tmp_path, sbatch)
     assert (out / "report.html").is_file()
 
 
-def test_a_run_that_was_submitted_with_another_recipe_is_refused(tmp_path, sbatch):
+def test_another_recipe_than_the_submitted_one_and_a_damaged_record_are_refused(tmp_path, sbatch):
     sbatch.write_text("\n" * 5)
     assert sweep("--out", tmp_path).exit_code == 0
     calls = sbatch.read_text()
     error = sweep("--out", tmp_path, "grpo.max_num_steps=7").exception
     assert isinstance(error, UserError)
     assert re.search(r"weighting=equal-s0 was submitted as job 46 .* choose another --out", str(error))
-    assert sbatch.read_text() == calls
-
-
-def test_a_damaged_record_stops_the_submission(tmp_path, sbatch):
     (tmp_path / "submitted.json").write_text("{")
     assert "not known what was submitted" in str(sweep("--out", tmp_path).exception)
-    assert not sbatch.exists()
+    assert sbatch.read_text() == calls
 
 
 @pytest.mark.parametrize(
@@ -97,7 +92,6 @@ def test_a_damaged_record_stops_the_submission(tmp_path, sbatch):
     [
         (["nemo_grpo.target=embedded"], "equal: .*--target cluster needs a cluster recipe"),
         (["policy.generation.vllm_cfg.gpu_memory_utilization=0.05"], "equal: "),
-        (["--sbatch", "qos"], "must be name=value"),
         (["--time", "banana"], "--time=banana: Slurm reads"),
         (["--time", "00:01:00"], r"equal: .*not one of each fits"),
         (["--sbatch", "time=04:00:00"], "--sbatch time=04:00:00: .* --time"),
@@ -112,19 +106,17 @@ def test_what_cannot_run_is_refused_before_anything_is_written(tmp_path, sbatch,
     assert not sbatch.exists()
 
 
-def test_missing_data_are_refused_before_anything_is_written_but_not_for_what_is_submitted(tmp_path, sbatch):
+def test_missing_data_are_refused_before_anything_is_written_but_not_for_what_is_submitted(
+    tmp_path, sbatch, monkeypatch
+):
     sbatch.write_text("\n" * 5)
     out = tmp_path / "out"
-    with pytest.MonkeyPatch.context() as missing:
-        missing.setattr("nemo_grpo.experiments.cluster.check_recipe", check_recipe)
-        done = sweep("--out", out)
-        assert re.search(r"equal: .* missing in .*`nemo-grpo data prepare", str(done.exception))
-        assert not out.exists()
-        assert sweep("--out", out, "--dry-run").exit_code == 0
-    assert sweep("--out", out).exit_code == 0
-    with pytest.MonkeyPatch.context() as missing:
-        missing.setattr("nemo_grpo.experiments.cluster.check_recipe", check_recipe)
-        assert sweep("--out", out).exit_code == 0
+    assert sweep("--out", tmp_path / "submitted").exit_code == 0
+    monkeypatch.setattr("nemo_grpo.experiments.cluster.check_recipe", check_recipe)
+    assert sweep("--out", tmp_path / "submitted").exit_code == 0
+    done = sweep("--out", out)
+    assert re.search(r"equal: .* missing in .*`nemo-grpo data prepare", str(done.exception))
+    assert not out.exists()
 
 
 def test_dry_run_prints_the_commands_and_writes_nothing(tmp_path, sbatch):

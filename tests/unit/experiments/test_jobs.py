@@ -29,10 +29,9 @@ def settings_of(variants, overrides=(), recipe=QUICKSTART):
 
 def test_compare_uses_a_variants_overlay_and_the_given_recipe_for_its_own_variant():
     settings = settings_of(["grpo", "gpg"], ["grpo.max_num_steps=3"])
-    assert [(s.label, s.recipe.name, s.overrides) for s in settings] == [
-        ("grpo", "quickstart.yaml", ("grpo.max_num_steps=3",)),
-        ("gpg", "quickstart-gpg.yaml", ("grpo.max_num_steps=3",)),
-    ]
+    named = [(s.label, s.recipe.name) for s in settings]
+    assert named == [("grpo", "quickstart.yaml"), ("gpg", "quickstart-gpg.yaml")]
+    assert {s.overrides for s in settings} == {("grpo.max_num_steps=3",)}
 
 
 def test_compare_without_an_overlay_uses_the_variants_defaults(tmp_path):
@@ -87,11 +86,8 @@ def test_what_every_job_sets_itself_is_refused_instead_of_ignored(tmp_path, over
 
 
 @pytest.mark.parametrize("name", ["runs #1", "a: b", "{z}", "1"])
-def test_runs_go_below_out_whatever_its_name_means_in_yaml(tmp_path, name):
-    job = make_jobs(settings_of(["grpo"]), [0], tmp_path / name)[0]
-    assert job.folder == tmp_path / name / "runs" / "grpo-s0"
-    job = make_jobs(settings_of(["grpo"]), [0], Path(name))[0]
-    assert job.folder == Path(name, "runs", "grpo-s0")
+def test_runs_go_below_out_whatever_its_name_means_in_yaml(name):
+    assert make_jobs(settings_of(["grpo"]), [0], Path(name))[0].folder == Path(name, "runs", "grpo-s0")
 
 
 @pytest.mark.parametrize(
@@ -107,10 +103,7 @@ def test_settings_that_start_or_are_validated_differently_are_refused(tmp_path, 
     settings = [Setting("a", QUICKSTART, (follows,)), Setting("b", QUICKSTART, (follows, override))]
     with pytest.raises(UserError, match=refused):
         make_jobs(settings, [0], tmp_path)
-
-
-@pytest.mark.parametrize("key", ["nemo_grpo.warm_start.num_steps", "policy.generation.val_temperature"])
-def test_what_a_sweep_varies_may_differ(tmp_path, key):
+    key = override.partition("=")[0]  # which may differ where a sweep varies it
     varied = load_sweep(write_sweep(tmp_path, f"  grids: [{{{key}: [1, 2]}}]\n"))
     assert len(make_jobs(varied.settings, [0], tmp_path)) == 2
 
@@ -121,50 +114,28 @@ def test_variants_in_a_sweep_have_the_recipes_that_compare_gives_them(tmp_path):
         assert mine == replace(theirs, label=f"variant={theirs.label}")
 
 
-def test_recipe_of_a_sweep_may_be_a_shipped_one(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("sweep: {recipe: nemo_grpo://quickstart.yaml, grids: [{grpo.max_num_steps: [1, 2]}]}")
-    assert {setting.recipe for setting in load_sweep(file).settings} == {QUICKSTART.resolve()}
-
-
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_every_setting_of_a_preset_is_a_valid_recipe(path, tmp_path):
     sweep = load_sweep(path)
     assert find_sweep(path.stem).resolve() == path.resolve()
     jobs = make_jobs(sweep.settings, sweep.seeds[:1], tmp_path)
-    assert len(jobs) == len(sweep.settings)
-    assert len({job.recipe.to_yaml() for job in jobs}) == len(jobs)
+    assert len({job.recipe.to_yaml() for job in jobs}) == len(jobs) == len(sweep.settings)
+    if path.stem != "ablations":  # one paper's has its recipe for the cluster
+        sweep = load_sweep(path, "cluster")
+        jobs = make_jobs(sweep.settings, sweep.seeds, tmp_path, prefix=f"{path.stem}-")
+        assert {job.recipe.nemo_grpo.target for job in jobs} == {"cluster"}
+        assert all(job.name.startswith(f"{path.stem}-") for job in jobs)
+        assert len(jobs) == len(sweep.settings)  # one seed, as in the papers
 
 
-def values(target, preset, *keys):
+def values(preset, *keys, target="cluster"):
     """What a preset's settings have for these keys of loss_fn or with a dot, in order."""
     jobs = make_jobs(load_sweep(find_sweep(preset), target).settings, [0], Path("out"))
     names = [key if "." in key else f"loss_fn.{key}" for key in keys]
     return [tuple(value_of(job.recipe, name) for name in names) for job in jobs]
 
 
-WEIGHTINGS = [("equal",), ("random",), ("reverse",), ("probability",)]
 TAUS = (0.5, 2.0, 7.0, 9.0, 10.0, 20.0)
-
-
-def test_presets_hold_the_papers_values():
-    assert values("embedded", "tr_grpo-weighting", "weighting") == WEIGHTINGS
-    assert set(values("embedded", "tr_grpo-sensitivity", "tau")) == {(tau,) for tau in TAUS}
-    ranges = set(values("embedded", "tr_grpo-sensitivity", "lower", "upper"))
-    assert ranges == {(1.0, 1.2), (1.0, 1.4), (0.8, 1.5), (0.5, 1.5)}
-    normalizations = set(values("embedded", "gpg-normalization", "reward_normalization"))
-    assert normalizations == {("none",), ("group",), ("batch",)}
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in PRESETS if path.stem != "ablations"], ids=lambda path: path.stem
-)
-def test_every_preset_of_one_paper_has_its_recipe_for_the_cluster(path, tmp_path):
-    sweep = load_sweep(path, "cluster")
-    jobs = make_jobs(sweep.settings, sweep.seeds, tmp_path, prefix=f"{path.stem}-")
-    assert {job.recipe.nemo_grpo.target for job in jobs} == {"cluster"}
-    assert all(job.name.startswith(f"{path.stem}-") for job in jobs)
-    assert len(jobs) == len(sweep.settings)  # one seed, as in the papers
 
 
 @pytest.mark.parametrize(
@@ -189,20 +160,24 @@ def test_a_row_that_has_a_recipe_of_its_own_is_that_recipe(preset, label, name, 
     assert job.recipe == load_recipe(RECIPES / f"gpg/gpg-qwen2.5-math-7b-{name}-1n8g.yaml", own)
 
 
-def test_cluster_presets_hold_the_papers_values():
-    assert values("cluster", "tr_grpo-weighting", "weighting") == WEIGHTINGS
-    table7 = values("cluster", "tr_grpo-sensitivity", "tau", "lower", "upper")
-    ranges = [(9.0, 1.0, 1.2), (9.0, 0.8, 1.5), (9.0, 0.5, 1.5)]
-    assert table7 == [*ranges, *((tau, 1.0, 1.4) for tau in TAUS)]
-    assert values("cluster", "gpg-threshold", "valid_fraction_threshold") == [(0.6,), (0.8,)]
-    keys = ("grpo.num_generations_per_prompt", "grpo.num_prompts_per_step")
-    sizes = values("cluster", "gpg-group_size", *keys)
+def test_presets_hold_the_papers_values():
+    assert set(values("tr_grpo-sensitivity", "tau", target="embedded")) == {(tau,) for tau in TAUS}
+    ranges = set(values("tr_grpo-sensitivity", "lower", "upper", target="embedded"))
+    assert ranges == {(1.0, 1.2), (1.0, 1.4), (0.8, 1.5), (0.5, 1.5)}
+    ways = [("equal",), ("random",), ("reverse",), ("probability",)]
+    for target in ("embedded", "cluster"):
+        assert values("tr_grpo-weighting", "weighting", target=target) == ways
+    table7 = values("tr_grpo-sensitivity", "tau", "lower", "upper")
+    assert table7[:3] == [(9.0, 1.0, 1.2), (9.0, 0.8, 1.5), (9.0, 0.5, 1.5)]
+    assert table7[3:] == [(tau, 1.0, 1.4) for tau in TAUS]
+    assert values("gpg-threshold", "valid_fraction_threshold") == [(0.6,), (0.8,)]
+    sizes = values("gpg-group_size", "grpo.num_generations_per_prompt", "grpo.num_prompts_per_step")
     assert sizes == [(2, 256), (4, 128), (8, 64), (16, 32)]
 
 
 def write_sweep(folder, text):
     path = folder / "mine.yaml"
-    path.write_text(f"sweep:\n  recipe: {QUICKSTART}\n{text}")
+    path.write_text(f"sweep:\n  recipe: nemo_grpo://quickstart.yaml\n{text}")
     return path
 
 
@@ -225,19 +200,12 @@ def test_grids_are_products_and_settings_single_points(tmp_path):
     [
         ("  grid: []\n", r"sweep\.grid is not a key of a sweep; did you mean 'grids'"),
         ("", "nothing is varied"),
-        ("  grids: [{loss_fn.variant: [grpo, grpo]}]\n", "is repeated"),
         ("  seeds: many\n", r"sweep\.seeds"),
     ],
 )
 def test_sweep_files_with_mistakes_are_refused(tmp_path, text, message):
     with pytest.raises(UserError, match=message):
         load_sweep(write_sweep(tmp_path, text))
-
-
-def test_a_negative_seed_of_a_sweep_is_refused(tmp_path):
-    sweep = load_sweep(write_sweep(tmp_path, "  seeds: [-1]\n  grids: [{loss_fn.tau: [0.5]}]\n"))
-    with pytest.raises(UserError, match=r"grpo\.seed=-1 must be at least 0"):
-        make_jobs(sweep.settings, sweep.seeds, tmp_path)
 
 
 @pytest.mark.parametrize("override", ["loss_fn.tau=3", "~loss_fn.tau", "loss_fn={variant: tr_grpo}"])
@@ -262,9 +230,6 @@ def test_recipe_is_not_a_sweep_and_an_unknown_preset_names_the_nearest():
 @pytest.mark.parametrize(("text", "seeds"), [("3", [0, 1, 2]), ("0,7", [0, 7]), ("7,", [7])])
 def test_seeds_are_a_number_or_a_list(text, seeds):
     assert parse_seeds(text) == seeds
-
-
-@pytest.mark.parametrize("text", ["", "0", "a", "1,b", "-1,"])
-def test_seeds_that_say_nothing_are_refused(text):
-    with pytest.raises(UserError, match="--seeds"):
-        parse_seeds(text)
+    for wrong in ("", "0", "a", "1,b", "-1,"):
+        with pytest.raises(UserError, match="--seeds"):
+            parse_seeds(wrong)

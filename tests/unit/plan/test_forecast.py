@@ -225,6 +225,13 @@ def test_rollouts_of_the_single_controller_run_beside_training(sampler, ahead):
     )
 
 
+def test_best_layout_leaves_a_given_microbatch_alone():
+    given = load_recipe(LARGE, ["policy.sequence_packing.train_mb_tokens=17408"])
+    found = best_layouts(given, forecast_of(given))
+    assert {one.forecast.setup.train_tokens for one in found} == {17408}
+    assert not any("train_micro_batch_size" in override for one in found for override in one.overrides)
+
+
 def test_scaling_uses_the_best_layout_of_each_size():
     small = load_recipe(SMALL)
     base = forecast_of(small, 1000)

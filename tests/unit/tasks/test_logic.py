@@ -7,8 +7,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, parse_task
@@ -95,22 +93,6 @@ def test_demonstration_finds_the_answer_and_scores_in_full():
         problem = logic.train_problem(index, 0)
         scores = logic.score(problem, logic.demonstration(problem, rng))
         assert scores == dict.fromkeys(("accuracy", "format", "format_signed"), 1.0) | {"answer": 2.0}
-
-
-def test_demonstration_by_hand():
-    # Jack: "Jack is a knave and Zoey is a knave"; Zoey: "Jack is not a knight"
-    statements = (("and", (0, False), (1, False)), ("is_not", (0, True)))
-    answer = "(1) Jack is a knave\n(2) Zoey is a knight"
-    problem = Problem("x", "q", answer, {"names": ("Jack", "Zoey"), "statements": statements})
-    attempts = dict.fromkeys(("Jack knight Zoey knight", "Jack knight Zoey knave"), "lie no")
-    attempts |= {"Jack knave Zoey knave": "true no", "Jack knave Zoey knight": "lie true ok"}
-    for seed in range(10):
-        response = task().demonstration(problem, random.Random(seed))
-        thought, _, answer = response.removeprefix("<think>").partition("</think>")
-        tried = dict(line.split(": ") for line in thought.split("; "))
-        assert tried == {world: attempts[world] for world in tried}
-        assert thought.endswith("Jack knave Zoey knight: lie true ok")
-        assert answer == f"<answer>{problem.answer}</answer>"
 
 
 @pytest.mark.parametrize(
@@ -204,13 +186,6 @@ def test_puzzles_may_come_from_files(tmp_path):
     path.write_text(json.dumps({**entries[0], "answer": "Zoey"}))
     with pytest.raises(UserError, match="problem 'p0': answer='Zoey' gives nobody's role"):
         task(train_files=[str(path)])
-
-
-@settings(deadline=None)
-@given(st.text(st.sampled_from("aA1 -:=>\n'isknghtveoré"), max_size=200))
-def test_any_text_has_roles_or_none(text):
-    roles = parse_roles(text)
-    assert roles is None or all(isinstance(value, bool) for value in roles.values())
 
 
 @pytest.mark.parametrize("piece", ["a-", "a is ", "a is a knight ", " "])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from nemo_grpo.tasks import Problem, parse_task
 from nemo_grpo.tasks.mathematics import MathConfig
 from nemo_grpo.tasks.rewards.final_answer import final_answer, normalized
-from nemo_grpo.tasks.rewards.format_reward import FORMS, boxed, matched_think_tags
+from nemo_grpo.tasks.rewards.format_reward import FORMS
 from nemo_grpo.tasks.rewards.math_grader import MathGrader
 
 CORPUS = Path(__file__).parent / "data" / "math_answers.jsonl"
@@ -67,21 +67,26 @@ def test_normalized_unites_spellings_only(one, other, equal):
 
 
 @pytest.mark.parametrize(
-    ("response", "think_answer", "think", "box"),
+    ("response", "forms"),
     [
-        (r"<think>a</think><answer>\boxed{5}</answer>", 1, 1, 1),
-        ("<think>a</think> <answer>5</answer>", 1, 1, 0),
-        (r"<think>a</think> \boxed{5}", 0, 1, 1),
-        (r"so \boxed{5}", 0, 0, 1),
-        (r"</think> <think> \boxed{}", 0, 0, 0),
-        (r"<think>a</think><think>b</think> \boxed{5", 0, 0, 0),
-        ("", 0, 0, 0),
+        ("<think>a</think><answer>b</answer>", "think_answer tags think"),
+        (" <think>\na\n</think>\n<answer>b</answer>\n", "think_answer tags think think_closed"),
+        ("<think>a</think>so<answer>b</answer>", "tags think"),
+        ("x<think>a</think><answer>b</answer>", "tags think"),
+        ("<think>a</think><answer>b</answer>x", "tags think"),
+        ("<answer>b</answer><think>a</think>", "think"),
+        ("<think>a<answer>b</think></answer>", "think"),
+        ("<think>a</think><answer>b</answer><answer>b</answer>", "think"),
+        ("<think>a</think><think>b</think><answer>c</answer>", ""),
+        (r"<think>a</think> \boxed{5}", "think boxed"),
+        (r"</think> <think> \boxed{}", ""),
+        ("so\n</think>\n7", "think_closed"),
+        ("so\n</think>\n7\n</think>\n", ""),
+        ("", ""),
     ],
 )
-def test_format_rewards_by_hand(response, think_answer, think, box):
-    assert FORMS["think_answer"](response) == think_answer
-    assert matched_think_tags(response) == think
-    assert boxed(response) == box
+def test_forms_by_hand(response, forms):
+    assert {name for name, reward in FORMS.items() if reward(response)} == set(forms.split())
 
 
 def test_math_scores_and_extracts_the_same_answer():

@@ -28,25 +28,15 @@ TOY = parse_task({"name": "knights_knaves"}).build()
 REWARDS = """
 import os
 
-def length(response):
-    return len(response)
-
+def length(response): return len(response)
 def everything(prompt, response, problem):
     assert prompt == "Say: How many?" and problem.id == "p"
     return problem.metadata["level"] * (response == problem.answer)
-
-def one_for_all(responses):
-    return [1.0]
-
-
+def one_for_all(responses): return [1.0]
 def all_at_once(prompts, responses, problems, **others):
     return [len(responses) + len(text) for text in responses]
-
 def of_its_process(response): return os.getpid()
-
-def fails_on_b(response):
-    return {"a": 1.0}[response]
-
+def fails_on_b(response): return {"a": 1.0}[response]
 def infinite(response): return float("inf")
 def judges_short_ones(response): return None if len(response) > 2 else len(response)
 def judges_the_first(responses): return [1.0] + [None] * (len(responses) - 1)
@@ -55,8 +45,7 @@ def too_few(responses): return [1.0]
 def by_response(responses): return {float(i): 1.0 for i, _ in enumerate(responses)}
 def in_any_order(responses): return {float(len(response)) for response in responses}
 def for_ever(response):
-    while response == "loop":
-        pass
+    while response == "loop": pass
     return 1
 def greedy_for_memory(response): return len(bytearray(8 << 30))
 def slow(responses):
@@ -71,8 +60,7 @@ def twice(response):
 def leaves_a_child(response):
     import subprocess
     return subprocess.Popen(["sleep", "600"]).pid
-def fails_often(response):
-    return 1 / float(response)
+def fails_often(response): return 1 / float(response)
 def quotes(response): raise ValueError(f"no number in {response}")
 def other_names(completion): return 0.0
 not_a_function = 3
@@ -127,7 +115,7 @@ def test_a_failure_is_no_number_and_the_log_says_why(folder, caplog):
     assert got[0] == got[2] == 1.0
     assert math.isnan(got[1])
     assert "my_rewards.py:fails_on_b failed for 1 of 3 responses, which get 0 for it: KeyError" in caplog.text
-    assert "(my_rewards.py:21)" in caplog.text
+    assert "(my_rewards.py:12)" in caplog.text
     values("quotes", ["one\n\ntwo\r\n\tthree"])  # line breaks of a response split no line of the log
     assert "ValueError: no number in one two three (my_rewards.py:" in caplog.messages[-1]
 

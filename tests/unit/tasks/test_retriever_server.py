@@ -106,35 +106,28 @@ def test_service_and_local_index_give_the_same_observations(url, retriever):
     assert len({one.observation for one in observed}) > 60
 
 
-@pytest.mark.parametrize(
-    ("body", "told"),
-    [
+def test_bad_requests_are_refused_and_harm_nobody(url):
+    for body, told in (
         (b"\xff\xfe", "Invalid JSON"),
         (b"{}", "Field required"),
         (b'{"queries": "word1"}', "valid array"),
         (b'{"queries": ["a"], "topk": -1}', "greater than or equal to 0"),
-    ],
-)
-def test_bad_requests_are_refused_and_harm_nobody(url, body, told):
-    status, text = post(url, body)
-    assert (status, told in text.decode()) == (422, True), text
+    ):
+        status, text = post(url, body)
+        assert (status, told in text.decode()) == (422, True), text
     assert [post(url, "{}", path="/search")[0], post(url, None, method="GET")[0]] == [404, 405]
     assert answered(url, queries=["word7"])["result"][0][0]["id"] == "p7"
 
 
+BERN = {"id": "17", "contents": '"Bern"\nBern is a capital.\nIt is old.'}
+BASEL = {"id": 18, "contents": '"Basel"\nBasel is a town.'}
 FORMS = {
-    "E5 with scores": [
-        {"document": {"id": "17", "contents": '"Bern"\nBern is a capital.\nIt is old.'}, "score": 0.83},
-        {"document": {"id": 18, "contents": '"Basel"\nBasel is a town.'}, "score": 0.5},
-    ],
+    "E5 with scores": [{"document": BERN, "score": 0.83}, {"document": BASEL, "score": 0.5}],
     "BM25 with scores": [
         {"document": {"title": "Bern", "text": "Bern is a capital.\nIt is old."}, "score": 9.5},
         {"document": {"title": "Basel", "text": "Basel is a town.", "contents": "-"}, "score": 2.0},
     ],
-    "without scores": [
-        {"id": "17", "contents": '"Bern"\nBern is a capital.\nIt is old.'},
-        {"id": "18", "contents": '"Basel"\nBasel is a town.'},
-    ],
+    "without scores": [BERN, BASEL],
 }
 
 

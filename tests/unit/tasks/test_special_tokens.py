@@ -5,6 +5,7 @@ import string
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_search_qa import make as search_task
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -13,7 +14,7 @@ from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import parse_task
 from nemo_grpo.tasks.base import Episode, tags_of
 from nemo_grpo.tasks.retriever import Passage
-from nemo_grpo.tasks.search_qa import SEARCH_TAGS, SearchQA, SearchQAConfig
+from nemo_grpo.tasks.search_qa import SEARCH_TAGS
 from nemo_grpo.tasks.special_tokens import broken_up, refuse_special_tags, reserved_texts
 
 MARKS = ("<s>", "</s>", "[INST]", "[/INST]", "<<SYS>>", "<|im_end|>", "<end_of_turn>", "<tool_call>", "!")
@@ -55,16 +56,8 @@ PIECES = st.sampled_from(
 PASSAGES = st.lists(PIECES | st.text(string.printable, max_size=3), max_size=12).map("".join)
 
 
-class OnePassage:
-    def __init__(self, title, text):
-        self.passage = Passage("1", title, text)
-
-    def search(self, queries, top_k):
-        return [[self.passage]] * len(queries)
-
-
 def observation(title, text, reserved, **config):
-    task = SearchQA(SearchQAConfig(**config), OnePassage(title, text))
+    task = search_task({"q": [Passage("1", title, text)]}, **config)
     (observed,) = task.observe([Episode()], ["<search>q</search>"], reserved)
     return observed.observation
 

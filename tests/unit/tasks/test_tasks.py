@@ -14,8 +14,7 @@ from nemo_grpo.tasks import TASKS, Problem, parse_task
 from nemo_grpo.tasks.base import NOT_FINITE, checked_score
 from nemo_grpo.tasks.knights_knaves import PUZZLES, meaning
 from nemo_grpo.tasks.logic_puzzles import is_true, solutions
-from nemo_grpo.tasks.response import format_reward, last_answer
-from nemo_grpo.tasks.rewards.format_reward import FORMS
+from nemo_grpo.tasks.response import last_answer
 
 SECTIONS = [
     {"name": "knights_knaves"},
@@ -46,16 +45,6 @@ def test_train_problem_is_the_same_in_another_process():
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     here = parse_task({"name": "knights_knaves"}).build()
     assert there.strip() == str([here.train_problem(index, 3).id for index in range(5)])
-
-
-def test_tasks_import_no_torch():
-    # The package's own __init__ exports the core, which is torch: go around it.
-    code = (
-        "import sys, types; bare = types.ModuleType('nemo_grpo'); bare.__path__ = ['nemo_grpo'];"
-        "sys.modules['nemo_grpo'] = bare; import nemo_grpo.tasks;"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_validation_is_fixed_distinct_and_disjoint_from_training(task):
@@ -190,24 +179,6 @@ def test_last_answer(text, answer):
     assert last_answer(text) == answer
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("<think>a</think><answer>b</answer>", 1.0),
-        (" <think>\na\n</think>\n<answer>b</answer>\n", 1.0),
-        ("<think>a</think>so<answer>b</answer>", 0.0),
-        ("x<think>a</think><answer>b</answer>", 0.0),
-        ("<think>a</think><answer>b</answer>x", 0.0),
-        ("<answer>b</answer><think>a</think>", 0.0),
-        ("<think>a<answer>b</think></answer>", 0.0),
-        ("<think>a</think><answer>b</answer><answer>b</answer>", 0.0),
-        ("<answer>b</answer>", 0.0),
-    ],
-)
-def test_format_reward(text, reward):
-    assert format_reward(text) == reward
-
-
 @pytest.mark.parametrize("tag", ["<answer>", " ", "<think></think>"])
 def test_reading_a_huge_response_is_linear(task, tag):
     problem = task.train_problem(0, 0)
@@ -271,18 +242,3 @@ def test_cosine_of_the_length_by_hand(characters, correct, wrong):
     for answer, reward in (("7", correct), ("8", wrong)):
         response = f"\\boxed{{{answer}}}".rjust(characters)
         assert task.score(problem, response)["cosine"] == pytest.approx(reward)
-
-
-@pytest.mark.parametrize(
-    ("response", "closed", "in_order"),
-    [
-        ("so\n</think>\n7", 1.0, 0.0),
-        ("so</think>\n7", 0.0, 0.0),
-        ("so\n</think>\n7\n</think>\n", 0.0, 0.0),
-        ("a<think>so</think>b<answer>7</answer>c", 0.0, 1.0),
-        ("<answer>7</answer><think>so</think>", 0.0, 0.0),
-        ("<think>so</think><answer>7</answer><answer>7</answer>", 0.0, 0.0),
-    ],
-)
-def test_forms_of_the_releases_by_hand(response, closed, in_order):
-    assert (FORMS["think_closed"](response), FORMS["tags"](response)) == (closed, in_order)
