@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import signal
+import threading
 import time
 from functools import partial
 
@@ -50,12 +51,20 @@ def fail_after(monkeypatch, writer, num_writes, action):
     return count
 
 
+HEARD = threading.Event()
+
+
+def hear(*_):
+    HEARD.set()
+    raise KeyboardInterrupt
+
+
 def forked(function):
     """Run in a child. Returns: its exit code, negative for a signal."""
     child = os.fork()
     if child == 0:
         code = 1
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell starts us ignoring it
+        signal.signal(signal.SIGINT, hear)  # a background shell starts us ignoring it
         try:
             function()
             code = 0
@@ -74,7 +83,8 @@ def test_interrupted_conversion_leaves_no_output_and_resumes(direction, number, 
 
     def interrupt():
         os.kill(os.getpid(), number)
-        time.sleep(0.5)  # until the main thread has heard of it
+        HEARD.wait(60)
+        time.sleep(0.5)  # until the main thread has stopped the others
 
     fail_after(monkeypatch, writer, 20, interrupt)
     assert forked(lambda: convert(tmp_path / "out", num_workers=1)) == code
