@@ -41,21 +41,19 @@ FIRST = {
     "open-rs": ("1+1?", "2", {"solution": "two", "level": "Easy"}),
     "open-s1": ("1+1?", "2", {"solution": "two"}),
     "gsm8k": ("6 of 206?", "1200", {"solution": "He has 200 * 6 = 1200."}),
-    "gsm8k-test": ("6 of 206?", "1200", {"solution": "He has 200 * 6 = 1200."}),
     "math-lighteval": (
         "What is 1+1?", "2", {"level": "Level 5", "type": "Algebra", "solution": "So \\boxed{2}."}
     ),
-    "dsr-uniform": ("1+1?", "2", {"difficulty": 28.5}),
+    "dsr-uniform": ("1+1?", "2", {"difficulty": 9}),
     "dapo-math-17k": ("1+1?", "2", {}),
     "aime24": ("p", "204", {"solution": "s", "url": "u"}),
     "aime25": ("p", "70", {}),
     "amc23": ("p", "27", {}),
     "amc22-23": ("p", "142", {}),
-    "math500": ("What is 4+1?", "5", {"solution": "s", "subject": "Algebra", "level": 2}),
+    "math500": ("p", "5", {"solution": "s", "subject": "Algebra", "level": 2}),
     "minerva": ("p", "9.6", {"solution": "so $\\boxed{9.6}$ nm"}),
     "olympiadbench": ("p", "$2$", {}),
     "nq": ("who wrote it", "Ada", {"answers": ["Ada", "Ada L."]}),
-    "hotpotqa": ("who wrote it", "Ada", {"answers": ["Ada", "Ada L."]}),
     "geoqa": ("Angle?", "145°", {"images": ["geoqa.images/000000-0.png"]}),
     "sat": (
         "Answer in natural language. Moved? Choose between the following options: right, left or up", "left",
@@ -68,8 +66,11 @@ FIRST = {
             "images": ["cv-bench.images/000000-0.png"],
         },
     ),
-    "flower102": ("Which flower?", "rose", {"images": ["flower102.images/000000-0.png"]}),
 }  # fmt: skip
+
+
+BEFORE = {"open-rs": (0, 2), "dapo-math-17k": (1, 2), "sat": (1, 2)}
+"""Rows before a filter: an empty question, a repeated one, one with two images."""
 
 
 @pytest.mark.parametrize("name", FIRST)
@@ -82,6 +83,8 @@ def test_a_published_row_becomes_a_problem(name, tmp_path):
     assert done.manifest["num_problems"] == len(problems(done.path)) == 1 + (name == "math-lighteval")
     for image in metadata.get("images", []):
         assert (tmp_path / "out" / image).read_bytes() == PNG
+    number, rows = BEFORE.get(name, (0, done.manifest["num_problems"]))
+    assert name == "nq" or done.manifest["filters"][number]["before"] == rows
     assert verify(tmp_path / "out") == {name: None}
 
 
@@ -92,11 +95,15 @@ def test_every_layout_has_a_fixture():
     assert {name for name, layout in layouts.items() if layout not in tested} <= local
 
 
-def test_puzzles_of_all_sizes_come_in_order(tmp_path):
+def test_puzzles_of_all_sizes_come_in_order_from_their_own_files(tmp_path):
     done = run("kk-3to7", tmp_path)
     assert [problem["metadata"]["num_people"] for problem in problems(done.path)] == [3, 4, 5, 6, 7]
     assert problems(done.path)[0]["answer"] == "(1) A is a knight\n(2) B is a knight\n(3) C is a knight"
     assert done.manifest["revision"] == SOURCES["kk-3to7"].origin.revision
+    folder = tmp_path / "copies/kk-3to7"
+    (folder / "data/kk/instruct/4ppl/train.parquet").rename(folder / "train.parquet")
+    with pytest.raises(UserError, match=r"has no data/kk/instruct/4ppl/train\.parquet"):
+        prepare("kk-3to7", Request(tmp_path / "other", source=tmp_path / "copies"))
 
 
 def test_puzzles_can_be_generated_without_overlap(tmp_path, monkeypatch):
@@ -115,12 +122,10 @@ def test_puzzles_can_be_generated_without_overlap(tmp_path, monkeypatch):
     assert train.manifest["source"] == "generated (logic, seed 0)"
     assert not prepare("kk-3to7", Request(tmp_path / "out", generate=True, any_count=True)).fresh
     assert verify(tmp_path / "out") == dict.fromkeys(names)
-
-
-def test_what_has_no_generator_is_refused(tmp_path):
-    refused = r"open-rs cannot be generated; --generate is for kk-3to7, kk-3to7-test"
-    with pytest.raises(UserError, match=refused):
+    with pytest.raises(UserError, match=r"open-rs cannot be generated; --generate is for kk-3to7, kk-3to7"):
         prepare("open-rs", Request(tmp_path / "out", generate=True))
+    with pytest.raises(UserError, match="cannot be made"):
+        prepare("kk-3to7-test", Request(train.path, generate=True))
 
 
 def test_other_data_sets_are_not_read_instead_of_a_missing_one(tmp_path):
@@ -141,19 +146,6 @@ def test_one_copy_serves_the_sets_of_its_repository_only(tmp_path):
     (copy / "amc23").mkdir(parents=True)
     (copy / "aime24").mkdir()
     check_copies(["aime24", "amc23"], Request(tmp_path / "out", source=copy))
-
-
-def test_a_place_that_cannot_be_made_is_a_user_error(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be made"):
-        prepare("kk-3to7-test", Request(tmp_path / "file", generate=True))
-
-
-def test_files_of_the_same_name_are_not_taken_for_each_other(tmp_path):
-    folder = write("kk-3to7", tmp_path / "copies")
-    (folder / "data/kk/instruct/4ppl/train.parquet").rename(folder / "train.parquet")
-    with pytest.raises(UserError, match=r"has no data/kk/instruct/4ppl/train\.parquet"):
-        prepare("kk-3to7", Request(tmp_path / "out", source=tmp_path / "copies"))
 
 
 def test_a_json_list_of_dialogues_is_read(tmp_path):
@@ -218,8 +210,6 @@ def test_classes_of_a_test_set_come_from_the_releases_labels(tmp_path):
 
 
 class Code:
-    """What a pickle could run."""
-
     def __reduce__(self):
         return (print, ("the file's code ran",))
 
@@ -242,42 +232,23 @@ def test_rules_are_applied_in_order_and_counted(tmp_path):
     assert all(rule["cited"] for rule in done.manifest["filters"])
 
 
-def test_repeated_questions_are_dropped_and_empty_ones_counted(tmp_path):
-    assert run("dapo-math-17k", tmp_path).manifest["filters"][1]["before"] == 2
-    assert run("open-rs", tmp_path).manifest["filters"][0] == {
-        "rule": "question and answer are not empty", "cited": "file format", "before": 2, "after": 1
-    }  # fmt: skip
-
-
-def test_images_of_a_row_beside_the_first_drop_it_from_sat(tmp_path):
-    done = run("sat", tmp_path)
-    assert done.manifest["filters"][1]["before"] == 2
-    assert done.manifest["source"] == "array/SAT (train[:15000])"
-
-
 def test_rows_beyond_the_first_ones_are_not_read(tmp_path, monkeypatch):
     source = SOURCES["aime25"]
     monkeypatch.setitem(SOURCES, "aime25", replace(source, origin=replace(source.origin, num_rows=2)))
-    row = {"problem": "p", "answer": "70"}
-    monkeypatch.setitem(FILES, "aime25", {"test.jsonl": [row] * 3})
+    monkeypatch.setitem(FILES, "aime25", {"test.jsonl": [{"problem": "p", "answer": "70"}] * 3})
     assert run("aime25", tmp_path).manifest["num_problems"] == 2
 
 
 def test_other_counts_than_stated_are_refused_unless_accepted(tmp_path):
-    refused = (
-        r"aime24 has 1 problems, and 30 are stated \(CW-GRPO Table 4\).* take what is there with --any-count"
-    )
+    refused = r"aime24 has 1 problems, and 30 are stated \(CW-GRPO Table 4\).* take what is .* --any-count"
     with pytest.raises(UserError, match=refused):
         run("aime24", tmp_path, any_count=False)
     assert not list((tmp_path / "out").iterdir())
     assert run("aime24", tmp_path).fresh
     with pytest.raises(UserError, match=refused):
         run("aime24", tmp_path, any_count=False)
-
-
-@pytest.mark.parametrize(("count", "fits"), [(8388, True), (8525, True), (8356, False), (4931, False)])
-def test_erpos_set_may_differ_by_a_hundredth(count, fits):
-    assert SOURCES["math-l35"].expected.matches(count) is fits
+    expected = SOURCES["math-l35"].expected  # which the paper rounds
+    assert [expected.matches(count) for count in (8356, 8388, 8525, 4931)] == [False, True, True, False]
 
 
 def test_a_file_that_is_up_to_date_is_left_alone(tmp_path):
@@ -317,22 +288,21 @@ def test_a_failure_in_the_middle_leaves_the_old_file(tmp_path, monkeypatch):
     ]  # fmt: skip
     assert not run("geoqa", tmp_path).fresh
     assert first.path.is_file()
-
-
-def test_verify_finds_a_missing_picture(tmp_path):
-    run("geoqa", tmp_path)
     (tmp_path / "out/geoqa.images/000000-0.png").unlink()
     assert "is missing" in verify(tmp_path / "out")["geoqa"]
+
+
+def test_what_is_no_picture_is_refused(tmp_path, monkeypatch):
+    row = {"image": {"bytes": b"<html>", "path": None}, "problem": "p", "solution": "s"}
+    monkeypatch.setitem(FILES, "geoqa", {"data/train-00000-of-00001.parquet": [row]})
+    with pytest.raises(UserError, match="neither PNG"):
+        run("geoqa", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "revision", "words"),
     [
-        (
-            "open-rs",
-            "abc",
-            "`hf download --repo-type dataset knoveleng/open-rs --revision abc --local-dir DIR`",
-        ),
+        ("open-rs", "abc", "`hf download --repo-type dataset knoveleng/open-rs --revision abc --local-dir"),
         ("nq", None, "--include 'README.md' --include 'nq/test.jsonl' --local-dir DIR`"),
         ("amc22-23", None, "AR-Lopti/cbeb333376decdfe571fa8613bdebcfcc526628d/data/amc/amc.parquet`"),
         ("lisa-test", None, "test/*.jpg and test/*.json, to DIR"),
@@ -352,10 +322,3 @@ def test_another_schema_is_a_user_error_that_names_the_columns(tmp_path):
     with pytest.raises(UserError, match=r"aime25: row 0 .*KeyError: 'problem'.*text, label.*--revision"):
         prepare("aime25", Request(tmp_path / "out", source=tmp_path))
     assert not list((tmp_path / "out").glob("*"))
-
-
-def test_what_is_no_picture_is_refused(tmp_path, monkeypatch):
-    row = {"image": {"bytes": b"<html>", "path": None}, "problem": "p", "solution": "s"}
-    monkeypatch.setitem(FILES, "geoqa", {"data/train-00000-of-00001.parquet": [row]})
-    with pytest.raises(UserError, match="neither PNG"):
-        run("geoqa", tmp_path)
