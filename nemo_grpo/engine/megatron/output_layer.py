@@ -20,7 +20,7 @@ Numbers = tuple[Tensor, Tensor | None]
 NumbersOf = Callable[[Tensor, slice], Numbers]
 """(logits [n, V], their tokens) -> `Numbers`, [n] each."""
 
-Part = tuple[slice, Callable[[Tensor, Tensor | None], Tensor]]
+PartLoss = tuple[slice, Callable[[Tensor, Tensor | None], Tensor]]
 """(tokens, their `Numbers` -> 0-d share of the loss)."""
 
 
@@ -29,7 +29,7 @@ _ROWS = 8192
 
 
 def loss_in_parts(
-    hidden: Tensor, weight: Tensor, parts: Sequence[Part], numbers: NumbersOf, most: int
+    hidden: Tensor, weight: Tensor, parts: Sequence[PartLoss], numbers: NumbersOf, most: int
 ) -> Tensor:
     """Sum the parts' losses and, unless gradients are disabled, compute the gradient along with them.
 
@@ -61,7 +61,7 @@ def _pieces(where: slice, most: int) -> list[slice]:
 class _LossInParts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, parts: Sequence[Part], numbers: NumbersOf, most: int
+        ctx: Any, hidden: Tensor, weight: Tensor, parts: Sequence[PartLoss], numbers: NumbersOf, most: int
     ) -> Tensor:
         of_hidden = torch.empty_like(hidden)
         number = sum(len(_pieces(where, most)) for where, _ in parts)

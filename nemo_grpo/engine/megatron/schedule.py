@@ -137,7 +137,7 @@ class Pass:
             return logprobs, logprobs_and_entropy(logits, targets, **shard)[1]
 
 
-def _parts(micro: Microbatch, tokens: _Tokens, loss: Loss) -> Iterator[output_layer.Part]:
+def _parts(micro: Microbatch, tokens: _Tokens, loss: Loss) -> Iterator[output_layer.PartLoss]:
     rows = [0, *accumulate(len(part.rows) for part in micro.parts)]
     firsts = tokens.firsts(rows)
     for part, row, first, end in zip(micro.parts, rows[:-1], firsts[:-1], firsts[1:], strict=True):
