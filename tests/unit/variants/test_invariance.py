@@ -19,7 +19,7 @@ every_variant = pytest.mark.parametrize(("name", "parameters"), ALL, ids=IDS)
 
 
 @every_variant
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     batch=steps(),
     cuts=st.lists(st.integers(0, 16), max_size=4),
