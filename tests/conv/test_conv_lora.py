@@ -42,7 +42,7 @@ def checkpoint(adapters, tmp_path):
     return save_adapters(adapters, tmp_path / "lora", RANK, ALPHA)
 
 
-OF_DELTA_NETS = {
+DELTA_NET_LAYERS = {
     "3.self_attention.linear_qkv": (192, 32),
     "3.self_attention.linear_proj": (32, 64),
     "0.self_attention.out_proj": (32, 24),
@@ -67,7 +67,7 @@ def test_merge_equals_merging_in_megatrons_layout(name, hf_models, adapters, tmp
     if not stacked:  # layers of two kinds are not stacked
         adapters = {
             layer: (torch.randn(1, RANK, columns), torch.randn(1, rows, RANK))
-            for layer, (rows, columns) in OF_DELTA_NETS.items()
+            for layer, (rows, columns) in DELTA_NET_LAYERS.items()
         }
     lora = save_adapters(adapters, tmp_path / "adapters", RANK, ALPHA, stacked=stacked)
     family, hf = family_for(hf_config(source)), tensors_of(source)

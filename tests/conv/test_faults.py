@@ -51,11 +51,11 @@ def fail_after(monkeypatch, writer, num_writes, action):
     return count
 
 
-HEARD = threading.Event()
+INTERRUPTED = threading.Event()
 
 
-def hear(*_):
-    HEARD.set()
+def interrupt(*_):
+    INTERRUPTED.set()
     raise KeyboardInterrupt
 
 
@@ -64,7 +64,7 @@ def forked(function):
     child = os.fork()
     if child == 0:
         code = 1
-        signal.signal(signal.SIGINT, hear)  # a background shell starts us ignoring it
+        signal.signal(signal.SIGINT, interrupt)  # a background shell starts us ignoring it
         try:
             function()
             code = 0
@@ -83,7 +83,7 @@ def test_interrupted_conversion_leaves_no_output_and_resumes(direction, number, 
 
     def interrupt():
         os.kill(os.getpid(), number)
-        HEARD.wait(60)
+        INTERRUPTED.wait(60)
         time.sleep(0.5)  # until the main thread has stopped the others
 
     fail_after(monkeypatch, writer, 20, interrupt)

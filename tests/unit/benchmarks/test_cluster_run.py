@@ -1,20 +1,18 @@
 """A whole cluster run on this machine: what is prepared, and how its end is told. No Ray, no NeMo-RL."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks import cluster_run as run
-from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal.environment import Stack
 from nemo_grpo.support.dotted import leaves
 from nemo_grpo.support.errors import UserError
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 CLUSTER = RECIPES / "cluster-quickstart.yaml"
-Driver = Callable[[str], tuple[int, Recipe]]
 
 
 @pytest.fixture

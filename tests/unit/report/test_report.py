@@ -4,8 +4,6 @@ import base64
 import json
 import logging
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +20,6 @@ from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.pictures import new_figure
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-MakeRun = Callable[..., Path]
 
 
 @pytest.fixture
