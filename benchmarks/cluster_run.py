@@ -18,7 +18,6 @@ from pathlib import Path
 from nemo_grpo.engine.checkpoint_store import CheckpointStore
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED, stop_on_signals
 from nemo_grpo.recipe import Recipe, load_recipe
-from nemo_grpo.recipe.registry import Scope
 from nemo_grpo.recipe.sections import GENERATION
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.cluster import EXIT_NOT_STARTED, Cluster, NotStarted, ray_cluster
@@ -26,6 +25,7 @@ from nemo_grpo.rehearsal.environment import Stack, background, find_stack, stack
 from nemo_grpo.rehearsal.export import conversion_of
 from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.rehearsal.overrides import Override, cpu_settings, replaced, write_recipe
+from nemo_grpo.rehearsal.replacements import CPU
 from nemo_grpo.report.runs import METRICS_FILE
 from nemo_grpo.support.errors import EXIT_USAGE, UserError, how_ended
 from nemo_grpo.support.progress import progress
@@ -93,7 +93,7 @@ def full_size_overrides(recipe: Recipe) -> Iterator[Override]:
         "nemo_grpo.runs_dir": str(Path(recipe.nemo_grpo.runs_dir).absolute()),
     }
     yield from (Override(key, value) for key, value in always.items())
-    yield from replaced(recipe, Scope.CPU)
+    yield from replaced(recipe, CPU)
 
 
 def write_policy(embedded: Recipe, folder: Path) -> None:

@@ -12,7 +12,7 @@ import typer
 from typer import Argument
 
 from nemo_grpo.support import shipped
-from nemo_grpo.support.errors import EXIT_USAGE, UserError, did_you_mean, shown
+from nemo_grpo.support.errors import EXIT_USAGE, UserError, as_yaml, did_you_mean, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -257,15 +257,21 @@ def copy(
 
 @app.command()
 def rules() -> None:
-    """Print the tables of rules, one a line: scope, context, rule and reason, where {0.key} is a value.
+    """Print the tables of rules, one a line: scope, condition, rule and reason, where {key} is a value.
 
     Example: nemo-grpo recipe rules | grep sequence_packing
     """
-    from nemo_grpo.recipe.registry import Scope, rows
+    from nemo_grpo.recipe.registry import Scope
+    from nemo_grpo.recipe.rows import in_words
+    from nemo_grpo.recipe.tables import rows
+    from nemo_grpo.rehearsal import replacements
 
     for scope in Scope:
         for row in rows(scope):
-            typer.echo(f"{scope.name} [{row.context or 'always'}] {row.rule}: {row.reason}")
+            typer.echo(in_words(row))
+    for machine, table in (("CPU", replacements.CPU), ("REHEARSAL", replacements.REHEARSAL)):
+        for key, replacement in table.items():
+            typer.echo(f"{machine} {key} becomes {as_yaml(replacement.value)}: {replacement.reason}")
 
 
 def difference(key: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 from nemo_grpo.recipe.host import has_images
 from nemo_grpo.recipe.recipe import Recipe
-from nemo_grpo.recipe.registry import Scope, rows, rule
+from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.schema import V0_7_0, lacking
 from nemo_grpo.recipe.sections import GENERATION, OVERLAP, VLLM, AsyncGRPO, AsyncRL
+from nemo_grpo.recipe.tables import rows
 from nemo_grpo.support.dotted import parents
 from nemo_grpo.support.errors import as_yaml, did_you_mean, shown
 

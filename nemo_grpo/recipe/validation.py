@@ -12,9 +12,10 @@ from nemo_grpo.recipe.interpolation import Resolved, Tree, resolve
 from nemo_grpo.recipe.keys import dotted_key_errors, model_keys, unknown_key_errors, unknown_key_message
 from nemo_grpo.recipe.loader import Written, merge, read
 from nemo_grpo.recipe.recipe import Recipe
-from nemo_grpo.recipe.registry import Scope, table_messages
+from nemo_grpo.recipe.registry import Scope
 from nemo_grpo.recipe.registry import messages as function_messages
 from nemo_grpo.recipe.schema import EXPECTED, kind_named, type_errors
+from nemo_grpo.recipe.tables import table_messages
 from nemo_grpo.support.dotted import is_missing, set_value, value_of
 from nemo_grpo.support.errors import UserError, shown
 

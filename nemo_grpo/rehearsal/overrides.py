@@ -1,7 +1,7 @@
 """Recipe keys that a rehearsal overrides to make a cluster recipe small and run without a GPU."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,10 +9,10 @@ import yaml
 
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.loader import merge
-from nemo_grpo.recipe.registry import Limit, Scope, rows
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
 from nemo_grpo.rehearsal.environment import uses_async_engine
 from nemo_grpo.rehearsal.model import RehearsalModel
+from nemo_grpo.rehearsal.replacements import CPU, REHEARSAL, Replacement
 from nemo_grpo.rehearsal.tiny_data import data_settings
 from nemo_grpo.support.dotted import is_missing, set_value, value_of
 from nemo_grpo.tasks import TaskConfig
@@ -101,15 +101,16 @@ def overrides_of(
         "logger.log_dir": str(run_dir / "logs"),
     }
     yield from (Override(key, value) for key, value in always.items())
-    yield from (*replaced(recipe, Scope.CPU), *replaced(recipe, Scope.REHEARSAL))
+    yield from replaced(recipe, CPU)
+    yield from replaced(recipe, REHEARSAL)
     yield from _replaced_parts(recipe)
 
 
-def replaced(recipe: Recipe, scope: Scope) -> Iterator[Override]:
-    """Yield the last value of each limit that does not allow the recipe's."""
-    for row in rows(scope):
-        if isinstance(row, Limit) and not row.allows(value_of(recipe, row.key)):
-            yield Override(row.key, row.values[-1], row.reason)
+def replaced(recipe: Recipe, replacements: Mapping[str, Replacement]) -> Iterator[Override]:
+    """Yield the replacement of each key that the recipe sets to another value; null is none."""
+    for key, replacement in replacements.items():
+        if value_of(recipe, key) not in (None, replacement.value):
+            yield Override(key, replacement.value, replacement.reason)
 
 
 def _replaced_parts(recipe: Recipe) -> Iterator[Override]:

@@ -17,8 +17,10 @@ from nemo_grpo.recipe.keys import is_known
 from nemo_grpo.recipe.loader import load_tree, merge
 from nemo_grpo.recipe.megatron_sections import Section
 from nemo_grpo.recipe.recipe import Recipe
-from nemo_grpo.recipe.registry import Limit, Scope, rows
+from nemo_grpo.recipe.registry import Scope
+from nemo_grpo.recipe.rows import Limit
 from nemo_grpo.recipe.schema import entries, nemo_rl_keys, unread_keys
+from nemo_grpo.recipe.tables import rows
 from nemo_grpo.support.dotted import parents, set_value
 from nemo_grpo.support.errors import UserError
 
@@ -34,7 +36,7 @@ VALUES: dict[str, Any] = {
 
 BY_TEXT = {
     "nemo_grpo/experiments/jobs.py",  # the keys that a sweep varies
-    "nemo_grpo/recipe/registry.py",  # the keys of the tables
+    "nemo_grpo/recipe/rows.py",  # the keys of the tables
     "nemo_grpo/rehearsal/overrides.py",  # those that a rehearsal replaces
     "nemo_grpo/support/model_card.py",  # those that a card shows, of a recipe of either engine
 }
@@ -129,7 +131,7 @@ ORDINARY: dict[tuple[str, str], str] = {
 def test_keys_are_those_that_are_read() -> None:
     """A key that only rows of the tables read has NeMo-RL's type."""
     limited = {row.key for row in rows(Scope.EMBEDDED) if isinstance(row, Limit)}
-    assert limited - set(KEYS) - set(entries()) == {"nemo_grpo.engine.generator", "nemo_grpo.task.name"}
+    assert limited - set(KEYS) - set(entries()) == {"nemo_grpo.engine.generator"}
     assert len(KEYS) > 150
     calls = [
         (path.relative_to(ROOT).as_posix(), ast.unparse(node.args[0]))

@@ -1,41 +1,36 @@
-"""Every rule about recipes: shipped ones keep it, a change breaks it, a second change repairs that."""
+"""Every rule about recipes: a change of a shipped one breaks it, with the sentence that the user gets."""
 
-import json
 import re
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from string import Template
 from typing import Any, get_args
 
 import pytest
+from broken_rows import BROKEN
 from pydantic import BaseModel
+from refused_recipes import REFUSED
 
 from nemo_grpo.plan.hardware import HARDWARE
 from nemo_grpo.plan.inputs import plan_input, shape_of
 from nemo_grpo.plan.rules import problems
-from nemo_grpo.recipe import Recipe, advice, load_recipe_dict, refuse_unsupported, validation
-from nemo_grpo.recipe.interpolation import resolve
-from nemo_grpo.recipe.keys import is_known, known_keys, sections
-from nemo_grpo.recipe.layout import Layout
-from nemo_grpo.recipe.loader import apply_overrides, load_tree
-from nemo_grpo.recipe.registry import (
-    CONDITIONS,
-    FILES,
-    KINDS,
-    RULES,
-    Limit,
-    Relation,
-    Row,
-    Scope,
-    _table,
+from nemo_grpo.recipe import (
+    Recipe,
+    advice,
+    load_recipe,
+    load_recipe_dict,
+    refuse_unsupported,
     rows,
+    tables,
+    validation,
 )
+from nemo_grpo.recipe.keys import is_known
+from nemo_grpo.recipe.loader import apply_overrides, load_tree
+from nemo_grpo.recipe.registry import RULES, Scope
+from nemo_grpo.recipe.rows import Allowed, Kind, Number, Relation, in_words
 from nemo_grpo.support.dotted import leaves
 from nemo_grpo.support.errors import UserError
-from nemo_grpo.tasks import TaskConfig
-from nemo_grpo.variants.base import VariantConfig
-from nemo_grpo.variants.probe import Probe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = [  # 8 responses per step in one update of two microbatches, on one rank
@@ -352,12 +347,6 @@ def tree_of(base: str) -> dict[str, Any]:
     return apply_overrides(load_tree(RECIPES / f"{recipe}.yaml"), overrides)
 
 
-@cache
-def settings_of(base: str, overrides: str) -> dict[str, Any]:
-    """As `tree_of`, without references, which take most of the time of loading a recipe."""
-    return resolve(apply_overrides(tree_of(base), given(overrides))).tree
-
-
 def given(overrides: str) -> list[str]:
     return Template(overrides).safe_substitute(SHORT).split("; ") if overrides else []
 
@@ -380,6 +369,9 @@ def refusals(base: str, load: Callable[[], Recipe], gpu: str = "h100") -> list[s
         return [line.strip() for line in lines[1:]] or lines
 
 
+NAMES_A_KEY = re.compile(r"[a-z_]+\.[\w.@]+(=|:|.* = | has| without)|(async_rl|reward_penalties)=")
+
+
 def registered(rule: str) -> Scope | None:
     return next((scope for scope in Scope if rule in RULES[scope]), None)
 
@@ -399,7 +391,7 @@ def test_rule_refuses_the_broken_recipe_and_accepts_the_fixed_one(
     found = asked(broken)
     assert any(re.search(pattern, line) for line in found), found
     for line in found:
-        assert re.search(r"[a-z_]+\.[\w.@]+(=|:|.* = | has| without)", line), f"no key: {line}"
+        assert NAMES_A_KEY.search(line), f"no key: {line}"
         assert scope is Scope.ADVICE or re.search(r"; \w|: \w|did you mean|must be", line), (
             f"no remedy: {line}"
         )
@@ -432,198 +424,123 @@ def test_recipes_of_the_cases_break_no_rule(base: str) -> None:
     assert refusals(base, lambda: loaded(base)) == []
 
 
-DRAWN = "uses_data_plane and grpo.use_dynamic_sampling and not async_rl and not loss_fn.is_stock"
-CONTEXTS: dict[str, str] = {
-    "checkpointing.ranks_by_validation and grpo.validates": "cluster grpo.val_at_end=true",
-    "async_rl": "cluster $CONTROLLER",
-    "async_rl and checkpointing.enabled": "cluster $CONTROLLER",
-    "async_rl and rollouts_ahead": "cluster $CONTROLLER; ++$V.enable_prefix_caching=false",
-    "async_rl and samples_with_vllm": "cluster $CONTROLLER",
-    "async_rl.waits_for_room": "cluster $CONTROLLER",
-    f"{DRAWN} and loss_fn.sampling_keys": "long $PLANE",
-    f"{DRAWN} and not loss_fn.sampling_keys": "cluster $PLANE; $DRAWS",
-    "env.should_use_nemo_gym": "stock $GYM",
-    "grpo.is_async": "cluster $ASYNC; $CORRECTED",
-    "grpo.is_async and samples_with_vllm": "cluster $ASYNC; $CORRECTED",
-    "grpo.reward_shaping.enabled": "embedded $SHAPING.enabled=true; $SHAPING.overlong_buffer_length=1",
-    "grpo.stop_at_validation_metric":
-        "embedded grpo.stop_at_validation_metric=accuracy; grpo.stop_at_validation_threshold=0.5",
-    "grpo.reward_shaping.penalises_length": "cluster $SHAPING={enabled: true, overlong_buffer_length: 1}",
-    "nemo_grpo.task.stop_texts and grpo.reward_shaping.penalises_length":
-        "cluster $SEARCH; $STOPS; ++$SHAPING.overlong_buffer_length=8",
-    "loss_fn.aggregation=group_token_mean": "embedded loss_fn.aggregation=group_token_mean; $MBS=1",
-    "loss_fn.aggregation=group_token_mean and not num_updates_per_step=1":
-        "cluster loss_fn.aggregation=group_token_mean; $GBS=4",
-    "loss_fn.compares_with_reference": "cluster loss_fn.variant=erpo",
-    "loss_fn.force_on_policy_ratio": "cluster loss_fn.force_on_policy_ratio=true; $MBS=1",
-    "loss_fn.learns_from_demonstrations": "shown",
-    "loss_fn.learns_from_demonstrations and nemo_grpo.task.needs_images":
-        "vision loss_fn={_override_: true, variant: sft}; grpo.num_generations_per_prompt=1; $GBS=16",
-    "loss_fn.needs_entropy": "cluster loss_fn.variant=erpo",
-    "loss_fn.reference_policy_kl_penalty": "embedded loss_fn.reference_policy_kl_penalty=0.1",
-    "loss_fn.weighting=random and not policy_is_scored":
-        "cluster loss_fn.variant=tr_grpo; loss_fn.weighting=random; loss_fn.aggregation=token_mean; "
-    "loss_fn.kl_weighting=none; "
-        "loss_fn.force_on_policy_ratio=true",
-    "not loss_fn.is_stock and loss_fn.found.shapes_advantages": "cluster loss_fn.variant=cw_grpo",
-    "not loss_fn.is_stock and not loss_fn.found.folds":
-        "cluster loss_fn.aggregation=group_token_mean; loss_fn.reference_policy_kl_penalty=0.1",
-    "not nemo_grpo.task": "stock",
-    "not policy.megatron_cfg.enabled": "cluster $M.enabled=false; policy.dtensor_cfg.enabled=true",
-    "not nemo_grpo.task and loss_fn.learns_from_demonstrations":
-        "stock loss_fn={_override_: true, variant: sft}",
-    "nemo_grpo.target=cluster and policy.sequence_packing.enabled": "cluster $PACK",
-    "nemo_grpo.target=embedded and policy.sequence_packing.enabled": "embedded $PACK",
-    "nemo_grpo.task.needs_images": "embedded nemo_grpo.task={name: vision_counting}",
-    f"{M}.fp8_in_use": "fp8",
-    f"{M}.fp8_in_use.fp8_recipe=blockwise": "fp8",
-    f"{M}.fp8_in_use.fp8_recipe=delayed": "fp8 $FP8.fp8_recipe=delayed",
-    f"{M}.optimizer.optimizer_cpu_offload":
-        "cluster $OPT.optimizer_cpu_offload=true; $OPT.optimizer_offload_fraction=1.0",
-    f"{M}.optimizer.use_precision_aware_optimizer": "cluster $OPT.use_precision_aware_optimizer=true",
-    f"{M}.recompute_granularity=selective":
-        "embedded $M.recompute_granularity=selective; $M.activation_checkpointing=true",
-    "policy.sequence_packing.enabled": "embedded $PACK",
-    "samples_with_vllm and not policy.generation.vllm_cfg.expert_parallel_size=1":
-        "cluster $GPUS=2; $V.tensor_parallel_size=2; $V.expert_parallel_size=2; $MBS=1",
-    "samples_with_vllm and not policy.generation.vllm_cfg.kv_cache_dtype=auto":
-        "cluster $V.kv_cache_dtype=fp8; $V.precision=fp8; $CORRECTED",
-    "streams_chunks": "cluster $CONTROLLER; $CHUNK=1",
-    "streams_chunks and not loss_fn.is_stock and loss_fn.aggregation=group_token_mean":
-        "cluster $CONTROLLER; $CHUNK=1; loss_fn.aggregation=group_token_mean",
-    "streams_chunks and not loss_fn.is_stock and loss_fn.found.spans_groups":
-        "cluster $CONTROLLER; loss_fn.variant=gpg",
-    "uses_data_plane": "cluster $PLANE; $CORRECTED",
-    "uses_data_plane and not has_single_controller": "stock $GYM; $PLANE",
-    "uses_data_plane and not has_single_controller and loss_fn.aggregation=group_token_mean":
-        "cluster $PLANE; loss_fn.aggregation=group_token_mean",
-    "uses_fp8": "cluster $V.precision=fp8; $CORRECTED",
-}  # fmt: skip
-"""Context of the tables -> a recipe that meets it and that no rule refuses; else the scope's engine's."""
-_TWO = "cluster $GPUS=2; $MBS=1"
-FOR_ROWS: dict[tuple[Scope, str], str] = {
-    (Scope.ALL, f"{WARM}.num_hidden_layers"): "embedded $WARM={}; $PP=2; $GPUS=2; $MBS=4",
-    (Scope.ALL, f"{WARM}.num_key_value_heads"): "embedded $WARM={}; $TP=2; $GPUS=2; $MBS=4",
-    (Scope.ALL, f"{WARM}.max_position_embeddings"): "embedded $WARM={}",
-    (Scope.ALL, f"{WARM}.hidden_size"): "embedded $WARM={}",
-    (Scope.ALL, f"{WARM}.num_attention_heads"): "embedded $WARM={}",
-    (Scope.ALL, f"{M}.scheduler.lr_warmup_iters"): "embedded $SCHEDULER.lr_decay_iters=50",
-    (Scope.ALL, "policy.max_total_sequence_length"): f"{_TWO}; $TP=2; $SP=true; $PAD=2",
-    (Scope.ALL, "policy.model_name"): "embedded ~policy.tokenizer.name",
-    (Scope.ALL, "world_size"): "embedded $TP=2; $GPUS=2; $MBS=1",
-    (Scope.CARE, "policy.make_sequence_length_divisible_by"): f"{_TWO}; $TP=2; $SP=true",
-    (Scope.CARE, f"{M}.fp8_cfg.fp8_param"): "fp8",
-    (Scope.CARE, f"{M}.peft.lora_dtype"): "lora",
-    (Scope.CARE, f"{M}.peft.target_modules"): "lora",
-    (Scope.CLUSTER, "grpo.max_rollout_turns"): "cluster $SEARCH; $STOPS",
-    (Scope.CLUSTER, "policy.dynamic_batching.enabled"): _TWO,
-    (Scope.CLUSTER, f"{G}.vllm_cfg.pipeline_parallel_size"): _TWO,
-    (Scope.MEGATRON, f"{M}.context_parallel_size"): f"{_TWO}; $PAD=4",
-    (Scope.MEGATRON, f"{M}.use_fused_linear_logprobs"): _TWO,
-}
-"""Scope and key of a row, which needs more than its context -> such a recipe."""
-EMBEDDED_CONTEXTS = {
-    f"{M}.lora_in_use": "embedded ++$PEFT.enabled=true; $PEFT.target_modules=[linear_qkv]",
-    f"{M}.fp8_in_use": "embedded ++$FP8.enabled=true; policy.precision=bfloat16",
-}
-WITH = {"policy.dtensor_cfg.enabled": (f"{M}.enabled", False), "policy.train_global_batch_size": ("$MBS", 1)}
-"""Key -> another one and its value, without which no value of the first is valid."""
-ANYTHING: tuple[Any, ...] = (
-    *(True, False, None, 0, 1, 2, 3, 4, 5, 8, 10, 16, 64, 100, 1000, -1, -5.0, 0.5, 1e-9, "x", "1"),
-    *("00:00:01:00", "train:reward", "val:accuracy", "sgd", "megatron", "float16", "float32", "mxfp8", "fp8"),
-    *("kaiming", "embedded", "vllm", "first_fit_shuffle", ["x"], ["mlp"], ["linear_qkv"], [7], {"a": "1"}),
-    *([], "None", {}, {"name": "grpo"}, {"name": "knights_knaves"}, {"path": "x"}, {"config_paths": []}),
-    {"penalize_empty_final_answer": True},
-)
-"""Values for keys of any type; a recipe is refused for those that a key cannot have."""
-VARIED = {"world_size": "cluster.gpus_per_node", "num_expert_ranks": f"{M}.expert_model_parallel_size"}
-"""Derived number -> a key that changes it."""
-ROWS = [(scope, row) for scope in Scope for row in rows(scope)]
-REFUSED = [(scope, row) for scope, row in ROWS if scope not in (Scope.V0_7_0, Scope.CPU, Scope.REHEARSAL)]
+ROWS = [(f"{row.where.name} [{row.when.__name__}] {row.rule}", row) for row in tables.ROWS]
+CHANGES = [(recipe, change) for recipe, changes in BROKEN.items() for change in changes]
 
 
-def arranged(scope: Scope, row: Row) -> tuple[str, str]:
-    """(base, overrides) of a recipe that meets a row's context."""
-    on_the_cluster = scope in (Scope.CLUSTER, Scope.MEGATRON, Scope.CARE)
-    contexts = CONTEXTS if scope is not Scope.EMBEDDED else CONTEXTS | EMBEDDED_CONTEXTS
-    engine = "cluster" if on_the_cluster else "embedded"
-    found = contexts.get(row.context) or FOR_ROWS.get((scope, row.key), engine)
-    base, _, overrides = found.partition(" ")
-    return base, overrides
+@pytest.fixture
+def rows_that_fire(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the rows that wrote a message since the test began."""
+    fired: list[str] = []
+
+    def recorded(scope: Scope, recipe: Recipe) -> list[str]:
+        messages = []
+        for name, row in ROWS:
+            message = row.message(recipe) if row.where is scope else None
+            if message is not None:
+                fired.append(name)
+                messages.append(message)
+        return messages
+
+    monkeypatch.setattr(validation, "table_messages", recorded)
+    return fired
 
 
-def said(scope: Scope, base: str, setup: str, changes: list[str], row: Row) -> tuple[list[str], bool]:
-    """(what is said about a recipe, whether the row is among it)."""
+def everything_said(base: str, overrides: str) -> list[str]:
+    """Messages of the rules and, if they accept the recipe, those of NeMo-RL 0.7.0 and the advice."""
     try:
-        load = partial(load_recipe_dict, settings_of(base, setup), changes)
-        found = advice(load()) if scope is Scope.ADVICE else refusals(base, load)
-    except UserError as error:
-        return [str(error)], False
-    head = f"{row.key}=" if isinstance(row, Limit) else f" {KINDS[row.kind].verb} "
-    end = row.reason.rpartition("}")[2]
-    return found, any(head in line and line.endswith(end) for line in found)
+        recipe = loaded(base, overrides)
+    except UserError:
+        return refusals(base, lambda: loaded(base, overrides))
+    of_its_engine = refusals(base, lambda: recipe)
+    return [*of_its_engine, *validation.messages(Scope.V0_7_0, recipe), *advice(recipe)]
 
 
-@pytest.mark.parametrize(("scope", "row"), REFUSED, ids=lambda value: getattr(value, "rule", None))
-def test_row_refuses_a_broken_recipe_and_accepts_a_repaired_one(scope: Scope, row: Row) -> None:
-    base, setup = arranged(scope, row)
-    if isinstance(row, Limit) and row.rule.endswith("[]"):  # the context itself is refused
-        assert said(scope, base, setup, [], row)[1]
-        return
-    first = VARIED.get(row.key, row.key)
-    tried = [((first, value),) for value in (*getattr(row, "values", ()), *ANYTHING)]
-    if isinstance(row, Relation) and row.kind in ("needs", "excludes"):
-        seconds = (True, False, 1, 2, 0.5)
-        tried = [((first, a), (row.other, b)) for a in (True, 2, 2.0, False) for b in seconds]
-    tried += [(*one, WITH[first]) for one in tried] if first in WITH else []
-    is_broken = is_repaired = False
-    for changes in tried:
-        overrides = given("; ".join(f"++{key}={json.dumps(value)}" for key, value in changes))
-        found, is_said = said(scope, base, setup, overrides, row)
-        is_broken, is_repaired = is_broken or is_said, is_repaired or found == []
-        if is_broken and is_repaired:
-            return
-    raise AssertionError(f"broken: {is_broken}, repaired: {is_repaired}")
+@pytest.mark.parametrize("recipe", BROKEN)
+def test_recipe_whose_rows_are_broken_is_accepted_before(recipe: str) -> None:
+    base, _, overrides = recipe.partition(" ")
+    assert refusals(base, lambda: loaded(base, overrides)) == []
 
 
-def test_tables_name_keys_and_numbers_of_a_recipe() -> None:
-    """A misspelt name would be null, and its row would hold for every recipe or for none."""
-    known = set(known_keys()) | sections() | {key for key, _ in leaves(loaded("cluster").to_dict())}
-    for _, row in ROWS:
-        terms = [term.removeprefix("not ").partition("=")[0] for term in row.context.split(" and ") if term]
-        for name in (row.key, *terms, *([row.other] if isinstance(row, Relation) else [])):
-            section, _, last = name.rpartition(".")
-            assert name in known or is_known(name) or is_attribute(name), f"{row.rule}: {section}.{last}"
+@pytest.mark.parametrize(("recipe", "change"), CHANGES)
+def test_change_breaks_a_row_whose_message_has_key_and_remedy(
+    recipe: str, change: str, rows_that_fire: list[str]
+) -> None:
+    base, _, overrides = recipe.partition(" ")
+    messages = everything_said(base, f"{overrides}; {change}" if overrides else change)
+    assert rows_that_fire
+    for message in messages:
+        assert NAMES_A_KEY.search(message), message
+        assert "; " in message or ": " in message, f"no remedy: {message}"
 
 
-def is_attribute(name: str) -> bool:
-    """True for a property of a recipe, of one of its sections, or of a variant or task."""
-    last = name.rpartition(".")[2]
-    classes = [*models(Recipe), VariantConfig, Probe, TaskConfig, Layout]
-    return any(hasattr(one, last) or last in getattr(one, "model_fields", {}) for one in classes)
+def test_every_row_fires_for_some_change(rows_that_fire: list[str]) -> None:
+    for recipe, change in CHANGES:
+        base, _, overrides = recipe.partition(" ")
+        everything_said(base, f"{overrides}; {change}" if overrides else change)
+    names = [name for name, _ in ROWS]
+    assert len(names) == len(set(names)) > 200, "two rows say the same"
+    assert set(names) - set(rows_that_fire) == set()
+
+
+@pytest.mark.parametrize(("text", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_written_recipe_is_refused_with_this_sentence(text: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert sentence in refusals("embedded", lambda: load_recipe(path))
+
+
+def test_rows_name_keys_of_a_recipe() -> None:
+    """A misspelt key would be null, and its row would hold for every recipe or for none."""
+    declared = {key for key, _ in leaves(loaded("cluster").to_dict())}
+    for name, row in ROWS:
+        keys = [row.first, row.second] if isinstance(row, Relation) else [row.key]
+        for key in keys:
+            known = isinstance(key, Number) or is_known(key) or key in declared or key in DERIVED
+            assert known, f"{name}: {key}"
+
+
+DERIVED = ("nemo_grpo.task.num_turns",)
+"""Properties that rows name as if they were keys."""
+
+
+def test_every_row_prints_in_one_line_without_a_recipe() -> None:
+    lines = [in_words(row) for _, row in ROWS]
+    assert all("\n" not in line and " object at " not in line for line in lines)
+    assert (
+        "CLUSTER [trains asynchronously] grpo.use_dynamic_sampling must be null or false: "
+        "grpo.async_grpo.enabled=true does not work with it; switch one of them off"
+    ) in lines
+    assert (
+        "ALL [learns from demonstrations] grpo.num_generations_per_prompt must be 1: "
+        "{loss_fn.variant} trains on one demonstration per prompt; use 1"
+    ) in lines
 
 
 @pytest.mark.parametrize(
-    ("name", "kept", "broken"),
+    ("kind", "holding", "broken"),
     [
-        ("divides", (2, 6), (6, 2)), ("is a multiple of", (6, 2), (2, 6)), ("equals", (2, 2), (2, 3)),
-        ("is at most", (2, 2), (3, 2)), ("is below", (1, 2), (2, 2)), ("is at least", (2, 2), (1, 2)),
-        ("needs", (True, 2), (True, 1)), ("needs", ("auto", 0), (2, "auto")), ("excludes", (2, 1), (2, 2)),
-        ("2 or more", (2,), (1,)), ("above 0", (1,), (0,)), ("above 0", (0.1,), (None,)),
-        ("not empty", ([0],), ([],)), ("not null", (0,), (None,)), ("of training", (None,), ("val:x",)),
-        ("of training or validation", ("val:x",), ("x",)), ("of validation", (None,), ("train:x",)),
+        (rows.DIVIDES, (2, 6), (6, 2)), (rows.IS_MULTIPLE_OF, (6, 2), (2, 6)), (rows.EQUALS, (2, 2), (2, 3)),
+        (rows.IS_AT_MOST, (2, 2), (3, 2)), (rows.IS_BELOW, (1, 2), (2, 2)),
+        (rows.IS_AT_LEAST, (2, 2), (1, 2)),
+        (rows.NEEDS, (True, 2), (True, 1)), (rows.NEEDS, ("auto", 0), (2, "auto")),
+        (rows.EXCLUDES, (2, 1), (2, 2)),
     ],
 )  # fmt: skip
-def test_relations_and_conditions_by_hand(name: str, kept: tuple[Any, ...], broken: tuple[Any, ...]) -> None:
-    holds = KINDS[name].holds if name in KINDS else CONDITIONS[name]
-    assert holds(*kept)
-    assert not holds(*broken)
+def test_relations_by_hand(kind: Kind, holding: tuple[Any, Any], broken: tuple[Any, Any]) -> None:
+    assert kind.holds(*holding)
+    assert not kind.holds(*broken)
 
 
-def test_tables_have_known_scopes_and_no_row_twice() -> None:
-    for name in FILES:
-        assert set(_table(name)) <= set(Scope.__members__)
-    marks = [(scope, row.context, row.rule, row.key) for scope, row in ROWS]
-    assert len(marks) == len(set(marks)) > 200
-    used = {text for text in CONDITIONS if any(row.rule.endswith(f" is {text}") for _, row in ROWS)}
-    assert used == set(CONDITIONS)
+@pytest.mark.parametrize(
+    ("allowed", "holding", "broken"),
+    [
+        (rows.TWO_OR_MORE, 2, 1), (rows.ABOVE_0, 1, 0), (rows.ABOVE_0, 0.1, None), (rows.NOT_EMPTY, [0], []),
+        (rows.NOT_NULL, 0, None), (rows.OF_TRAINING, None, "val:x"), (rows.OF_EITHER, "val:x", "x"),
+        (rows.OF_VALIDATION, None, "train:x"), (rows.one_of(None, 1), None, 0),
+        (rows.items_of("a", "b"), ["a"], ["a", "c"]), (rows.items_of("a", "b"), None, ["c"]),
+    ],
+)  # fmt: skip
+def test_allowed_values_by_hand(allowed: Allowed, holding: Any, broken: Any) -> None:
+    assert allowed.holds(holding)
+    assert not allowed.holds(broken)

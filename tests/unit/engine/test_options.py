@@ -21,7 +21,9 @@ from nemo_grpo.engine.megatron.options import (
 from nemo_grpo.models import ModelSpec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import Megatron
-from nemo_grpo.recipe.registry import Limit, Scope, rows
+from nemo_grpo.recipe.registry import Scope
+from nemo_grpo.recipe.rows import Limit
+from nemo_grpo.recipe.tables import rows
 
 CUDA = (13, 0)
 
@@ -72,7 +74,7 @@ def test_megatron_has_every_recipe_and_field_that_is_named_here():
     assert set(FP8_CAPABILITY) <= {recipe.value for recipe in Fp8Recipe}
     (limit,) = [row for row in rows(Scope.EMBEDDED) if row.key == "policy.megatron_cfg.fp8_cfg.fp8_recipe"]
     assert isinstance(limit, Limit)
-    assert set(FP8_CAPABILITY) == set(limit.values)
+    assert set(FP8_CAPABILITY) == set(limit.allowed.values)
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert {"fp8", "fp8_recipe", "fp8_param", "first_last_layers_bf16", "transformer_impl"} <= known
 

@@ -1,0 +1,270 @@
+"""Rows of the tables of rules about recipes: limits on a value, refusals, and relations of two values.
+
+A row says where it applies (a `Scope`), when (a function of the recipe, see `conditions`) and why; its reason
+ends with the remedy. `tables` names the modules that hold rows.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from nemo_grpo.recipe.recipe import Recipe
+from nemo_grpo.recipe.registry import Scope
+from nemo_grpo.support.dotted import value_of
+from nemo_grpo.support.errors import as_yaml
+
+Condition = Callable[[Recipe], bool]
+"""Test of a recipe; its name is what `recipe rules` prints."""
+Reason = str | Callable[[Recipe], str]
+"""Rest of a message; a function where it quotes the recipe."""
+
+
+def always(recipe: Recipe) -> bool:
+    """Return True, for a row that applies to every recipe of its scope."""
+    return True
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Values that a limit allows.
+
+    Attributes:
+        text: the values in words, which continue a sentence that begins with the key.
+        holds: test of a value.
+        values: the values, where they can be listed.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+    values: tuple[Any, ...] = ()
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    *first, last = [as_yaml(value) for value in values]
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def one_of(*values: Any) -> Allowed:
+    """Allow these values."""
+    return Allowed(f"must be {_listed(values)}", values.__contains__, values)
+
+
+def items_of(*items: str) -> Allowed:
+    """Allow null, and lists of some of these items."""
+    return Allowed(
+        f"must list only {_listed(items)}", lambda value: all(item in items for item in value or ()), items
+    )
+
+
+UNSET = one_of(None)
+OFF = one_of(None, False)
+ON = one_of(True)
+ABSENT = one_of(None, {})
+"""A section that is missing or empty."""
+EMPTY = one_of(None, [])
+NOT_NULL = Allowed("must not be null", lambda value: value is not None)
+NOT_EMPTY = Allowed("must not be empty", bool)
+ABOVE_0 = Allowed("must be above 0", lambda value: bool(value) and value > 0)
+TWO_OR_MORE = Allowed("must be 2 or more", lambda value: value >= 2)
+# a null metric ranks nothing, so every engine accepts it
+OF_TRAINING = Allowed(
+    "must be a metric of training", lambda metric: (metric or "train:").startswith("train:")
+)
+OF_VALIDATION = Allowed(
+    "must be a metric of validation", lambda metric: not (metric or "").startswith("train:")
+)
+OF_EITHER = Allowed(
+    "must be a metric of training or validation",
+    lambda metric: (metric or "val:").startswith(("val:", "train:")),
+)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One key must have one of some values.
+
+    Attributes:
+        key: dotted; a key that our models do not declare is null unless the recipe gives it.
+        allowed: the values.
+        reason: why, and the remedy.
+        where: recipes that the row applies to.
+        when: further condition on them.
+    """
+
+    key: str
+    allowed: Allowed
+    reason: Reason
+    where: Scope
+    when: Condition = always
+
+    @property
+    def rule(self) -> str:
+        """The row in words, without its reason."""
+        return f"{self.key} {self.allowed.text}"
+
+    def message(self, recipe: Recipe) -> str | None:
+        """Write the value that is not allowed, and why; None if the limit holds."""
+        value = value_of(recipe, self.key)
+        # the value first: a condition may have to ask the loss, which takes longer
+        if self.allowed.holds(value) or not self.when(recipe):
+            return None
+        return f"{_named(self.key, value)}: {_written(self.reason, recipe)}"
+
+
+def limits_on(
+    keys: tuple[str, ...], allowed: Allowed, reason: Reason, where: Scope, when: Condition = always
+) -> tuple[Limit, ...]:
+    """Make the same limit for each of several keys."""
+    return tuple(Limit(key, allowed, reason, where, when) for key in keys)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """No value of one key is accepted where the condition holds; attributes as of `Limit`."""
+
+    key: str
+    reason: Reason
+    where: Scope
+    when: Condition
+
+    @property
+    def rule(self) -> str:
+        """The row in words, without its reason."""
+        return f"{self.key} is refused"
+
+    def message(self, recipe: Recipe) -> str | None:
+        """Write the value and why it is refused; None if the condition does not hold."""
+        if not self.when(recipe):
+            return None
+        return f"{_named(self.key, value_of(recipe, self.key))}: {_written(self.reason, recipe)}"
+
+
+@dataclass(frozen=True)
+class Number:
+    """Number that follows from a recipe.
+
+    Attributes:
+        name: in messages.
+        of: function that computes it; null where the recipe has no such number.
+    """
+
+    name: str
+    of: Callable[[Recipe], int | None]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Relation that two values must have.
+
+    Attributes:
+        text: between the two names, for `recipe rules`.
+        verb: between the two values, in a message that the relation does not hold.
+        holds: test of the two values.
+        of_numbers: a null value is not compared.
+    """
+
+    text: str
+    verb: str
+    holds: Callable[[Any, Any], bool]
+    of_numbers: bool = True
+
+
+def is_on(value: object) -> bool:
+    """True for a setting in use: not null, false, empty, 0, 1 or auto."""
+    return value is True or value not in (None, False, 0, 1, "auto", [], {})
+
+
+DIVIDES = Kind("must divide", "does not divide", lambda a, b: b % a == 0)
+IS_MULTIPLE_OF = Kind("must be a multiple of", "is not a multiple of", lambda a, b: a % b == 0)
+IS_AT_MOST = Kind("must be at most", "exceeds", lambda a, b: a <= b)
+IS_BELOW = Kind("must be below", "is not below", lambda a, b: a < b)
+IS_AT_LEAST = Kind("must be at least", "is less than", lambda a, b: a >= b)
+EQUALS = Kind("must equal", "differs from", lambda a, b: a == b, of_numbers=False)
+NEEDS = Kind("needs", "needs", lambda a, b: not is_on(a) or is_on(b), of_numbers=False)
+EXCLUDES = Kind("excludes", "excludes", lambda a, b: not (is_on(a) and is_on(b)), of_numbers=False)
+
+
+@dataclass(frozen=True)
+class Relation:
+    """The values of two keys or derived numbers must relate.
+
+    Attributes:
+        first, second: keys or numbers.
+        kind: the relation of the first to the second.
+        reason, where, when: as of `Limit`.
+    """
+
+    first: str | Number
+    kind: Kind
+    second: str | Number
+    reason: Reason
+    where: Scope
+    when: Condition = always
+
+    @property
+    def key(self) -> str:
+        """Key of the first value, or the name of the number."""
+        return self.first if isinstance(self.first, str) else self.first.name
+
+    @property
+    def rule(self) -> str:
+        """The row in words, without its reason."""
+        second = self.second if isinstance(self.second, str) else self.second.name
+        return f"{self.key} {self.kind.text} {second}"
+
+    def message(self, recipe: Recipe) -> str | None:
+        """Write both values, and why they must relate; None if they do."""
+        if not self.when(recipe):
+            return None
+        first = _value(recipe, self.first)
+        second = _value(recipe, self.second)
+        if self.kind.of_numbers and (first is None or second is None):
+            return None
+        if self.kind.holds(first, second):
+            return None
+        # "a=true needs b=false" would name the wrong value
+        wanted = f"{self.second}=true" if self.kind is NEEDS else _named_second(self.second, second)
+        return f"{_named(self.first, first)} {self.kind.verb} {wanted}: {_written(self.reason, recipe)}"
+
+
+Row = Limit | Refusal | Relation
+
+
+class Placeholder:
+    """Stands in for a recipe where a reason is printed without one: ``{loss_fn.variant}``."""
+
+    def __init__(self, key: str = "") -> None:
+        self._key = key
+
+    def __getattr__(self, name: str) -> "Placeholder":
+        return Placeholder(f"{self._key}.{name}" if self._key else name)
+
+    def __format__(self, format_spec: str) -> str:
+        return f"{{{self._key}}}"
+
+
+def in_words(row: Row) -> str:
+    """Describe a row in one line: scope, condition, rule and reason, with names in place of values."""
+    condition = row.when.__name__.replace("_", " ")
+    reason = _written(row.reason, cast(Recipe, Placeholder()))
+    return f"{row.where.name} [{condition}] {row.rule}: {reason}"
+
+
+def _written(reason: Reason, recipe: Recipe) -> str:
+    return reason if isinstance(reason, str) else reason(recipe)
+
+
+def _value(recipe: Recipe, name: str | Number) -> Any:
+    return value_of(recipe, name) if isinstance(name, str) else name.of(recipe)
+
+
+def _named(name: str | Number, value: object) -> str:
+    if isinstance(name, Number):
+        return f"{name.name} = {value}"
+    return f"{name}={'{..}' if isinstance(value, BaseModel | Mapping) else as_yaml(value)}"
+
+
+def _named_second(name: str | Number, value: object) -> str:
+    return f"{value} ({name.name})" if isinstance(name, Number) else _named(name, value)
