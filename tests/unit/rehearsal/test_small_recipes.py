@@ -8,10 +8,12 @@ import pytest
 import yaml
 
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.recipe.keys import is_known
 from nemo_grpo.recipe.loader import load_tree, merge
 from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.environment import Stack, stack_for
 from nemo_grpo.rehearsal.model import RehearsalModel, small_config
+from nemo_grpo.rehearsal.replacements import CPU, REHEARSAL
 from nemo_grpo.rehearsal.tiny_data import problems_of
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError
@@ -162,3 +164,83 @@ def test_asynchronous_rollouts_of_another_sampler_become_vllms(tmp_path):
         stack_for(asynchronous, CW_GRPO, WITH_VLLM)
         with pytest.raises(UserError, match="run make venv-vllm and leave --sampler out"):
             stack_for(asynchronous, CW_GRPO, replace(WITH_VLLM, vllm_python=None))
+
+
+REPLACED = {
+    "policy.router_replay.enabled": "true",
+    "policy.quant_cfg": "FP8_DEFAULT_CFG",
+    "policy.generation.quant_cfg": "FP8_DEFAULT_CFG",
+    "policy.generation.backend": "sglang",
+    "policy.generation.real_quant": "true",
+    "policy.generation.vllm_cfg.is_mx": "true",
+    "policy.generation.vllm_cfg.use_deep_gemm": "true",
+    "policy.generation.vllm_cfg.precision": "float16",
+    "policy.generation.vllm_cfg.tensor_parallel_size": "2",
+    "policy.megatron_cfg.model_overrides.first_last_layers_bf16": "true",
+    "policy.megatron_cfg.moe_token_dispatcher_type": "flex",
+    "policy.megatron_cfg.moe_enable_deepep": "true",
+    "policy.megatron_cfg.moe_shared_expert_overlap": "true",
+    "policy.megatron_cfg.moe_grouped_gemm": "true",
+    "policy.megatron_cfg.gradient_accumulation_fusion": "true",
+    "checkpointing.enabled": "false",
+    "policy.draft.enabled": "true",
+    "policy.generation.stop_token_ids": "[7]",
+    "policy.hf_config_overrides": "{rope_theta: 10000}",
+    "policy.megatron_cfg.mtp_num_layers": "1",
+    "logger.wandb_enabled": "true",
+    "logger.mlflow_enabled": "true",
+    "logger.swanlab_enabled": "true",
+}
+"""Key of a replacement -> a value that cannot stay and that needs no other key."""
+REPLACED_TOGETHER = (
+    {
+        "policy.generation.vllm_cfg.kv_cache_dtype": "fp8",
+        "policy.generation.vllm_cfg.precision": "fp8",
+        "policy.megatron_cfg.fp8_cfg.enabled": "true",
+        "policy.megatron_cfg.fp8_cfg.fp8_recipe": "tensorwise",
+        "loss_fn.use_importance_sampling_correction": "true",
+    },
+    {
+        "policy.generation.vllm_cfg.expert_parallel_size": "2",
+        "policy.generation.vllm_cfg.pipeline_parallel_size": "2",
+        "policy.generation.vllm_cfg.async_engine": "true",
+    },
+    {
+        "policy.megatron_cfg.optimizer.optimizer_cpu_offload": "true",
+        "policy.megatron_cfg.optimizer.optimizer_offload_fraction": "1.0",
+    },
+    {"grpo.stop_at_validation_metric": "accuracy", "grpo.stop_at_validation_threshold": "0.5"},
+    {
+        "policy.megatron_cfg.num_layers_in_first_pipeline_stage": "4",
+        "policy.megatron_cfg.num_layers_in_last_pipeline_stage": "4",
+    },
+    {"policy.generation.vllm_kwargs.speculative_config": "{method: ngram}"},
+)
+"""As `REPLACED`, for keys that need each other."""
+DATA_OF_NEMO_RL = {
+    "data.train": "{dataset_name: gsm8k, env_name: math}",
+    "env.math.num_workers": "1",
+    "data.use_multiple_dataloader": "true",
+}
+REPLACEMENTS = CPU | REHEARSAL
+
+
+@pytest.mark.parametrize(
+    "settings", [*({key: value} for key, value in REPLACED.items()), *REPLACED_TOGETHER, DATA_OF_NEMO_RL]
+)
+def test_value_that_cannot_stay_is_replaced_with_its_reason(settings):
+    own_data = ["~nemo_grpo.task", "~nemo_grpo.prompt", "~nemo_grpo.rewards"]
+    removed = own_data if settings is DATA_OF_NEMO_RL else []
+    recipe = load_recipe(CW_GRPO, [*removed, *(f"++{key}={value}" for key, value in settings.items())])
+    expected = {key: REPLACEMENTS[key] for key in settings if key in REPLACEMENTS}
+    changed = {change.key: change for change in small.replaced(recipe, REPLACEMENTS)}
+    assert changed.keys() == expected.keys()
+    for key, replacement in expected.items():
+        assert (changed[key].value, changed[key].reason) == replacement
+
+
+def test_values_that_may_stay_are_not_replaced_and_every_replacement_is_tested():
+    assert list(small.replaced(load_recipe(CW_GRPO), REPLACEMENTS)) == []
+    tested = set(REPLACED).union(*REPLACED_TOGETHER, DATA_OF_NEMO_RL)
+    assert set(REPLACEMENTS) - tested == set()
+    assert [key for key in REPLACEMENTS if not is_known(key)] == []
