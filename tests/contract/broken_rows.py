@@ -75,7 +75,7 @@ BROKEN: dict[str, list[str]] = {
         "$G.val_top_p=0.9",
         "$G.val_top_k=50",
     ],
-    "embedded ~policy.tokenizer.name": ["policy.model_name=null"],
+    "embedded $WARM={}; policy.model_name=null; policy.tokenizer.name=null": ["nemo_grpo.warm_start=null"],
     "embedded grpo.stop_at_validation_metric=accuracy; grpo.stop_at_validation_threshold=0.5": [
         "grpo.stop_at_validation_threshold=null"
     ],
@@ -128,6 +128,7 @@ BROKEN: dict[str, list[str]] = {
     ],
     # NeMo-RL's own data and NeMo-Gym
     "stock": ["nemo_grpo.target=embedded", SFT],
+    "stock loss_fn={_override_: true}": ["grpo.max_val_samples=null"],  # NeMo-RL's own loss
     "vision": [f"{SFT}; grpo.num_generations_per_prompt=1; $GBS=16"],
     "stock $GYM": [
         "nemo_grpo.task={name: knights_knaves}",
@@ -176,6 +177,7 @@ BROKEN: dict[str, list[str]] = {
     ],
     "cluster $M.enabled=false; policy.dtensor_cfg.enabled=true": ["policy.dtensor_cfg.enabled=false"],
     "cluster grpo.val_at_end=true": ["grpo.val_period=0"],
+    "cluster $G.backend=megatron": ["$G.val_temperature=0.5"],
     "cluster $PACK": ["$PACKING.train_mb_tokens=32", "$PACKING.logprob_mb_tokens=32"],
     "cluster $OPT.use_precision_aware_optimizer=true": ["$OPT.optimizer=sgd"],
     "cluster $OPT.optimizer_cpu_offload=true; $OPT.optimizer_offload_fraction=1.0": [

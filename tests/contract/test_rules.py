@@ -25,10 +25,11 @@ from nemo_grpo.recipe import (
     tables,
     validation,
 )
+from nemo_grpo.recipe.conditions import ranks_hold_whole_replicas
 from nemo_grpo.recipe.keys import is_known
 from nemo_grpo.recipe.loader import apply_overrides, load_tree
 from nemo_grpo.recipe.registry import RULES, Scope
-from nemo_grpo.recipe.rows import Allowed, Kind, Number, Relation, in_words
+from nemo_grpo.recipe.rows import Allowed, Kind, Number, Relation, always, in_words
 from nemo_grpo.support.dotted import leaves
 from nemo_grpo.support.errors import UserError
 
@@ -488,6 +489,15 @@ def test_every_row_fires_for_some_change(fired: list[str]) -> None:
     names = [name for name, _ in ROWS]
     assert len(names) == len(set(names)) > 200, "two rows say the same"
     assert set(names) - set(fired) == set(), "these need a change in broken_rows.py"
+
+
+def test_every_condition_leaves_some_recipe_alone() -> None:
+    """With the test before: each condition holds for one recipe and not for another."""
+    recipes = [loaded(base, overrides) for base, _, overrides in (text.partition(" ") for text in BROKEN)]
+    # a row refuses the recipes whose ranks do not hold whole replicas
+    never_false = (always, ranks_hold_whole_replicas)
+    conditions = {row.when for _, row in ROWS if row.when not in never_false}
+    assert [condition.__name__ for condition in conditions if all(map(condition, recipes))] == []
 
 
 @pytest.mark.parametrize(("text", "sentence"), REFUSED.values(), ids=REFUSED)
