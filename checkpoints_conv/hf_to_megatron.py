@@ -18,6 +18,7 @@ from checkpoints_conv.formats.dtypes import (
     cast_tensor,
     dtype_for,
     main_dtype,
+    widened,
 )
 from checkpoints_conv.formats.pieces import PIECE_BYTES, Buffer
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
@@ -175,7 +176,7 @@ def _places(written: list[WrittenChunk]) -> set[tuple[str, tuple[int, ...]]]:
 
 def _dtypes(units: list[Unit], weights: SafetensorsFolder, dtype: Dtype | None) -> Mapping[str, Dtype]:
     """Choose the dtype of each key: one for all its layers, since Megatron stacks them."""
-    found: dict[str, Dtype] = {}
+    key_dtypes: dict[str, Dtype] = {}
     for unit in units:
         for name in unit.hf:
             stored = weights.tensors[name].dtype
@@ -183,9 +184,10 @@ def _dtypes(units: list[Unit], weights: SafetensorsFolder, dtype: Dtype | None) 
                 raise UserError(
                     f"{name} is stored as {stored}; dequantise the model to bf16 and convert that"
                 )
-            kept = stored if unit.keeps_dtype else dtype or stored
-            if found.setdefault(unit.key, kept) != kept:
+            chosen = stored if unit.keeps_dtype else dtype or stored
+            if key_dtypes.setdefault(unit.key, chosen) != chosen:
                 raise UserError(
-                    f"{name} is {stored}, other layers are {found[unit.key]}; choose one with --dtype"
+                    f"{name} is {stored}, other layers are {key_dtypes[unit.key]}; choose one with --dtype"
                 )
-    return found
+    computed = {unit.key for unit in units if unit.op.computes}
+    return {key: widened(kind) if key in computed else kind for key, kind in key_dtypes.items()}

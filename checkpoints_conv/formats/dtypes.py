@@ -78,6 +78,18 @@ def dtype_for(choice: str | torch.dtype | None) -> Dtype | None:
     return known[str(choice)]
 
 
+def widened(dtype: Dtype) -> Dtype:
+    """Return the next wider dtype: float32 for 16 bits, float64 for float32."""
+    return DTYPES["float64"] if dtype.itemsize > 2 else DTYPES["float32"]
+
+
+def narrowed(dtype: Dtype, main: Dtype) -> Dtype:
+    """Undo `widened`. Args: main: dtype of the other weights, which tells bfloat16 from float16."""
+    if dtype == main:
+        return dtype  # a checkpoint that somebody else wrote: nothing was widened
+    return main if widened(main) == dtype else DTYPES["float32"]
+
+
 def cast(data: memoryview, stored: Dtype, wanted: Dtype, name: str) -> memoryview:
     """Convert numbers to another dtype; the same memory if it is the same."""
     if stored == wanted:

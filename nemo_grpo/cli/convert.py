@@ -115,7 +115,10 @@ def verify(
         typer.echo(f"note: {hf} tensors were compared after conversion to {megatron}")
     for name, gap in sorted(result.different.items()):
         typer.echo(f"differs: {name} (by up to {gap:.3g})")
-    typer.echo(f"{result.num_tensors} tensors compared, {len(result.different)} differ")
+    for name, gap in sorted(result.rounded.items()):
+        typer.echo(f"rounded: {name} (by up to {gap:.3g}): its dtype does not hold the other side's numbers")
+    rounded = f", {len(result.rounded)} are rounded" if result.rounded else ""
+    typer.echo(f"{result.num_tensors} tensors compared, {len(result.different)} differ{rounded}")
     if result.num_hashed:
         typer.echo(f"{result.num_hashed} files match SHA256SUMS")
     different = bool(result.different)
