@@ -81,8 +81,9 @@ def _write_train_state(path: Path, iteration: int) -> None:
 
 
 def unsaid(family: Family) -> list[str]:
-    """List attention settings that run_config.yaml cannot express."""
-    rope, found = family.spec.rope, []
+    """List settings that run_config.yaml cannot express."""
+    rope = family.spec.rope
+    found = [f"{key} {value:g}" for key, value in family.unsaid.items()]
     said = {"default", "llama3"}
     said |= {"linear"} if "rope_scaling_factor" in family.settings else set()
     yarn = {"rotary_scaling_factor", "yarn_rotary_scaling_factor"}

@@ -76,15 +76,18 @@ class Family:
 
     Attributes: config: config.json's content.  spec: its sizes and settings.  dims: sizes by letter.
                 entries: the table.  settings: of Megatron-Bridge's provider, the family's own.
+                unsaid: keys and values of config.json that no setting of the provider says.
     """
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, declaration: FamilySpec) -> None:
         assert declaration.table is not None
         self.config, self.spec, self.entries = config, spec, declaration.table(spec)
-        self.settings = declaration.settings(config, spec) if declaration.settings else {}
+        stated = {**declaration.defaults, **config}
+        self.settings = declaration.settings(stated, spec) if declaration.settings else {}
         self.dims, self.aliases = dims_of(spec), declaration.aliases
         self.num_layers, self.tied = spec.num_layers, spec.tied_embeddings
         self.stacks_layers = declaration.stacks_layers
+        self.unsaid = {key: config[key] for key in declaration.unsaid if config.get(key)}
 
     @cached_property
     def prefix(self) -> str:

@@ -171,7 +171,6 @@ OF_MODEL = {
         ({"layer_types": ["full_attention"]}, "layer_types has 1 layers of 4"),
     ],
     "gpt-oss": [
-        ({"sliding_window": None}, "has no sliding_window"),
         ({"swiglu_limit": 6.0}, "swiglu_limit=6.0 is not gpt-oss's 7.0"),
         ({"layer_types": ["full_attention"] * 4}, "layer_types="),
         (
