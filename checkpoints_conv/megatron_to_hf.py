@@ -28,7 +28,7 @@ from checkpoints_conv.locate import Place, locate
 from nemo_grpo.models import family_for
 from nemo_grpo.models.family import Unit
 from nemo_grpo.support.model_card import training_of, write_card
-from nemo_grpo.support.model_folder import WEIGHTS_KEY, copy_side_files, hf_config
+from nemo_grpo.support.model_folder import WEIGHTS_KEY, auto_map_files, copy_side_files, hf_config
 from nemo_grpo.support.progress import Advance, progress
 
 if TYPE_CHECKING:
@@ -147,6 +147,9 @@ def copy_with_config(source: Path, target: Path, dtype: Dtype) -> None:
     config = hf_config(source)
     config.pop("quantization_config", None)  # of a base in FP8 or the like
     config.pop(WEIGHTS_KEY, None)  # of the source's files
+    if not auto_map_files(config) <= names:
+        # transformers has every family that is converted, and would look for code that is not there.
+        config.pop("auto_map")
     config |= dict.fromkeys(config.keys() & {"num_nextn_predict_layers", "mtp_num_hidden_layers"}, 0)
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
     (target / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, dtype.name), indent=2) + "\n")

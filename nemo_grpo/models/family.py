@@ -32,6 +32,9 @@ _IGNORED_HF = re.compile(r".*\.rotary_emb\.inv_freq$")  # buffers in old exports
 _IGNORED_MEGATRON = re.compile(r".*\._extra_state(/.*)?$")  # Transformer Engine's FP8 scales; no weights
 
 
+_PACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
 @dataclass(frozen=True)
 class Unit:
     """The smallest piece that converts by itself: a block of rows of one Megatron tensor.
@@ -104,6 +107,16 @@ class Family:
         return self._embedding.hf[0][0]
 
     @property
+    def tied_by(self) -> str:
+        """Say where config.json ties the embeddings."""
+        key = "tie_word_embeddings"
+        if self.config.get(key):
+            return f"config.json has {key}=true"
+        if self.config.get("text_config", {}).get(key):
+            return f"config.json has text_config.{key}=true"
+        return f"config.json has no {key}, which {self.spec.model_type} takes for true"
+
+    @property
     def tied_names(self) -> tuple[str, str]:
         return self.prefix + EMBEDDING, self.prefix + OUTPUT
 
@@ -114,7 +127,7 @@ class Family:
         """
         self.check_hf({name: tuple(tensor.shape) for name, tensor in hf.items()})
         if self.tied and HF_OUTPUT in hf:
-            check_tied(hf[self.hf_embedding], hf[HF_OUTPUT])
+            check_tied(hf[self.hf_embedding], hf[HF_OUTPUT], self.tied_by)
         for entry, numbers in self._instances():
             names = [name.format(**numbers) for name, _ in entry.hf]
             yield entry.megatron.format(**numbers), entry.op.join([hf[name] for name in names], self.dims)
@@ -131,7 +144,7 @@ class Family:
         extra = set(names) - wanted - ({output} if self.tied else set())
         refuse_unmatched("Megatron", wanted - set(names), {names[name] for name in extra})
         if self.tied and output in names:
-            check_tied(megatron[embedding], megatron[output])
+            check_tied(megatron[embedding], megatron[output], self.tied_by)
         for entry, numbers in self._instances():
             name = names[entry.megatron.format(**numbers)]
             whole = megatron[name]
@@ -216,7 +229,8 @@ class Family:
         extra = {name for name in self.converted(found) - set(expected) if not _IGNORED_HF.match(name)}
         if self.tied:
             extra -= {HF_OUTPUT}
-        refuse_unmatched("Hugging Face", {whole_name(name) for name in set(expected) - set(found)}, extra)
+        missing = {whole_name(name) for name in set(expected) - set(found)}
+        refuse_unmatched("Hugging Face", missing, extra, _remedy_of_packed(extra))
         for name, shape in expected.items():
             if found[name] != shape:
                 refuse_shape(name, found[name], shape)
@@ -257,17 +271,17 @@ def dims_of(spec: ModelSpec) -> dict[str, int]:
     }  # fmt: skip
 
 
-def check_tied(embedding: Tensor, output: Tensor) -> None:
+def check_tied(embedding: Tensor, output: Tensor, tied_by: str) -> None:
     """Refuse an output layer that differs from the embedding to which it is tied."""
     if embedding.data_ptr() != output.data_ptr() and not torch.equal(embedding, output):
-        refuse_untied()
+        refuse_untied(tied_by)
 
 
-def refuse_untied() -> NoReturn:
-    """Say that embeddings which should be tied are not."""
+def refuse_untied(tied_by: str) -> NoReturn:
+    """Say that embeddings which should be tied are not. Args: tied_by: `Family.tied_by`."""
     raise UserError(
-        "config.json has tie_word_embeddings=true, but the output layer differs from the embedding; "
-        "set tie_word_embeddings to false"
+        f"{tied_by}, but the output layer differs from the embedding, and transformers would drop it; are "
+        "the weights and config.json of the same model?"
     )
 
 
@@ -279,12 +293,22 @@ def refuse_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> No
     )
 
 
-def refuse_unmatched(side: str, missing: set[str], extra: set[str]) -> None:
+def refuse_unmatched(side: str, missing: set[str], extra: set[str], remedy: str = "") -> None:
     """Raise if a name has no partner."""
     lists = {"missing": missing, "not known": extra}
     problems = [f"{what}: {listed(names)}" for what, names in lists.items() if names]
     if problems:
-        raise UserError(f"the {side} tensors do not fit config.json; {'; '.join(problems)}")
+        raise UserError(f"the {side} tensors do not fit config.json; {'; '.join(problems)}{remedy}")
+
+
+def _remedy_of_packed(extra: set[str]) -> str:
+    """Name the remedy where a layer's experts are one tensor, as transformers holds them in memory."""
+    if not any(name.endswith(_PACKED) for name in extra):
+        return ""
+    return (
+        "; the experts are packed: load the model with transformers and save it with "
+        "save_pretrained(FOLDER, save_original_format=True)"
+    )
 
 
 def local_name(name: str) -> str | None:
