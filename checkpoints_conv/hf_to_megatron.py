@@ -41,8 +41,8 @@ _IN_TRANSFORMER_ENGINE = re.compile(r"(.*\.(linear_\w+|\w*norm|in_proj|out_proj)
 
 
 def hf_to_megatron(
-    hf_model: Path,
-    output: Path,
+    hf_model: str | Path,
+    output: str | Path,
     *,
     dtype: str | torch.dtype | None = None,
     num_workers: int = 2,
@@ -60,6 +60,8 @@ def hf_to_megatron(
              sha256: also write ``SHA256SUMS``.
     Returns: ``output``, which holds ``iter_0000000`` and the files by which Megatron-Bridge finds it.
     """
+    hf_model = Path(hf_model)
+    output = Path(output)
     with open_model(hf_model) as (family, weights):
         wanted = dtype_for(dtype)
         conversion = _Conversion(family, weights, wanted, padded_vocab_size)

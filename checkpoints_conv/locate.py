@@ -92,12 +92,17 @@ class Place:
         return reader.read(self.name, self.start, self.sizes).reshape(self.unit.shape)
 
 
-def locate(family: Family, reader: TorchDistReader) -> list[Place]:
-    """Find every unit of the model; refuse a checkpoint with anything else."""
+def locate(
+    family: Family, reader: TorchDistReader, lora_remedy: str = "use --lora merge or --lora adapter"
+) -> list[Place]:
+    """Find every unit of the model; refuse a checkpoint with anything else.
+
+    Args: lora_remedy: for a checkpoint of adapters.
+    """
     check_run_config(family, reader.folder / RUN_CONFIG)
     stored = {name: key.shape for name, key in reader.weights.items()}
     if any(ADAPTER in name for name in stored):
-        raise UserError(f"{reader.folder} has LoRA adapters; use --lora merge or --lora adapter")
+        raise UserError(f"{reader.folder} has LoRA adapters; {lora_remedy}")
     names, missing, extra = _match(family, stored)
     refuse_unmatched("Megatron", missing, extra)
     return _places(family, reader, names)

@@ -5,6 +5,7 @@ divided like rows of W, so queries, keys and values share A and have a B each; l
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,11 +26,11 @@ from nemo_grpo.support.progress import progress
 
 
 def merge_lora(
-    megatron_checkpoint: Path,
-    base: Path,
-    output: Path,
+    megatron_checkpoint: str | Path,
+    base: str | Path,
+    output: str | Path,
     *,
-    hf_config_folder: Path | None = None,
+    hf_config_folder: str | Path | None = None,
     alpha: float | None = None,
     dtype: str | torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -46,7 +47,11 @@ def merge_lora(
              The others are as in `megatron_to_hf`.
     Returns: ``output``, a Hugging Face folder without adapters.
     """
-    wanted, config_folder = dtype_for(dtype), hf_config_folder or base
+    megatron_checkpoint = Path(megatron_checkpoint)
+    base = Path(base)
+    output = Path(output)
+    wanted = dtype_for(dtype)
+    config_folder = Path(hf_config_folder or base)
     with open_adapted(megatron_checkpoint, base, config_folder, alpha, num_workers) as found:
         family, weights, reader, adapters = found.family, found.weights, found.reader, found.adapters
         units = list(family.units())
@@ -62,7 +67,8 @@ def merge_lora(
                 yield from zip(unit.hf, bases, strict=True)
                 return
             adapter = adapters[unit]
-            scale, (a, parts) = found.alpha / adapter.rank, adapter.read(reader, family)
+            scale = found.scale(adapter)
+            a, parts = adapter.read(reader, family)
             for name, weight, b in zip(unit.hf, bases, parts, strict=True):
                 yield name, torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
 
@@ -78,11 +84,11 @@ def merge_lora(
 
 
 def export_adapter(
-    megatron_checkpoint: Path,
-    base: Path,
-    output: Path,
+    megatron_checkpoint: str | Path,
+    base: str | Path,
+    output: str | Path,
     *,
-    hf_config_folder: Path | None = None,
+    hf_config_folder: str | Path | None = None,
     alpha: float | None = None,
     dtype: str | torch.dtype | None = None,
     num_workers: int = 2,
@@ -96,7 +102,11 @@ def export_adapter(
              The others are as in `merge_lora`.
     Returns: ``output``: adapter_config.json and adapter_model.safetensors.
     """
-    wanted, config_folder = dtype_for(dtype), hf_config_folder or base
+    megatron_checkpoint = Path(megatron_checkpoint)
+    base = Path(base)
+    output = Path(output)
+    wanted = dtype_for(dtype)
+    config_folder = Path(hf_config_folder or base)
     opened = open_adapted(megatron_checkpoint, base, config_folder, alpha, num_workers, by_peft=True)
     with opened as found:
         family, reader, adapters = found.family, found.reader, found.adapters
@@ -124,7 +134,10 @@ def export_adapter(
             names = {name for unit in adapters for name in unit.hf}
             modules = {re.sub(r"\.weight$", "", name).rpartition(".")[2] for name in names}
             training = training_of(reader.folder)
-            config = peft_config(base_model(training, base)[0], ranks.pop(), found.alpha, modules)
+            rank = ranks.pop()
+            # PEFT scales by lora_alpha / r: of rank-stabilized adapters this is alpha times the root of r.
+            alpha = found.alpha * math.sqrt(rank) if found.is_rank_stabilized else found.alpha
+            config = peft_config(base_model(training, base)[0], rank, alpha, modules)
             (job.data / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
             write_card(job.data, training, base, is_adapter=True)
             job.finish(sha256)

@@ -40,9 +40,9 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def megatron_to_hf(
-    megatron_checkpoint: Path,
-    hf_config_folder: Path,
-    output: Path,
+    megatron_checkpoint: str | Path,
+    hf_config_folder: str | Path,
+    output: str | Path,
     *,
     dtype: str | torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -58,6 +58,9 @@ def megatron_to_hf(
              resume, force, sha256: as in `hf_to_megatron`.
     Returns: ``output``, which `AutoModelForCausalLM.from_pretrained` loads.
     """
+    megatron_checkpoint = Path(megatron_checkpoint)
+    hf_config_folder = Path(hf_config_folder)
+    output = Path(output)
     config = hf_config(hf_config_folder)
     family = family_for(config)
     with closing(TorchDistReader(megatron_checkpoint)) as reader:

@@ -7,6 +7,7 @@ import threading
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from checkpoints_conv.formats.dtypes import Dtype, byte_view, tensor_of
 from checkpoints_conv.formats.pieces import PIECE_BYTES, Buffer, same
@@ -46,6 +47,17 @@ class Comparison:
     def num_tensors(self) -> int:
         return len(self.compared)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return numbers and names; a difference that is no number (NaN) is null."""
+        gaps = {
+            kind: {name: None if math.isnan(gap) else gap for name, gap in sorted(names.items())}
+            for kind, names in (("different", self.different), ("rounded", self.rounded))
+        }
+        cast = sorted(
+            [str(hf).removeprefix("torch."), str(kind).removeprefix("torch.")] for hf, kind in self.cast
+        )
+        return {"num_tensors": self.num_tensors, **gaps, "cast": cast, "num_hashed": self.num_hashed}
+
 
 @dataclass(frozen=True)
 class Gap:
@@ -62,13 +74,19 @@ class Gap:
     exports: bool = False
 
 
-def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> Comparison:
-    """Compare every tensor; a few megabytes in memory per worker."""
+def verify(hf_model: str | Path, megatron_checkpoint: str | Path, num_workers: int = 2) -> Comparison:
+    """Compare every tensor; a few megabytes in memory per worker.
+
+    Raises: UserError: a folder cannot be read, or is of another model.
+    """
+    hf_model = Path(hf_model)
+    megatron_checkpoint = Path(megatron_checkpoint)
     with (
         open_model(hf_model) as (family, weights),
         closing(TorchDistReader(megatron_checkpoint)) as reader,
     ):
-        places = locate(family, reader)
+        remedy = "verify compares whole models; `megatron-to-hf --lora merge` exports the merged one"
+        places = locate(family, reader, remedy)
         result, lock = Comparison(), threading.Lock()
         folders = {hf_model, reader.folder, reader.folder.parent}
         result.num_hashed = sum(check_sha256(folder) for folder in folders)
@@ -146,10 +164,10 @@ def _distance(one: Tensor, two: Tensor) -> float:
     return float((one.double() - two.double()).abs().max())
 
 
-def read_megatron(config: dict[str, object], checkpoint: Path) -> dict[str, torch.Tensor]:
+def read_megatron(config: dict[str, object], checkpoint: str | Path) -> dict[str, torch.Tensor]:
     """Read every tensor of a checkpoint into memory, under its local-spec name."""
     family = family_for(config)
-    reader = TorchDistReader(checkpoint)
+    reader = TorchDistReader(Path(checkpoint))
     pieces: dict[str, list[torch.Tensor]] = {}
     for place in locate(family, reader):
         pieces.setdefault(place.unit.megatron, []).append(place.read(reader))

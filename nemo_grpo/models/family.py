@@ -156,7 +156,9 @@ class Family:
                 refuse_shape(name, megatron[name].shape, expected)
             parts = entry.op.split(whole, [shape[0] for shape in shapes], self.dims)
             for (hf_name, _), part in zip(entry.hf, parts, strict=True):
-                yield hf_name.format(**numbers), part
+                # A model in memory has one dtype; numbers that were computed come in a wider one.
+                narrow = part.to(megatron[names[embedding]].dtype) if entry.op.computes else part
+                yield hf_name.format(**numbers), narrow
 
     def units(self) -> Iterator[Unit]:
         """Yield every unit of the model, layer by layer; contiguous parts are units of their own."""
