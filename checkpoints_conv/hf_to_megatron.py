@@ -51,7 +51,7 @@ def hf_to_megatron(
     force: bool = False,
     sha256: bool = False,
 ) -> Path:
-    """Convert a model folder; peak memory is a few megabytes per worker.
+    """Convert a model folder; peak memory is a few megabytes per worker, besides torch.
 
     Args:    dtype: of the result (bf16, fp16, fp32); None keeps the source's.
              padded_vocab_size: rows of the embeddings; None: the vocabulary as it is (megatron-core pads when

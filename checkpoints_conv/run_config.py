@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from checkpoints_conv.formats.archive import save, tensor_reference
+from checkpoints_conv.formats.archive import TensorReference, save
 from checkpoints_conv.formats.dtypes import DTYPES, Dtype
 from checkpoints_conv.formats.torch_dist import LATEST
 from nemo_grpo.models import Family
@@ -75,7 +75,7 @@ def _write_train_state(path: Path, iteration: int) -> None:
         "floating_point_operations_so_far": ("float64", struct.pack("<d", 0.0)),
         **{name: ("bool", struct.pack("<?", False)) for name in ("do_train", "do_valid", "do_test")},
     }
-    tree = {name: tensor_reference(DTYPES[dtype], (), name) for name, (dtype, _) in scalars.items()}
+    tree = {name: TensorReference(DTYPES[dtype], (), name) for name, (dtype, _) in scalars.items()}
     with path.open("wb") as stream:
         save(stream, tree, {name: [data] for name, (_, data) in scalars.items()})
 
