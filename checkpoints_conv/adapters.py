@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import TorchDistReader
@@ -23,6 +24,10 @@ from nemo_grpo.support.progress import progress
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_KINDS = ("LoRA", "VLMLoRA")
+"""Megatron-Bridge's classes of adapters that are read; DoRA and CanonicalLoRA compute something else."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Adapted:
 
     Attributes: family, weights: of the base.  reader: of the checkpoint.  adapters: by the units that they
                 update.  alpha: of all of them.
+                is_rank_stabilized: the scale is alpha / sqrt(rank) (2312.03732), not alpha / rank.
     """
 
     family: Family
@@ -59,6 +65,11 @@ class Adapted:
     reader: TorchDistReader
     adapters: dict[Unit, Adapter]
     alpha: float
+    is_rank_stabilized: bool = False
+
+    def scale(self, adapter: Adapter) -> float:
+        """Return the factor of B A."""
+        return self.alpha / (math.sqrt(adapter.rank) if self.is_rank_stabilized else adapter.rank)
 
 
 @contextmanager
@@ -84,12 +95,15 @@ def open_adapted(
             )
         described = family_for(hf_config(config_folder))
         _check_fits(described, config_folder, family, base)
-        check_run_config(described, reader.folder / RUN_CONFIG)
-        found = Adapted(family, weights, reader, _find(family, reader), _alpha(reader, alpha))
+        path = reader.folder / RUN_CONFIG
+        check_run_config(described, path)
+        adapters, peft = _find(family, reader), read_section(path, "peft")
+        alpha = _alpha(path, peft, alpha)
+        _check_kind(path, peft, adapters.values())
         if by_peft:
-            _check_peft_applies(family, found.adapters)
+            _check_peft_applies(family, adapters)
         _check_nothing_is_lost(family, weights, reader, num_workers)
-        yield found
+        yield Adapted(family, weights, reader, adapters, alpha, _uses_rslora(path, peft))
 
 
 def _check_fits(described: Family, folder: Path, family: Family, base: Path) -> None:
@@ -132,7 +146,8 @@ def _check_nothing_is_lost(
     places, lost = locate_beside_adapters(family, reader)
 
     def compare(place: Place) -> None:
-        if gaps_of(place, family, weights, reader):
+        # A base that was rounded on its way into Megatron is still the base.
+        if any(not gap.imports for gap in gaps_of(place, family, weights, reader)):
             lost.add(place.name)
         advance()
 
@@ -169,10 +184,37 @@ def _find(family: Family, reader: TorchDistReader) -> dict[Unit, Adapter]:
     return found
 
 
-def _alpha(reader: TorchDistReader, given: float | None) -> float:
-    path, name, alpha = reader.folder / RUN_CONFIG, "--lora-alpha", given
+def _check_kind(path: Path, peft: Mapping[str, Any], adapters: Iterable[Adapter]) -> None:
+    """Refuse adapters that are computed otherwise than W x + scale B A x, or are of another training.
+
+    Args: path, peft: run_config.yaml, and its section of the adapters.
+    """
+    kind = str(peft.get("_target_", _KINDS[0])).rpartition(".")[2]
+    if kind not in _KINDS:
+        raise UserError(
+            f"{path}: peft._target_ is {kind:.60}, and only {' and '.join(_KINDS)} are exported; export the "
+            "checkpoint with Megatron-Bridge"
+        )
+    rank = peft.get("dim")
+    for adapter in adapters:
+        if rank is not None and rank != adapter.rank:
+            raise UserError(
+                f"{path}: peft.dim is {rank!r:.60}, but {adapter.layer}* has rank {adapter.rank}; restore "
+                "the file of this training"
+            )
+
+
+def _uses_rslora(path: Path, peft: Mapping[str, Any]) -> bool:
+    value = peft.get("use_rslora", False)
+    if not isinstance(value, bool):
+        raise UserError(f"{path}: peft.use_rslora is {value!r:.60}, not true or false; restore the file")
+    return value
+
+
+def _alpha(path: Path, peft: Mapping[str, Any], given: float | None) -> float:
+    name, alpha = "--lora-alpha", given
     if given is None:
-        name, alpha = f"{path}: peft.alpha", read_section(path, "peft").get("alpha")
+        name, alpha = f"{path}: peft.alpha", peft.get("alpha")
     if alpha is None:
         raise UserError(f"{path} does not say peft.alpha; give it with --lora-alpha")
     if type(alpha) not in (int, float) or not abs(alpha) <= sys.float_info.max:  # nor is NaN

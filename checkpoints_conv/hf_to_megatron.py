@@ -18,6 +18,7 @@ from checkpoints_conv.formats.dtypes import (
     cast_tensor,
     dtype_for,
     main_dtype,
+    widened,
 )
 from checkpoints_conv.formats.pieces import PIECE_BYTES, Buffer
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
@@ -40,8 +41,8 @@ _IN_TRANSFORMER_ENGINE = re.compile(r"(.*\.(linear_\w+|\w*norm|in_proj|out_proj)
 
 
 def hf_to_megatron(
-    hf_model: Path,
-    output: Path,
+    hf_model: str | Path,
+    output: str | Path,
     *,
     dtype: str | torch.dtype | None = None,
     num_workers: int = 2,
@@ -50,7 +51,7 @@ def hf_to_megatron(
     force: bool = False,
     sha256: bool = False,
 ) -> Path:
-    """Convert a model folder; peak memory is a few megabytes per worker.
+    """Convert a model folder; peak memory is a few megabytes per worker, besides torch.
 
     Args:    dtype: of the result (bf16, fp16, fp32); None keeps the source's.
              padded_vocab_size: rows of the embeddings; None: the vocabulary as it is (megatron-core pads when
@@ -59,6 +60,8 @@ def hf_to_megatron(
              sha256: also write ``SHA256SUMS``.
     Returns: ``output``, which holds ``iter_0000000`` and the files by which Megatron-Bridge finds it.
     """
+    hf_model = Path(hf_model)
+    output = Path(output)
     with open_model(hf_model) as (family, weights):
         wanted = dtype_for(dtype)
         conversion = _Conversion(family, weights, wanted, padded_vocab_size)
@@ -175,7 +178,7 @@ def _places(written: list[WrittenChunk]) -> set[tuple[str, tuple[int, ...]]]:
 
 def _dtypes(units: list[Unit], weights: SafetensorsFolder, dtype: Dtype | None) -> Mapping[str, Dtype]:
     """Choose the dtype of each key: one for all its layers, since Megatron stacks them."""
-    found: dict[str, Dtype] = {}
+    key_dtypes: dict[str, Dtype] = {}
     for unit in units:
         for name in unit.hf:
             stored = weights.tensors[name].dtype
@@ -183,9 +186,10 @@ def _dtypes(units: list[Unit], weights: SafetensorsFolder, dtype: Dtype | None) 
                 raise UserError(
                     f"{name} is stored as {stored}; dequantise the model to bf16 and convert that"
                 )
-            kept = stored if unit.keeps_dtype else dtype or stored
-            if found.setdefault(unit.key, kept) != kept:
+            chosen = stored if unit.keeps_dtype else dtype or stored
+            if key_dtypes.setdefault(unit.key, chosen) != chosen:
                 raise UserError(
-                    f"{name} is {stored}, other layers are {found[unit.key]}; choose one with --dtype"
+                    f"{name} is {stored}, other layers are {key_dtypes[unit.key]}; choose one with --dtype"
                 )
-    return found
+    computed = {unit.key for unit in units if unit.op.computes}
+    return {key: widened(kind) if key in computed else kind for key, kind in key_dtypes.items()}

@@ -2,9 +2,10 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
@@ -18,15 +19,73 @@ from nemo_grpo.support.model_folder import hf_config
 
 @dataclass(frozen=True)
 class Summary:
-    """Description of a folder.  Attributes: facts: (label, value).  tensors: (name, shape, dtype, bytes)."""
+    """Description of a folder.
+
+    Attributes:
+        values: name -> number, text, list or dictionary; ready for JSON.
+        tensors: (name, shape, dtype, bytes).
+    """
 
     folder: Path
-    facts: list[tuple[str, str]]
+    values: dict[str, Any]
     tensors: list[tuple[str, tuple[int, ...], Dtype, int]]
 
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """List (label, text) for people."""
+        return [(_LABELS[name], _text(name, value)) for name, value in self.values.items()]
 
-def summarize(path: Path) -> Summary:
-    """Describe a Hugging Face folder or a Megatron checkpoint; every file is checked for its length."""
+    def to_json(self, tensors: bool = False) -> dict[str, Any]:
+        """Return ``values``. Args: tensors: with the list of all tensors, too."""
+        if not tensors:
+            return self.values
+        names = ("name", "shape", "dtype", "num_bytes")
+        listed = [(name, list(shape), _short(dtype), size) for name, shape, dtype, size in self.tensors]
+        return {**self.values, "tensors": [dict(zip(names, one, strict=True)) for one in listed]}
+
+
+_LABELS = {
+    "format": "format",
+    "folder": "folder",
+    "num_files": "files",
+    "num_chunks": "chunks",
+    "num_tensors": "tensors",
+    "num_parameters": "parameters",
+    "num_bytes": "size",
+    "dtypes": "dtypes",
+    "other_state": "optimizer and other state",
+    "architectures": "architecture",
+    "convertible": "convertible",
+    "has_run_config": RUN_CONFIG,
+    "has_sha256sums": SHA256SUMS,
+}
+"""Names of values -> their labels."""
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name == "num_parameters":
+        return f"{value:,}"
+    if name == "num_bytes":
+        return f"{value / 1e9:.3f} GB"
+    if name == "dtypes":
+        return ", ".join(f"{dtype} x {count}" for dtype, count in value.items())
+    if name == "other_state":
+        return f"{value['num_tensors']} tensors, {value['num_bytes'] / 1e9:.3f} GB"
+    if name == "architectures":
+        return ", ".join(value) or "unknown"
+    if name == "convertible":
+        return f"no: {value}"
+    return str(value)
+
+
+def summarize(path: str | Path) -> Summary:
+    """Describe a Hugging Face folder or a Megatron checkpoint; every file is checked for its length.
+
+    Raises: UserError: the folder is neither, or damaged.
+    """
+    path = Path(path)
     if next(path.glob("*.safetensors"), None) is not None or (path / "config.json").exists():
         return _hf(path)
     return _megatron(path)
@@ -35,46 +94,47 @@ def summarize(path: Path) -> Summary:
 def _hf(path: Path) -> Summary:
     weights = SafetensorsFolder(path, decodes=False)
     tensors = [(name, one.shape, one.dtype, one.num_bytes) for name, one in sorted(weights.tensors.items())]
-    facts = [("format", "Hugging Face safetensors"), ("files", str(len(weights.files))), *_sizes(tensors)]
+    values = {"format": "Hugging Face safetensors", "num_files": len(weights.files), **_sizes(tensors)}
     if (path / "config.json").exists():
         config = hf_config(path)
         names = config.get("architectures")
-        facts.append(("architecture", ", ".join(map(str, names)) if isinstance(names, list) else "unknown"))
+        values["architectures"] = list(map(str, names)) if isinstance(names, list) else []
         try:
             family_for(config)
-            facts.append(("convertible", "yes"))
+            values["convertible"] = True
         except UserError as error:
-            facts.append(("convertible", f"no: {error}"))
+            values["convertible"] = str(error)
     weights.close()
-    facts.append((SHA256SUMS, "yes" if (path / SHA256SUMS).exists() else "no"))
-    return Summary(path, facts, tensors)
+    values["has_sha256sums"] = (path / SHA256SUMS).exists()
+    return Summary(path, values, tensors)
 
 
 def _megatron(path: Path) -> Summary:
     reader = TorchDistReader(path)
     weights = reader.weights
     tensors = [(name, key.shape, key.dtype, key.num_bytes) for name, key in sorted(weights.items())]
-    rest = [key.num_bytes for name, key in reader.keys.items() if name not in weights]
-    chunks = sum(len(key.chunks) for key in weights.values())
-    facts = [
-        ("format", "Megatron torch_dist"),
-        ("folder", str(reader.folder)),
-        ("chunks", str(chunks)),
-        *_sizes(tensors),
-        ("optimizer and other state", f"{len(rest)} tensors, {sum(rest) / 1e9:.3f} GB"),
-        (RUN_CONFIG, "yes" if (reader.folder / RUN_CONFIG).exists() else "no"),
-    ]
+    other_sizes = [key.num_bytes for name, key in reader.keys.items() if name not in weights]
+    values = {
+        "format": "Megatron torch_dist",
+        "folder": str(reader.folder),
+        "num_chunks": sum(len(key.chunks) for key in weights.values()),
+        **_sizes(tensors),
+        "other_state": {"num_tensors": len(other_sizes), "num_bytes": sum(other_sizes)},
+        "has_run_config": (reader.folder / RUN_CONFIG).exists(),
+    }
     reader.close()
-    return Summary(reader.folder, facts, tensors)
+    return Summary(reader.folder, values, tensors)
 
 
-def _sizes(tensors: Iterable[tuple[str, tuple[int, ...], Dtype, int]]) -> list[tuple[str, str]]:
-    tensors = list(tensors)
-    dtypes = Counter(str(dtype).removeprefix("torch.") for _, _, dtype, _ in tensors)
-    num_parameters = sum(math.prod(shape) for _, shape, _, _ in tensors)
-    return [
-        ("tensors", str(len(tensors))),
-        ("parameters", f"{num_parameters:,}"),
-        ("size", f"{sum(size for *_, size in tensors) / 1e9:.3f} GB"),
-        ("dtypes", ", ".join(f"{dtype} x {count}" for dtype, count in sorted(dtypes.items()))),
-    ]
+def _sizes(tensors: Sequence[tuple[str, tuple[int, ...], Dtype, int]]) -> dict[str, Any]:
+    dtypes = Counter(_short(dtype) for _, _, dtype, _ in tensors)
+    return {
+        "num_tensors": len(tensors),
+        "num_parameters": sum(math.prod(shape) for _, shape, _, _ in tensors),
+        "num_bytes": sum(size for *_, size in tensors),
+        "dtypes": dict(sorted(dtypes.items())),
+    }
+
+
+def _short(dtype: Dtype) -> str:
+    return str(dtype).removeprefix("torch.")

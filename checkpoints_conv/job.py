@@ -27,6 +27,10 @@ Item = TypeVar("Item")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+class _MayResume(UserError):
+    """A refusal for the place, not for what is converted, so what is done stays for ``--resume``."""
+
+
 class Job:
     """One conversion's place on disk; use it as a context manager.
 
@@ -158,7 +162,7 @@ class Job:
         """
         free = shutil.disk_usage(self.partial).free
         if free < num_bytes - (self.num_allocated() if reuses else 0):
-            raise UserError(
+            raise _MayResume(
                 f"{self.output.parent} has {free / 1e9:.1f} GB free, {num_bytes / 1e9:.1f} GB are needed; "
                 "free some or choose another folder"
             )
@@ -172,7 +176,10 @@ class Job:
             write_sha256(self.data)
         make_readable(self.data)
         flush_tree(self.data)
-        self._check_output()
+        try:
+            self._check_output()
+        except UserError as error:
+            raise _MayResume(str(error)) from None
         replaced = self.output.with_name(f".{self.output.name}.replaced")
         shutil.rmtree(replaced, ignore_errors=True)
         if self.output.exists():
@@ -186,9 +193,13 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the lock. A failed job leaves its partial folder for ``--resume`` if anything was done."""
+        """Release the lock. A failed job leaves its partial folder for ``--resume`` if anything was done.
+
+        A source that was refused would be refused again, so nothing of it stays.
+        """
         self._lock.close()
-        if error is not None and not self.num_recorded:
+        is_refused = isinstance(error, UserError) and not isinstance(error, _MayResume)
+        if error is not None and (is_refused or not self.num_recorded):
             shutil.rmtree(self.partial, ignore_errors=True)
         elif error is not None:
             log.warning(

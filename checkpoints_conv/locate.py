@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from checkpoints_conv.formats.dtypes import WEIGHT_DTYPES
+from checkpoints_conv.formats.dtypes import FP8_BLOCK, WEIGHT_DTYPES
 from checkpoints_conv.formats.pieces import Buffer, same
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
@@ -34,26 +34,43 @@ def open_model(folder: Path) -> Iterator[tuple[Family, SafetensorsFolder]]:
     config = hf_config(folder)
     family = family_for(config)
     check_no_other_weights(folder, config)
-    with closing(SafetensorsFolder(folder, family.pieces, family.aliases)) as weights:
+    block = _fp8_block(folder, config)
+    with closing(SafetensorsFolder(folder, family.pieces, family.aliases, fp8_block=block)) as weights:
         family.check_hf(weights.shapes)
         if family.tied and HF_OUTPUT in weights.tensors:
             names = (family.hf_embedding, HF_OUTPUT)
             sides = (partial(weights.read_rows, name, buffer=Buffer()) for name in names)
             embedding, output = (weights.shapes[name] for name in names)
-            _check_tied(embedding, output, *sides)
+            _check_tied(family, embedding, output, *sides)
         yield family, weights
 
 
+def _fp8_block(folder: Path, config: Mapping[str, Any]) -> tuple[int, int]:
+    """Read rows and columns of FP8's blocks from config.json."""
+    quantization = config.get("quantization_config")
+    stated = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    if stated is None:
+        return FP8_BLOCK
+    is_block = isinstance(stated, list) and len(stated) == 2
+    if not is_block or not all(type(size) is int and 0 < size < 1 << 24 for size in stated):
+        raise UserError(
+            f"{folder / 'config.json'}: quantization_config.weight_block_size={stated!r:.60} is not a "
+            "block's rows and columns; download it again"
+        )
+    rows, columns = stated
+    return rows, columns
+
+
 def _check_tied(
-    shape: tuple[int, ...], other: tuple[int, ...], *sides: Callable[[int, int], memoryview]
+    family: Family, shape: tuple[int, ...], other: tuple[int, ...], *sides: Callable[[int, int], memoryview]
 ) -> None:
     """Compare two embeddings, each given by (first row, number of rows) -> bytes."""
     if shape != other:
-        refuse_untied()
+        refuse_untied(family.tied_by)
     for first in range(0, shape[0], _ROWS):
         one, two = (read(first, min(_ROWS, shape[0] - first)) for read in sides)
         if not same(one, two):
-            refuse_untied()
+            refuse_untied(family.tied_by)
 
 
 @dataclass(frozen=True)
@@ -75,12 +92,17 @@ class Place:
         return reader.read(self.name, self.start, self.sizes).reshape(self.unit.shape)
 
 
-def locate(family: Family, reader: TorchDistReader) -> list[Place]:
-    """Find every unit of the model; refuse a checkpoint with anything else."""
+def locate(
+    family: Family, reader: TorchDistReader, lora_remedy: str = "use --lora merge or --lora adapter"
+) -> list[Place]:
+    """Find every unit of the model; refuse a checkpoint with anything else.
+
+    Args: lora_remedy: for a checkpoint of adapters.
+    """
     check_run_config(family, reader.folder / RUN_CONFIG)
     stored = {name: key.shape for name, key in reader.weights.items()}
     if any(ADAPTER in name for name in stored):
-        raise UserError(f"{reader.folder} has LoRA adapters; use --lora merge or --lora adapter")
+        raise UserError(f"{reader.folder} has LoRA adapters; {lora_remedy}")
     names, missing, extra = _match(family, stored)
     refuse_unmatched("Megatron", missing, extra)
     return _places(family, reader, names)
@@ -130,6 +152,7 @@ def _places(family: Family, reader: TorchDistReader, names: Mapping[Unit, str]) 
         )
         with next(both) as embedding, next(both) as output:
             _check_tied(
+                family,
                 shapes[0],
                 shapes[1],
                 lambda _, count: embedding.read(count),

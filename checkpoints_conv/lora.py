@@ -2,18 +2,23 @@
 
 Megatron adapts a fused layer with one pair A [r, in], B [out, r]: y = W x + (alpha / r) B A x. Rows of B are
 divided like rows of W, so queries, keys and values share A and have a B each; likewise gate and up.
+
+One pipeline (`_export`) opens the adapters, plans, writes and resumes; a sink says which tensors and which
+further files it writes.
 """
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from checkpoints_conv.adapters import open_adapted
-from checkpoints_conv.formats.dtypes import byte_view, cast_tensor, dtype_for, main_dtype, num_bytes_of
+from checkpoints_conv.adapters import Adapted, open_adapted
+from checkpoints_conv.formats.dtypes import Dtype, byte_view, cast_tensor, dtype_for, main_dtype, num_bytes_of
 from checkpoints_conv.formats.safetensors_writer import Planned
 from checkpoints_conv.job import Job, fingerprint, run_parallel
 from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_with_config, shards
@@ -24,12 +29,111 @@ from nemo_grpo.support.model_folder import ADAPTER_CONFIG, hf_config, peft_confi
 from nemo_grpo.support.progress import progress
 
 
+class _Sink(Protocol):
+    """One form of the result.
+
+    Attributes:
+        units: those that are written.
+        planned: the result's tensors.
+        file_name, max_shard_bytes: of its safetensors files.
+        settings: what changes the result beside the adapters and the base.
+    """
+
+    units: list[Unit]
+    planned: list[Planned]
+    file_name: str
+    max_shard_bytes: int
+    settings: dict[str, Any]
+
+    def tensors(self, unit: Unit) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of a unit, not yet rounded."""
+
+    def write_side_files(self, folder: Path) -> None:
+        """Write everything but weights."""
+
+
+class _MergedModel:
+    """A Hugging Face folder with W + scale B A in place of W."""
+
+    file_name = "model"
+
+    def __init__(
+        self, adapted: Adapted, config_folder: Path, dtype: Dtype | None, max_shard_bytes: int
+    ) -> None:
+        self.adapted = adapted
+        self.config_folder = config_folder
+        self.max_shard_bytes = max_shard_bytes
+        self.units = list(adapted.family.units())
+        rounded = {name for unit in self.units if not unit.keeps_dtype for name in unit.hf}
+        stored = adapted.weights.tensors
+        self.planned = [
+            (name, dtype if dtype and name in rounded else stored[name].dtype, shape)
+            for name, shape in adapted.family.hf_shapes.items()
+        ]
+        config = hf_config(config_folder)
+        self.settings = {"direction": "lora-merge", "config": config, "max_shard_bytes": max_shard_bytes}
+
+    def tensors(self, unit: Unit) -> Iterator[tuple[str, Tensor]]:
+        bases = [self.adapted.weights.read(name) for name in unit.hf]
+        adapter = self.adapted.adapters.get(unit)
+        if adapter is None:
+            yield from zip(unit.hf, bases, strict=True)
+            return
+        scale = self.adapted.scale(adapter)
+        a, parts = adapter.read(self.adapted.reader, self.adapted.family)
+        for name, weight, b in zip(unit.hf, bases, parts, strict=True):
+            yield name, torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
+
+    def write_side_files(self, folder: Path) -> None:
+        copy_with_config(self.config_folder, folder, main_dtype(self.planned))
+        write_card(folder, training_of(self.adapted.reader.folder), self.adapted.weights.folder)
+
+
+class _PeftAdapter:
+    """A PEFT folder: A and B of every Hugging Face tensor, in one file."""
+
+    file_name = "adapter_model"
+
+    def __init__(self, adapted: Adapted, dtype: Dtype | None) -> None:
+        self.adapted = adapted
+        self.units = list(adapted.adapters)
+        ranks = {adapter.rank for adapter in adapted.adapters.values()}
+        if len(ranks) > 1:
+            raise UserError(f"the adapters have ranks {sorted(ranks)}; PEFT needs one, use --lora merge")
+        self.rank = ranks.pop()
+        self.planned: list[Planned] = []
+        for unit, adapter in adapted.adapters.items():
+            stored = dtype or adapted.reader.keys[f"{adapter.layer}linear_in.weight"].dtype
+            for name, shape in zip(unit.hf, unit.hf_shapes, strict=True):
+                self.planned.append((_peft_name(name, "A"), stored, (adapter.rank, shape[1])))
+                self.planned.append((_peft_name(name, "B"), stored, (shape[0], adapter.rank)))
+        self.max_shard_bytes = sum(num_bytes_of(kind, shape) for _, kind, shape in self.planned)
+        self.settings: dict[str, Any] = {"direction": "lora-adapter"}
+
+    def tensors(self, unit: Unit) -> Iterator[tuple[str, Tensor]]:
+        a, parts = self.adapted.adapters[unit].read(self.adapted.reader, self.adapted.family)
+        for name, b in zip(unit.hf, parts, strict=True):
+            yield _peft_name(name, "A"), a
+            yield _peft_name(name, "B"), b
+
+    def write_side_files(self, folder: Path) -> None:
+        base = self.adapted.weights.folder
+        names = {name for unit in self.units for name in unit.hf}
+        modules = {re.sub(r"\.weight$", "", name).rpartition(".")[2] for name in names}
+        training = training_of(self.adapted.reader.folder)
+        # PEFT scales by lora_alpha / r: of rank-stabilized adapters this is alpha times the root of r.
+        root = math.sqrt(self.rank) if self.adapted.is_rank_stabilized else 1
+        config = peft_config(base_model(training, base)[0], self.rank, self.adapted.alpha * root, modules)
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        write_card(folder, training, base, is_adapter=True)
+
+
 def merge_lora(
-    megatron_checkpoint: Path,
-    base: Path,
-    output: Path,
+    megatron_checkpoint: str | Path,
+    base: str | Path,
+    output: str | Path,
     *,
-    hf_config_folder: Path | None = None,
+    hf_config_folder: str | Path | None = None,
     alpha: float | None = None,
     dtype: str | torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -46,43 +150,23 @@ def merge_lora(
              The others are as in `megatron_to_hf`.
     Returns: ``output``, a Hugging Face folder without adapters.
     """
-    wanted, config_folder = dtype_for(dtype), hf_config_folder or base
-    with open_adapted(megatron_checkpoint, base, config_folder, alpha, num_workers) as found:
-        family, weights, reader, adapters = found.family, found.weights, found.reader, found.adapters
-        units = list(family.units())
-        rounded = {name for unit in units if not unit.keeps_dtype for name in unit.hf}
-        planned = [
-            (name, wanted if wanted and name in rounded else weights.tensors[name].dtype, shape)
-            for name, shape in family.hf_shapes.items()
-        ]
-
-        def convert(unit: Unit) -> Iterator[tuple[str, Tensor]]:
-            bases = [weights.read(name) for name in unit.hf]
-            if unit not in adapters:
-                yield from zip(unit.hf, bases, strict=True)
-                return
-            adapter = adapters[unit]
-            scale, (a, parts) = found.alpha / adapter.rank, adapter.read(reader, family)
-            for name, weight, b in zip(unit.hf, bases, parts, strict=True):
-                yield name, torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
-
-        settings = {"direction": "lora-merge", "alpha": found.alpha, "dtype": str(wanted)}
-        settings |= {"base": fingerprint(base), "config": hf_config(config_folder)}
-        settings["max_shard_bytes"] = max_shard_bytes
-        with Job(output, megatron_checkpoint, settings, resume, force, [base, config_folder]) as job:
-            copy_with_config(config_folder, job.data, main_dtype(planned))
-            _write(job, planned, units, convert, "model", max_shard_bytes, num_workers)
-            write_card(job.data, training_of(reader.folder), base)
-            job.finish(sha256)
-    return output
+    checkpoint = Path(megatron_checkpoint)
+    base = Path(base)
+    result_dtype = dtype_for(dtype)
+    config_folder = Path(hf_config_folder or base)
+    with open_adapted(checkpoint, base, config_folder, alpha, num_workers) as adapted:
+        sink = _MergedModel(adapted, config_folder, result_dtype, max_shard_bytes)
+        with _job(checkpoint, adapted, sink, result_dtype, config_folder, Path(output), resume, force) as job:
+            _export(job, sink, num_workers, sha256)
+    return Path(output)
 
 
 def export_adapter(
-    megatron_checkpoint: Path,
-    base: Path,
-    output: Path,
+    megatron_checkpoint: str | Path,
+    base: str | Path,
+    output: str | Path,
     *,
-    hf_config_folder: Path | None = None,
+    hf_config_folder: str | Path | None = None,
     alpha: float | None = None,
     dtype: str | torch.dtype | None = None,
     num_workers: int = 2,
@@ -96,62 +180,49 @@ def export_adapter(
              The others are as in `merge_lora`.
     Returns: ``output``: adapter_config.json and adapter_model.safetensors.
     """
-    wanted, config_folder = dtype_for(dtype), hf_config_folder or base
-    opened = open_adapted(megatron_checkpoint, base, config_folder, alpha, num_workers, by_peft=True)
-    with opened as found:
-        family, reader, adapters = found.family, found.reader, found.adapters
-        ranks = {adapter.rank for adapter in adapters.values()}
-        if len(ranks) > 1:
-            raise UserError(f"the adapters have ranks {sorted(ranks)}; PEFT needs one, use --lora merge")
-        planned: list[Planned] = []
-        for unit, adapter in adapters.items():
-            stored = wanted or reader.keys[f"{adapter.layer}linear_in.weight"].dtype
-            for name, shape in zip(unit.hf, unit.hf_shapes, strict=True):
-                planned.append((_peft_name(name, "A"), stored, (adapter.rank, shape[1])))
-                planned.append((_peft_name(name, "B"), stored, (shape[0], adapter.rank)))
-
-        def convert(unit: Unit) -> Iterator[tuple[str, Tensor]]:
-            a, parts = adapters[unit].read(reader, family)
-            for name, b in zip(unit.hf, parts, strict=True):
-                yield _peft_name(name, "A"), a
-                yield _peft_name(name, "B"), b
-
-        settings = {"direction": "lora-adapter", "alpha": found.alpha, "dtype": str(wanted)}
-        settings["base"] = fingerprint(base)
-        with Job(output, megatron_checkpoint, settings, resume, force, [base, config_folder]) as job:
-            total = sum(num_bytes_of(kind, shape) for _, kind, shape in planned)
-            _write(job, planned, list(adapters), convert, "adapter_model", total, num_workers)
-            names = {name for unit in adapters for name in unit.hf}
-            modules = {re.sub(r"\.weight$", "", name).rpartition(".")[2] for name in names}
-            training = training_of(reader.folder)
-            config = peft_config(base_model(training, base)[0], ranks.pop(), found.alpha, modules)
-            (job.data / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-            write_card(job.data, training, base, is_adapter=True)
-            job.finish(sha256)
-    return output
+    checkpoint = Path(megatron_checkpoint)
+    base = Path(base)
+    result_dtype = dtype_for(dtype)
+    config_folder = Path(hf_config_folder or base)
+    with open_adapted(checkpoint, base, config_folder, alpha, num_workers, by_peft=True) as adapted:
+        sink = _PeftAdapter(adapted, result_dtype)
+        with _job(checkpoint, adapted, sink, result_dtype, config_folder, Path(output), resume, force) as job:
+            _export(job, sink, num_workers, sha256)
+    return Path(output)
 
 
-def _write(
-    job: Job,
-    planned: list[Planned],
-    units: list[Unit],
-    convert: Callable[[Unit], Iterator[tuple[str, Tensor]]],
-    name: str,
-    max_shard_bytes: int,
-    num_workers: int,
-) -> None:
+def _job(
+    checkpoint: Path,
+    adapted: Adapted,
+    sink: _Sink,
+    dtype: Dtype | None,
+    config_folder: Path,
+    output: Path,
+    resume: bool,
+    force: bool,
+) -> Job:
+    base = adapted.weights.folder
+    settings = sink.settings | {"alpha": adapted.alpha, "dtype": str(dtype), "base": fingerprint(base)}
+    return Job(output, checkpoint, settings, resume, force, [base, config_folder])
+
+
+def _export(job: Job, sink: _Sink, num_workers: int, sha256: bool) -> None:
+    """Write every tensor that an interrupted attempt did not finish, and the sink's other files."""
+
     def work(unit: Unit) -> None:
-        for tensor_name, tensor in convert(unit):
-            if tensor_name not in finished:
-                rounded = cast_tensor(tensor, writer.tensors[tensor_name].dtype, tensor_name)
-                checksum = writer.write(tensor_name, byte_view(rounded.contiguous()))
-                job.record({"name": tensor_name, "crc32": checksum})
-                advance(amount=writer.tensors[tensor_name].num_bytes)
+        for name, tensor in sink.tensors(unit):
+            if name not in finished:
+                rounded = cast_tensor(tensor, writer.tensors[name].dtype, name)
+                checksum = writer.write(name, byte_view(rounded.contiguous()))
+                job.record({"name": name, "crc32": checksum})
+                advance(amount=writer.tensors[name].num_bytes)
 
-    with shards(job, planned, max_shard_bytes, name) as (writer, finished):
-        done = sum(writer.tensors[tensor_name].num_bytes for tensor_name in finished)
+    with shards(job, sink.planned, sink.max_shard_bytes, sink.file_name) as (writer, finished):
+        done = sum(writer.tensors[name].num_bytes for name in finished)
         with progress("lora", writer.num_bytes, done=done, in_bytes=True) as advance:
-            run_parallel(units, work, num_workers)
+            run_parallel(sink.units, work, num_workers)
+    sink.write_side_files(job.data)
+    job.finish(sha256)
 
 
 def _peft_name(hf_name: str, matrix: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,20 +13,22 @@ from checkpoints_conv.formats.dtypes import (
     Dtype,
     byte_view,
     cast,
+    cast_tensor,
     dtype_for,
     main_dtype,
+    narrowed,
     num_bytes_of,
     tensor_of,
 )
 from checkpoints_conv.formats.pieces import PIECE_BYTES
-from checkpoints_conv.formats.safetensors_writer import Planned, SafetensorsWriter
+from checkpoints_conv.formats.safetensors_writer import Planned, SafetensorsWriter, TensorWriter
 from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
 from checkpoints_conv.job import Job, flush_behind, run_parallel
 from checkpoints_conv.locate import Place, locate
 from nemo_grpo.models import family_for
 from nemo_grpo.models.family import Unit
 from nemo_grpo.support.model_card import training_of, write_card
-from nemo_grpo.support.model_folder import WEIGHTS_KEY, copy_side_files, hf_config
+from nemo_grpo.support.model_folder import WEIGHTS_KEY, auto_map_files, copy_side_files, hf_config
 from nemo_grpo.support.progress import Advance, progress
 
 if TYPE_CHECKING:
@@ -38,9 +40,9 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def megatron_to_hf(
-    megatron_checkpoint: Path,
-    hf_config_folder: Path,
-    output: Path,
+    megatron_checkpoint: str | Path,
+    hf_config_folder: str | Path,
+    output: str | Path,
     *,
     dtype: str | torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -56,6 +58,9 @@ def megatron_to_hf(
              resume, force, sha256: as in `hf_to_megatron`.
     Returns: ``output``, which `AutoModelForCausalLM.from_pretrained` loads.
     """
+    megatron_checkpoint = Path(megatron_checkpoint)
+    hf_config_folder = Path(hf_config_folder)
+    output = Path(output)
     config = hf_config(hf_config_folder)
     family = family_for(config)
     with closing(TorchDistReader(megatron_checkpoint)) as reader:
@@ -80,9 +85,12 @@ def megatron_to_hf(
 
 
 def _tensors(places: list[Place], reader: TorchDistReader, dtype: Dtype | None) -> Iterator[Planned]:
+    main = main_dtype((place.name, reader.keys[place.name].dtype, place.unit.shape) for place in places)
     for place in places:
+        stored = reader.keys[place.name].dtype
+        if place.unit.op.computes:
+            stored = narrowed(stored, main)
         for name, shape in zip(place.unit.hf, place.unit.hf_shapes, strict=True):
-            stored = reader.keys[place.name].dtype
             yield name, stored if place.unit.keeps_dtype else dtype or stored, shape
 
 
@@ -111,9 +119,7 @@ def _convert_all(
     def convert(place: Place, advance: Advance) -> None:
         parts = [writer.open(name) for name in place.unit.hf]
         with place.open(reader) as block:
-            for number, data in _data(place.unit, block, dims):
-                part = parts[number]
-                part.write(cast(data, block.dtype, part.stored.dtype, part.name))
+            _write_parts(place.unit, block, parts, dims)
         for part in parts:
             assert part.is_full, part.name
             job.record({"name": part.name, "crc32": part.crc32})
@@ -125,15 +131,17 @@ def _convert_all(
         run_parallel(todo, lambda place: convert(place, advance), num_workers)
 
 
-def _data(unit: Unit, block: Block, dims: dict[str, int]) -> Iterator[tuple[int, memoryview]]:
-    """Yield (number of the Hugging Face tensor, its next bytes), each valid until the next."""
+def _write_parts(unit: Unit, block: Block, parts: Sequence[TensorWriter], dims: dict[str, int]) -> None:
+    """Write a unit's Hugging Face tensors in the dtypes that were planned."""
     if unit.op.keeps_order:
         for rows in unit.pieces(dims, PIECE_BYTES // block.dtype.itemsize):
-            yield rows.part, block.read(rows.count)
+            part = parts[rows.part]
+            part.write(cast(block.read(rows.count), block.dtype, part.stored.dtype, part.name))
         return
     whole = tensor_of(block.read(unit.rows), block.dtype, unit.shape)
-    for number, tensor in enumerate(unit.op.split(whole, [shape[0] for shape in unit.hf_shapes], dims)):
-        yield number, byte_view(tensor)
+    tensors = unit.op.split(whole, [shape[0] for shape in unit.hf_shapes], dims)
+    for part, tensor in zip(parts, tensors, strict=True):
+        part.write(byte_view(cast_tensor(tensor, part.stored.dtype, part.name)))
 
 
 def copy_with_config(source: Path, target: Path, dtype: Dtype) -> None:
@@ -142,6 +150,9 @@ def copy_with_config(source: Path, target: Path, dtype: Dtype) -> None:
     config = hf_config(source)
     config.pop("quantization_config", None)  # of a base in FP8 or the like
     config.pop(WEIGHTS_KEY, None)  # of the source's files
+    if not auto_map_files(config) <= names:
+        # transformers has every family that is converted, and would look for code that is not there.
+        config.pop("auto_map")
     config |= dict.fromkeys(config.keys() & {"num_nextn_predict_layers", "mtp_num_hidden_layers"}, 0)
     keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
     (target / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, dtype.name), indent=2) + "\n")

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from checkpoints_conv.formats.archive import save, tensor_reference
+from checkpoints_conv.formats.archive import TensorReference, save
 from checkpoints_conv.formats.dtypes import DTYPES, Dtype
 from checkpoints_conv.formats.torch_dist import LATEST
 from nemo_grpo.models import Family
@@ -75,14 +75,15 @@ def _write_train_state(path: Path, iteration: int) -> None:
         "floating_point_operations_so_far": ("float64", struct.pack("<d", 0.0)),
         **{name: ("bool", struct.pack("<?", False)) for name in ("do_train", "do_valid", "do_test")},
     }
-    tree = {name: tensor_reference(DTYPES[dtype], (), name) for name, (dtype, _) in scalars.items()}
+    tree = {name: TensorReference(DTYPES[dtype], (), name) for name, (dtype, _) in scalars.items()}
     with path.open("wb") as stream:
         save(stream, tree, {name: [data] for name, (_, data) in scalars.items()})
 
 
 def unsaid(family: Family) -> list[str]:
-    """List attention settings that run_config.yaml cannot express."""
-    rope, found = family.spec.rope, []
+    """List settings that run_config.yaml cannot express."""
+    rope = family.spec.rope
+    found = [f"{key} {value:g}" for key, value in family.unsaid.items()]
     said = {"default", "llama3"}
     said |= {"linear"} if "rope_scaling_factor" in family.settings else set()
     yarn = {"rotary_scaling_factor", "yarn_rotary_scaling_factor"}

@@ -7,16 +7,18 @@ import threading
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from checkpoints_conv.formats.dtypes import Dtype, byte_view, tensor_of
 from checkpoints_conv.formats.pieces import PIECE_BYTES, Buffer, same
 from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
-from checkpoints_conv.formats.torch_dist import TorchDistReader
+from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
 from checkpoints_conv.job import run_parallel
 from checkpoints_conv.locate import Place, locate, open_model
-from nemo_grpo.core.lazy import torch
+from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.models import family_for
-from nemo_grpo.models.family import Family
+from nemo_grpo.models.family import Family, Unit
+from nemo_grpo.models.ops import Dims
 from nemo_grpo.models.shared_mappings import whole_name
 from nemo_grpo.support.files import check_sha256
 from nemo_grpo.support.progress import progress
@@ -29,12 +31,15 @@ class Comparison:
     Attributes:
         compared: names of the Hugging Face tensors that were compared.
         different: names whose bits differ, with the largest difference.
+        rounded: the same for names whose bits differ by the rounding of one conversion alone: one side is
+            what converting the other gives.
         num_hashed: files that were checked against a ``SHA256SUMS``.
         cast: (Hugging Face, Megatron) dtypes where they differ; the former was converted before comparing.
     """
 
     compared: set[str] = field(default_factory=set)
     different: dict[str, float] = field(default_factory=dict)
+    rounded: dict[str, float] = field(default_factory=dict)
     num_hashed: int = 0
     cast: set[tuple[Dtype, Dtype]] = field(default_factory=set)
 
@@ -42,14 +47,46 @@ class Comparison:
     def num_tensors(self) -> int:
         return len(self.compared)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return numbers and names; a difference that is no number (NaN) is null."""
+        gaps = {
+            kind: {name: None if math.isnan(gap) else gap for name, gap in sorted(names.items())}
+            for kind, names in (("different", self.different), ("rounded", self.rounded))
+        }
+        cast = sorted(
+            [str(hf).removeprefix("torch."), str(kind).removeprefix("torch.")] for hf, kind in self.cast
+        )
+        return {"num_tensors": self.num_tensors, **gaps, "cast": cast, "num_hashed": self.num_hashed}
 
-def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> Comparison:
-    """Compare every tensor; a few megabytes in memory per worker."""
+
+@dataclass(frozen=True)
+class Gap:
+    """A piece whose bits differ.
+
+    Attributes:
+        size: the largest difference.
+        imports: Megatron's numbers are what the Hugging Face ones convert to.
+        exports: the Hugging Face numbers are what Megatron's convert to.
+    """
+
+    size: float
+    imports: bool = False
+    exports: bool = False
+
+
+def verify(hf_model: str | Path, megatron_checkpoint: str | Path, num_workers: int = 2) -> Comparison:
+    """Compare every tensor; a few megabytes in memory per worker.
+
+    Raises: UserError: a folder cannot be read, or is of another model.
+    """
+    hf_model = Path(hf_model)
+    megatron_checkpoint = Path(megatron_checkpoint)
     with (
         open_model(hf_model) as (family, weights),
         closing(TorchDistReader(megatron_checkpoint)) as reader,
     ):
-        places = locate(family, reader)
+        remedy = "verify compares whole models; `megatron-to-hf --lora merge` exports the merged one"
+        places = locate(family, reader, remedy)
         result, lock = Comparison(), threading.Lock()
         folders = {hf_model, reader.folder, reader.folder.parent}
         result.num_hashed = sum(check_sha256(folder) for folder in folders)
@@ -61,8 +98,10 @@ def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> C
                 result.compared |= set(map(whole_name, stored))
                 result.cast |= {(one.dtype, dtype) for one in stored.values()} - {(dtype, dtype)}
                 if gaps:
-                    worst = max(gaps, key=lambda gap: (math.isnan(gap), gap))
-                    result.different.update(dict.fromkeys(stored, worst))
+                    worst = max((gap.size for gap in gaps), key=lambda size: (math.isnan(size), size))
+                    is_rounding = all(gap.imports or gap.exports for gap in gaps)
+                    list_of = result.rounded if is_rounding else result.different
+                    list_of.update(dict.fromkeys(stored, worst))
             advance(amount=sum(one.num_bytes for one in stored.values()))
 
         total = sum(weights.tensors[name].num_bytes for name in family.hf_shapes)
@@ -71,13 +110,15 @@ def verify(hf_model: Path, megatron_checkpoint: Path, num_workers: int = 2) -> C
     return result
 
 
-def gaps_of(place: Place, family: Family, weights: SafetensorsFolder, reader: TorchDistReader) -> list[float]:
-    """Measure the largest difference of each piece of a unit whose bits differ in Megatron's dtype."""
+def gaps_of(place: Place, family: Family, weights: SafetensorsFolder, reader: TorchDistReader) -> list[Gap]:
+    """Compare the pieces of a unit, in Megatron's dtype; list those whose bits differ."""
     unit, buffer = place.unit, Buffer()
     stored = [weights.tensors[name].dtype for name in unit.hf]
     with place.open(reader) as block:
+        if unit.op.computes:
+            return _computed_gaps(unit, weights, block, family.dims)
         if unit.op.moves_rows:
-            found = [
+            gaps = [
                 _gap(
                     weights.read_rows(unit.hf[rows.part], rows.first, rows.count, buffer),
                     stored[rows.part],
@@ -88,23 +129,45 @@ def gaps_of(place: Place, family: Family, weights: SafetensorsFolder, reader: To
             ]
         else:
             whole = unit.op.join([weights.read(name) for name in unit.hf], family.dims).contiguous()
-            found = [_gap(byte_view(whole), stored[0], block.read(unit.rows), block.dtype)]
-    return [gap for gap in found if gap is not None]
+            gaps = [_gap(byte_view(whole), stored[0], block.read(unit.rows), block.dtype)]
+    return [gap for gap in gaps if gap is not None]
 
 
-def _gap(hf: memoryview, hf_dtype: Dtype, megatron: memoryview, dtype: Dtype) -> float | None:
+def _gap(hf: memoryview, hf_dtype: Dtype, megatron: memoryview, dtype: Dtype) -> Gap | None:
     """Measure the largest difference in Megatron's dtype; None: the bits are the same."""
     if hf_dtype != dtype:
         hf = byte_view(tensor_of(hf, hf_dtype).to(dtype.torch))
     if same(hf, megatron):
         return None
-    return float((tensor_of(hf, dtype).double() - tensor_of(megatron, dtype).double()).abs().max())
+    return Gap(_distance(tensor_of(hf, dtype), tensor_of(megatron, dtype)))
 
 
-def read_megatron(config: dict[str, object], checkpoint: Path) -> dict[str, torch.Tensor]:
+def _computed_gaps(unit: Unit, weights: SafetensorsFolder, block: Block, dims: Dims) -> list[Gap]:
+    """Compare numbers that conversion changes: both directions must give the other side's bits.
+
+    One direction alone would call a checkpoint equal that rounded the numbers on the way in, or damaged one
+    whose trained numbers the export had to round.
+    """
+    hf = [weights.read(name) for name in unit.hf]
+    megatron = tensor_of(block.read(unit.rows), block.dtype, unit.shape)
+    imported = unit.op.join(hf, dims).to(megatron.dtype)
+    exported = unit.op.split(megatron, [len(part) for part in hf], dims)
+    imports = torch.equal(imported, megatron)
+    pairs = list(zip(exported, hf, strict=True))
+    exports = all(torch.equal(back.to(part.dtype), part) for back, part in pairs)
+    if imports and exports:
+        return []
+    return [Gap(max(_distance(back, part) for back, part in pairs), imports, exports)]
+
+
+def _distance(one: Tensor, two: Tensor) -> float:
+    return float((one.double() - two.double()).abs().max())
+
+
+def read_megatron(config: dict[str, object], checkpoint: str | Path) -> dict[str, torch.Tensor]:
     """Read every tensor of a checkpoint into memory, under its local-spec name."""
     family = family_for(config)
-    reader = TorchDistReader(checkpoint)
+    reader = TorchDistReader(Path(checkpoint))
     pieces: dict[str, list[torch.Tensor]] = {}
     for place in locate(family, reader):
         pieces.setdefault(place.unit.megatron, []).append(place.read(reader))

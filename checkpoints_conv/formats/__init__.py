@@ -9,7 +9,8 @@
 
 Why not the readers and writers of torch and safetensors: ``torch.load`` copies a tensor twice and does not
 check the archive's checksums; ``torch.save`` wants the tensor whole in memory. Both, and
-torch.distributed.checkpoint, take seconds to import and run pickles. A memory map makes the whole file
+torch.distributed.checkpoint, take seconds to import and run pickles; only writing a checkpoint imports them,
+for the classes of its metadata. A memory map makes the whole file
 resident and does not say that a file is cut. Here memory is a megabyte per worker at any model size, the time
 about that of `cp`, and a pickle that names an unknown class is refused.
 

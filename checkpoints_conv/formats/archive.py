@@ -8,6 +8,7 @@ import collections
 import io
 import math
 import os
+import pickle
 import struct
 import zipfile
 import zlib
@@ -20,22 +21,17 @@ from typing import Any
 
 from checkpoints_conv.formats.dtypes import DTYPES, Dtype, byte_view, tensor_of
 from checkpoints_conv.formats.pickles import (
-    Call,
-    Global,
-    Reference,
     RefusingUnpickler,
     StoredStorage,
     check_of_tensor,
-    dumps,
 )
 from checkpoints_conv.formats.pieces import crc32_of, damaged, read_into, scatter_into, write_from
+from nemo_grpo.core.lazy import torch
 from nemo_grpo.support.errors import UserError
 
 _NAME = "archive"
 _ALIGNMENT = 64  # of data within the file, as torch.save has it
 _LOCAL_HEADER = struct.Struct("<26x2H")
-_ORDERED_DICT = Global("collections", "OrderedDict")
-_REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 
 
 class Section(io.RawIOBase):
@@ -78,19 +74,40 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1))[::-1][: len(shape)]
 
 
-def tensor_reference(dtype: Dtype, shape: Sequence[int], key: str) -> Call:
-    """Describe a contiguous tensor whose bytes are in the archive's ``data/<key>``."""
-    storage = Reference(("storage", Global("torch", dtype.storage), key, "cpu", math.prod(shape)))
-    return Call(_REBUILD, (storage, 0, tuple(shape), strides_of(shape), False, Call(_ORDERED_DICT)))
+@dataclass(frozen=True)
+class TensorReference:
+    """A contiguous tensor whose bytes are in the archive's ``data/<key>``; pickled as torch.save does."""
+
+    dtype: Dtype
+    shape: tuple[int, ...]
+    key: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        storage = StoredStorage(self.dtype, self.key, math.prod(self.shape))
+        layout: tuple[Any, ...] = (0, self.shape, strides_of(self.shape), False, collections.OrderedDict())
+        return torch._utils._rebuild_tensor_v2, (storage, *layout)
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, StoredStorage):
+            return None
+        return "storage", getattr(torch, obj.dtype.storage), obj.key, "cpu", obj.num_elements
+
+
+def _pickled(tree: Any) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=2).dump(tree)  # the protocol that torch.load(weights_only=True) reads
+    return stream.getvalue()
 
 
 def save(stream: Any, tree: Any, data: Mapping[str, Iterable[bytes | memoryview]] | None = None) -> None:
     """Write an archive that ``torch.load(weights_only=True)`` reads.
 
-    Args: tree: plain values and `tensor_reference`.  data: bytes of the storages by their keys, in pieces.
+    Args: tree: plain values and `TensorReference`.  data: bytes of the storages by their keys, in pieces.
     """
     with zipfile.ZipFile(stream, "w") as archive:
-        for name, text in (("data.pkl", dumps(tree)), ("byteorder", b"little"), ("version", b"3\n")):
+        for name, text in (("data.pkl", _pickled(tree)), ("byteorder", b"little"), ("version", b"3\n")):
             archive.writestr(zipfile.ZipInfo(f"{_NAME}/{name}"), text)
         for key, pieces in (data or {}).items():
             info = zipfile.ZipInfo(f"{_NAME}/data/{key}")
@@ -135,7 +152,7 @@ def _rebuild_parameter(data: Any, *_rest: Any) -> Any:
 
 
 _ALLOWED: dict[tuple[str, str], Any] = {
-    (_REBUILD.module, _REBUILD.name): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("collections", "OrderedDict"): collections.OrderedDict,
     **{("torch", dtype.storage): dtype for dtype in DTYPES.values() if dtype.storage},

@@ -1,6 +1,7 @@
 """The dtypes of stored tensors, known without importing torch, which takes seconds, and block-scaled formats.
 
-FP8 as of DeepSeek-V3: ``weight`` and one scale per 128 x 128 block, ``weight_scale_inv``.
+FP8 as of DeepSeek-V3: ``weight`` and one scale per block, ``weight_scale_inv``; blocks are 128 x 128 or as
+config.json says.
 
 MXFP4 (Open Compute Project, Microscaling Formats, version 1.0) as of gpt-oss: blocks of 32 numbers of 4 bits,
 each with a power of two. For E experts [out, in] the file has blocks [E, out, in / 32, 16] and scales
@@ -48,17 +49,20 @@ _KNOWN = (
     Dtype("int16", 2, "I16", "ShortStorage"), Dtype("int8", 1, "I8", "CharStorage"),
     Dtype("uint8", 1, "U8", "ByteStorage"), Dtype("bool", 1, "BOOL", "BoolStorage"),
     Dtype("float8_e4m3fn", 1, "F8_E4M3"), Dtype("float8_e5m2", 1, "F8_E5M2"),
-    Dtype("float8_e4m3fnuz", 1), Dtype("float8_e5m2fnuz", 1), Dtype("float8_e8m0fnu", 1),
-    Dtype("uint16", 2), Dtype("uint32", 4), Dtype("uint64", 8),
-    Dtype("complex32", 4), Dtype("complex64", 8), Dtype("complex128", 16),
+    Dtype("float8_e4m3fnuz", 1, "F8_E4M3FNUZ"), Dtype("float8_e5m2fnuz", 1, "F8_E5M2FNUZ"),
+    Dtype("float8_e8m0fnu", 1, "F8_E8M0"),
+    Dtype("uint16", 2, "U16"), Dtype("uint32", 4, "U32"), Dtype("uint64", 8, "U64"),
+    Dtype("complex32", 4), Dtype("complex64", 8, "C64"), Dtype("complex128", 16),
 )  # fmt: skip
 DTYPES = {dtype.name: dtype for dtype in _KNOWN}
 WEIGHT_DTYPES = tuple(DTYPES[name] for name in ("bfloat16", "float16", "float32", "float64"))
 _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80 << 16, "float64": 0x7FF << 52}
 _OPTIONS = {"bf16": DTYPES["bfloat16"], "fp16": DTYPES["float16"], "fp32": DTYPES["float32"]}
 
-FP8_BLOCK = 128
-"""Rows and columns of a block."""
+FP8_BLOCK = (128, 128)
+"""Rows and columns of a block, unless config.json says others."""
+SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
+"""safetensors' names of dtypes of which several numbers share a byte."""
 FP8_SCALE, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
 """Suffixes of a matrix's name."""
 MXFP4_BYTES = 16
@@ -76,6 +80,18 @@ def dtype_for(choice: str | torch.dtype | None) -> Dtype | None:
     if str(choice) not in known:
         raise UserError(f"--dtype {str(choice)!r} is not known{did_you_mean(str(choice), _OPTIONS)}")
     return known[str(choice)]
+
+
+def widened(dtype: Dtype) -> Dtype:
+    """Return the next wider dtype: float32 for 16 bits, float64 for float32."""
+    return DTYPES["float64"] if dtype.itemsize > 2 else DTYPES["float32"]
+
+
+def narrowed(dtype: Dtype, main: Dtype) -> Dtype:
+    """Undo `widened`. Args: main: dtype of the other weights, which tells bfloat16 from float16."""
+    if dtype == main:
+        return dtype  # a checkpoint that somebody else wrote: nothing was widened
+    return main if widened(main) == dtype else DTYPES["float32"]
 
 
 def cast(data: memoryview, stored: Dtype, wanted: Dtype, name: str) -> memoryview:
@@ -132,20 +148,22 @@ def num_bytes_of(dtype: Dtype, shape: Sequence[int]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def fp8_scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a matrix's scales."""
-    return tuple(-(-size // FP8_BLOCK) for size in shape)
+def fp8_scales_shape(shape: tuple[int, ...], block: tuple[int, int] = FP8_BLOCK) -> tuple[int, ...]:
+    """Return the shape of a matrix's scales. Args: block: rows and columns of a block."""
+    return tuple(-(-size // width) for size, width in zip(shape, block, strict=False))
 
 
-def decode_fp8(codes: Tensor, scales: Tensor, first: int) -> Tensor:
+def decode_fp8(codes: Tensor, scales: Tensor, first: int, block: tuple[int, int] = FP8_BLOCK) -> Tensor:
     """Decode rows of a matrix: w_ij = code_ij x scale of its block, in float32, rounded once.
 
     Args:    codes: [R, C] float8_e4m3fn, of which row 0 is the matrix's row ``first``.
-             scales: of the blocks from that row's on, [blocks, ceil(C / 128)].
+             scales: of the blocks from that row's on, [blocks, ceil(C / columns of a block)].
+             block: rows and columns of a block.
     Returns: [R, C] bfloat16.
     """
-    rows = torch.arange(first, first + len(codes)) // FP8_BLOCK - first // FP8_BLOCK
-    wide = scales.float()[rows].repeat_interleave(FP8_BLOCK, 1)[:, : codes.shape[1]]
+    height, width = block
+    rows = torch.arange(first, first + len(codes)) // height - first // height
+    wide = scales.float()[rows].repeat_interleave(width, 1)[:, : codes.shape[1]]
     return (codes.float() * wide).bfloat16()
 
 

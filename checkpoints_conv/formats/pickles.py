@@ -1,7 +1,7 @@
-"""Pickles without their classes: read by a list of allowed names, written by name.
+"""Pickles read by a list of allowed names, without their classes.
 
-Reading a checkpoint must not run what a pickle asks for; and neither reading nor writing should need torch
-and torch.distributed, which take seconds to import.
+Reading a checkpoint must not run what a pickle asks for, and should not need torch and torch.distributed,
+which take seconds to import.
 """
 
 import faulthandler
@@ -11,9 +11,8 @@ import os
 import pickle
 import pickletools
 import resource
-import struct
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,100 +128,3 @@ def check_of_tensor(pickled: bytes) -> None:
         place = int(argument or 0) if "PUT" in opcode.name else 0
         if opcode.name not in _OF_TENSORS or place > _MAX_TENSOR_PICKLE:
             raise ValueError(f"{opcode.name} in the description of a tensor")
-
-
-@dataclass(frozen=True)
-class Global:
-    """A class or function, by name."""
-
-    module: str
-    name: str
-
-
-@dataclass(frozen=True)
-class Call:
-    """A function's call, which the reader makes."""
-
-    function: Global
-    arguments: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Instance:
-    """An object that is made without arguments and then given its state; may be a key of a dict."""
-
-    kind: Global
-    state: Any
-
-
-@dataclass(frozen=True)
-class Reference:
-    """An identifier for the reader's persistent_load."""
-
-    identifier: tuple[Any, ...]
-
-
-def dumps(tree: Any) -> bytes:
-    """Pickle plain values, and the classes above, by protocol 2, which every reader of torch accepts."""
-    out = io.BytesIO()
-    out.write(pickle.PROTO + b"\x02")
-    _write(tree, out.write, {})
-    out.write(pickle.STOP)
-    return out.getvalue()
-
-
-def _write(tree: Any, put: Any, known: dict[Any, int]) -> None:
-    """Write one value. Args: known: position of earlier names and texts in the reader's memo."""
-    if isinstance(tree, str | Global):
-        if tree in known:
-            put(pickle.LONG_BINGET + struct.pack("<I", known[tree]))
-            return
-        if isinstance(tree, str):
-            text = tree.encode()
-            put(pickle.BINUNICODE + struct.pack("<I", len(text)) + text)
-        else:
-            put(pickle.GLOBAL + f"{tree.module}\n{tree.name}\n".encode())
-        known[tree] = len(known)
-        put(pickle.LONG_BINPUT + struct.pack("<I", known[tree]))
-    elif tree is None:
-        put(pickle.NONE)
-    elif isinstance(tree, bool):
-        put(pickle.NEWTRUE if tree else pickle.NEWFALSE)
-    elif isinstance(tree, int):
-        number = tree.to_bytes(tree.bit_length() // 8 + 1, "little", signed=True)
-        put(pickle.LONG1 + bytes([len(number)]) + number)
-    elif isinstance(tree, float):
-        put(pickle.BINFLOAT + struct.pack(">d", tree))
-    else:
-        _write_compound(tree, put, known)
-
-
-def _write_compound(tree: Any, put: Any, known: dict[Any, int]) -> None:
-    def put_all(values: Iterable[Any]) -> None:
-        for value in values:
-            _write(value, put, known)
-
-    if isinstance(tree, tuple):
-        put(pickle.MARK)
-        put_all(tree)
-        put(pickle.TUPLE)
-    elif isinstance(tree, list):
-        put(pickle.EMPTY_LIST + pickle.MARK)
-        put_all(tree)
-        put(pickle.APPENDS)
-    elif isinstance(tree, dict):
-        put(pickle.EMPTY_DICT + pickle.MARK)
-        put_all(part for item in tree.items() for part in item)
-        put(pickle.SETITEMS)
-    elif isinstance(tree, Call):
-        put_all((tree.function, tree.arguments))
-        put(pickle.REDUCE)
-    elif isinstance(tree, Instance):
-        put_all((tree.kind, ()))
-        put(pickle.NEWOBJ)
-        put_all((tree.state,))
-        put(pickle.BUILD)
-    else:
-        assert isinstance(tree, Reference), tree
-        put_all((tree.identifier,))
-        put(pickle.BINPERSID)

@@ -21,6 +21,7 @@ from checkpoints_conv.formats.dtypes import (
     MXFP4_BLOCKS,
     MXFP4_BYTES,
     MXFP4_SCALES,
+    SUB_BYTE,
     WEIGHT_DTYPES,
     Dtype,
     byte_view,
@@ -90,14 +91,16 @@ class SafetensorsFolder:
         aliases: Mapping[str, str] | None = None,
         *,
         decodes: bool = True,
+        fp8_block: tuple[int, int] = FP8_BLOCK,
     ) -> None:
         """Read every header and check it against the file.
 
         Args: pieces: names and shapes of the pieces in which to read tensors (`models.shared_mappings`).
               aliases: prefixes of names in files -> those in the tables.
               decodes: FP8 and MXFP4 are read as bf16, and their scales are no tensors.
+              fp8_block: rows and columns of FP8's blocks.
         """
-        self.folder = folder
+        self.folder, self.fp8_block = folder, fp8_block
         self.tensors: dict[str, StoredTensor] = {}
         check_weights(folder)
         for file in weight_files(folder):
@@ -149,12 +152,13 @@ class SafetensorsFolder:
         columns, blocks = stored.shape[1], stored.scales
         codes = bytearray(count * columns)
         self._fill(stored.file, stored.offset + first * columns, memoryview(codes))
-        above, below = first // FP8_BLOCK, (first + count - 1) // FP8_BLOCK + 1
+        height = self.fp8_block[0]
+        above, below = first // height, (first + count - 1) // height + 1
         scales = bytearray((below - above) * blocks.row_bytes)
         self._read(blocks, above, below - above, memoryview(scales))
         coded = tensor_of(codes, DTYPES["float8_e4m3fn"], (count, columns))
         scaled = tensor_of(scales, blocks.dtype, (below - above, blocks.shape[1]))
-        data[:] = byte_view(decode_fp8(coded, scaled, first))
+        data[:] = byte_view(decode_fp8(coded, scaled, first, self.fp8_block))
 
     def _decoded(self, stored: StoredTensor, scales: StoredTensor) -> Tensor:
         codes, powers = bytearray(scales.num_bytes * MXFP4_BYTES), bytearray(scales.num_bytes)
@@ -173,11 +177,12 @@ class SafetensorsFolder:
             scales, matrix = self.tensors[name], self.tensors.get(name.removesuffix(FP8_SCALE))
             if matrix is None or matrix.dtype != DTYPES["float8_e4m3fn"]:
                 continue
-            if scales.shape != fp8_scales_shape(matrix.shape) or scales.dtype not in WEIGHT_DTYPES:
-                size = FP8_BLOCK
+            grid = fp8_scales_shape(matrix.shape, self.fp8_block)
+            if scales.shape != grid or scales.dtype not in WEIGHT_DTYPES:
+                height, width = self.fp8_block
                 raise UserError(
                     f"{name} is {scales.dtype} {list(scales.shape)}, not a number for each block of "
-                    f"{size} x {size}; dequantise the model to bf16 and convert that"
+                    f"{height} x {width}; dequantise the model to bf16 and convert that"
                 )
             decoded = replace(matrix, dtype=DTYPES["bfloat16"], scales=scales)
             self.tensors[name.removesuffix(FP8_SCALE)] = decoded
@@ -237,7 +242,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             raise damaged(file, f"a header of {length} bytes does not fit in {size} bytes")
         header: dict[str, Any] = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        tensors = {name: _stored(file, 8 + length, entry) for name, entry in header.items()}
+        tensors = {name: _stored(file, 8 + length, name, entry) for name, entry in header.items()}
     end = 8 + length
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
         if stored.offset != end:
@@ -248,7 +253,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _stored(file: Path, base: int, entry: Mapping[str, Any]) -> StoredTensor:
+def _stored(file: Path, base: int, name: str, entry: Mapping[str, Any]) -> StoredTensor:
+    if entry["dtype"] in SUB_BYTE:
+        raise UserError(
+            f"{name} in {file} is stored as {entry['dtype']}, which is not read; dequantise the model to "
+            "bf16 and convert that"
+        )
     (begin, end), shape = entry["data_offsets"], entry["shape"]
     if not all(type(number) is int and 0 <= number < 1 << 60 for number in (begin, end, *shape)):
         raise ValueError(f"data_offsets {[begin, end]!r:.60} and shape {shape!r:.60} are no lists of sizes")

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""Folder, and content of the tracker, of a checkpoint that no iteration made: a converted base model."""
 _NO_WEIGHTS = re.compile(
     r"(optimizer|chained_\d+|rng_state|rerun_state|common_state|opt_param)\b.*|.*_extra_state.*"
 )
@@ -105,21 +107,22 @@ def _find(path: Path) -> Path:
         if (folder / METADATA).exists():
             return folder
         latest = folder / LATEST
-        if latest.exists() and (number := _iteration(latest)) is not None:
-            named = folder / f"iter_{number:07d}"
-            if (named / METADATA).exists():
-                return named
-            if next(folder.glob(f"iter_*/{METADATA}"), None) is not None:
+        whole = sorted(found.parent for found in folder.glob(f"iter_*/{METADATA}"))
+        if (folder / RELEASE / METADATA).exists():
+            whole.append(folder / RELEASE)
+        if latest.exists() and (name := _latest_name(latest)) is not None:
+            if folder / name in whole:
+                return folder / name
+            if whole:
                 raise UserError(
-                    f"{latest} names iteration {number}, which is not there or not whole; copy it again, "
-                    "or give the folder of an older one"
+                    f"{latest} names {name}, which is not there or not whole; copy it again, or give the "
+                    "folder of another one"
                 )
-        iterations = sorted(found.parent for found in folder.glob(f"iter_*/{METADATA}"))
-        if len(iterations) > 1:
-            names = ", ".join(found.name for found in iterations)
+        if len(whole) > 1:
+            names = ", ".join(found.name for found in whole)
             raise UserError(f"{folder} holds several iterations ({names}); give the folder of one")
-        if iterations:
-            return iterations[0]
+        if whole:
+            return whole[0]
     for file in (path / "metadata.json", path / "weights" / "metadata.json"):
         if file.is_file() and b'"zarr"' in file.read_bytes():
             raise UserError(f"{file.parent} is in the zarr format; save it again as torch_dist")
@@ -129,11 +132,13 @@ def _find(path: Path) -> Path:
     )
 
 
-def _iteration(latest: Path) -> int | None:
-    """Read the number in a tracker's file; None for "release"."""
+def _latest_name(latest: Path) -> str | None:
+    """Read the folder that a tracker's file names, ``iter_NNNNNNN`` or ``release``; None: neither."""
     with reading(latest, "a text with an iteration's number", "restore it, or give the folder iter_NNNNNNN"):
         text = latest.read_text(encoding="utf-8").strip()
-        return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+    if text == RELEASE:
+        return RELEASE
+    return f"iter_{int(text):07d}" if re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
 @dataclass(frozen=True)

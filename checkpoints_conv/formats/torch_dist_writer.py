@@ -1,18 +1,24 @@
 """Writing torch_dist checkpoints chunk by chunk; `torch_dist` describes the format."""
 
+from __future__ import annotations
+
 import json
 import os
+import pickle
 import queue
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from checkpoints_conv.formats.archive import SavedTensor, Section, save, tensor_reference
-from checkpoints_conv.formats.dtypes import Dtype
-from checkpoints_conv.formats.pickles import Call, Global, Instance, dumps
+from checkpoints_conv.formats.archive import SavedTensor, Section, TensorReference, save
+from checkpoints_conv.formats.dtypes import DTYPES, Dtype
 from checkpoints_conv.formats.torch_dist import METADATA, Chunk
+from nemo_grpo.core.lazy import torch
 from nemo_grpo.support.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 _BACKEND = {
     "sharded_backend": "torch_dist",
@@ -20,8 +26,6 @@ _BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_CLASSES = "torch.distributed.checkpoint.metadata"
-_SIZE = Global("torch", "Size")
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class TorchDistWriter:
         """
         file = self._idle.get()
         try:
-            start, length = file.append(tensor_reference(dtype, sizes, "0"), {"0": pieces})
+            start, length = file.append(TensorReference(dtype, sizes, "0"), {"0": pieces})
         finally:
             self._idle.put(file)
         return WrittenChunk(key, shape, dtype.name, Chunk(offsets, sizes, file.path.name, start, length))
@@ -93,7 +97,7 @@ class TorchDistWriter:
         with (self.folder / "common.pt").open("wb") as stream:
             save(stream, {"checkpoint_version": 3.0, "iteration": iteration})
         (self.folder / "metadata.json").write_text(json.dumps(_BACKEND))
-        (self.folder / METADATA).write_bytes(dumps(_metadata(written, places)))
+        (self.folder / METADATA).write_bytes(pickle.dumps(_metadata(written, places)))
 
     def close(self) -> None:
         """Close the data files and remove those without content."""
@@ -125,55 +129,33 @@ class _DataFile:
                 self.path.unlink()
 
 
-def _metadata(written: Iterable[WrittenChunk], objects: Mapping[str, tuple[str, int, int]]) -> Instance:
-    """Build the pickle of torch's Metadata. Args: objects: places of keys that are no tensors."""
-    chunks: dict[str, list[Instance]] = {}
-    keys: dict[str, Instance] = {}
-    places: dict[Instance, Instance] = {}
+def _metadata(written: Iterable[WrittenChunk], objects: Mapping[str, tuple[str, int, int]]) -> Metadata:
+    """Build torch's Metadata. Args: objects: places of keys that are no tensors."""
+    # Imported here: reading a checkpoint needs no torch, which takes seconds.
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    keys: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
     for one in written:
         chunk = one.chunk
-        offsets, sizes = _size(chunk.offsets), _size(chunk.sizes)
+        offsets = torch.Size(chunk.offsets)
         if one.key not in keys:
-            keys[one.key] = _tensor(one, chunks.setdefault(one.key, []))
-        chunks[one.key].append(_object("ChunkStorageMetadata", offsets=offsets, sizes=sizes))
-        index = _object("MetadataIndex", fqn=one.key, index=None, offset=offsets)
-        places[index] = _place(chunk.file, chunk.start, chunk.length)
+            properties = TensorProperties(DTYPES[one.dtype].torch)
+            keys[one.key] = TensorStorageMetadata(properties, torch.Size(one.shape), [])
+        keys[one.key].chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+        places[MetadataIndex(one.key, offsets)] = _StorageInfo(chunk.file, chunk.start, chunk.length)
     for name, place in objects.items():
-        keys[name] = _object("BytesStorageMetadata")
-        places[_object("MetadataIndex", fqn=name, index=None)] = _place(*place)
-    return _object(
-        "Metadata",
-        state_dict_metadata=keys,
-        planner_data=None,
-        storage_data=places,
-        storage_meta=None,
-        version=None,
-    )
-
-
-def _tensor(one: WrittenChunk, chunks: list[Instance]) -> Instance:
-    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    memory_format = Call(Global(_CLASSES, "_MEM_FORMAT_ENCODING"), (0,))  # contiguous
-    properties = (Global("torch", one.dtype), layout, False, memory_format, False)
-    return _object(
-        "TensorStorageMetadata",
-        properties=Instance(Global(_CLASSES, "TensorProperties"), properties),
-        size=_size(one.shape),
-        chunks=chunks,
-    )
-
-
-def _object(kind: str, **fields: Any) -> Instance:
-    return Instance(Global(_CLASSES, kind), fields)
-
-
-def _place(file: str, start: int, length: int) -> Instance:
-    kind = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    return Instance(kind, {"relative_path": file, "offset": start, "length": length})
-
-
-def _size(numbers: tuple[int, ...]) -> Call:
-    return Call(_SIZE, (numbers,))
+        keys[name] = BytesStorageMetadata()
+        places[MetadataIndex(name)] = _StorageInfo(*place)
+    return Metadata(keys, storage_data=places)
 
 
 def chunk_is_whole(folder: Path, one: WrittenChunk) -> bool:

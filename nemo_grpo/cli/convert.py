@@ -1,13 +1,17 @@
 """``nemo-grpo convert``, the same as ``python -m checkpoints_conv``."""
 
+import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
 
 from nemo_grpo.support.errors import UserError
+
+if TYPE_CHECKING:
+    from checkpoints_conv.verify import Comparison
 
 EXIT_DIFFERENT = 1
 
@@ -24,6 +28,7 @@ Workers = Annotated[int, Option(min=1, help="Threads; each needs a few megabytes
 Resume = Annotated[bool, Option("--resume", help="Finish an interrupted conversion.")]
 Force = Annotated[bool, Option("--force", help="Replace an existing output, or start over.")]
 Sha256 = Annotated[bool, Option("--sha256", help="Also write SHA256SUMS (reads the result once).")]
+Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 Output = Annotated[Path, Option(help="Folder to create; it appears once complete.")]
 HFModel = Annotated[Path, Option(help="Folder with config.json and *.safetensors.")]
 Megatron = Annotated[Path, Option(help="torch_dist folder, its parent, or NeMo-RL's step_N.")]
@@ -102,6 +107,7 @@ def verify(
     megatron_checkpoint: Megatron,
     logits: Annotated[bool, Option("--logits", help="Also run both models in memory.")] = False,
     workers: Workers = 2,
+    as_json: Json = False,
 ) -> None:
     """Compare every tensor bit by bit; exit code 1 if any differs."""
     from checkpoints_conv.verify import verify as compare
@@ -111,31 +117,44 @@ def verify(
 
         check_computed(hf_model)
     result = compare(hf_model, megatron_checkpoint, workers)
+    gap = compare_logits(hf_model, megatron_checkpoint) if logits else None
+    different = bool(result.different) or not (gap is None or gap <= LOGITS_TOLERANCE)
+    if as_json:
+        typer.echo(json.dumps(result.to_json() | ({} if gap is None else {"logits_gap": gap}), indent=2))
+    else:
+        _show_comparison(result)
+        if gap is not None:
+            typer.echo(f"logits differ by up to {gap:.3g} (limit {LOGITS_TOLERANCE:g})")
+    if different:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _show_comparison(result: "Comparison") -> None:
     for hf, megatron in sorted(result.cast, key=str):
         typer.echo(f"note: {hf} tensors were compared after conversion to {megatron}")
     for name, gap in sorted(result.different.items()):
         typer.echo(f"differs: {name} (by up to {gap:.3g})")
-    typer.echo(f"{result.num_tensors} tensors compared, {len(result.different)} differ")
+    for name, gap in sorted(result.rounded.items()):
+        typer.echo(f"rounded: {name} (by up to {gap:.3g}): its dtype does not hold the other side's numbers")
+    rounded = f", {len(result.rounded)} are rounded" if result.rounded else ""
+    typer.echo(f"{result.num_tensors} tensors compared, {len(result.different)} differ{rounded}")
     if result.num_hashed:
         typer.echo(f"{result.num_hashed} files match SHA256SUMS")
-    different = bool(result.different)
-    if logits:
-        gap = compare_logits(hf_model, megatron_checkpoint)
-        typer.echo(f"logits differ by up to {gap:.3g} (limit {LOGITS_TOLERANCE:g})")
-        different |= not gap <= LOGITS_TOLERANCE
-    if different:
-        raise typer.Exit(EXIT_DIFFERENT)
 
 
 @app.command()
 def inspect(
     path: Annotated[Path, Argument(metavar="DIR", help="Hugging Face folder or Megatron checkpoint.")],
     tensors: Annotated[bool, Option("--tensors", help="List every tensor.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show what a checkpoint holds, from headers alone; truncated files are found."""
     from checkpoints_conv.inspect import summarize
 
     summary = summarize(path)
+    if as_json:
+        typer.echo(json.dumps(summary.to_json(tensors), indent=2))
+        return
     for label, value in summary.facts:
         typer.echo(f"{label:26} {value}")
     for name, shape, dtype, size in summary.tensors if tensors else ():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nemo_grpo.data import SOURCES
 from nemo_grpo.engine.resume import check_continuation
-from nemo_grpo.models import COMPUTED, read_spec
+from nemo_grpo.models import COMPUTED, read_spec, refuse_uncomputed
 from nemo_grpo.plan.rules import shape_problems
 from nemo_grpo.recipe import Recipe, refuse_unsupported
 from nemo_grpo.recipe.recipe import RECIPE_FILE
@@ -120,7 +120,7 @@ def _check_model(recipe: Recipe) -> None:
         return
     if recipe.nemo_grpo.target == "embedded":
         check_model_folder(Path(name), setting)
-        read_spec(hf_config(Path(name)), name, COMPUTED)
+        refuse_uncomputed(read_spec(hf_config(Path(name)), name, COMPUTED))
     elif Path(name).is_dir() and (reason := reason_against_model(Path(name))):
         raise UserError(f"{setting}={name!r} {reason}")
 

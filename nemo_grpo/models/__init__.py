@@ -10,18 +10,46 @@ from typing import Any
 from nemo_grpo.models import deepseek_v3, gemma3, glm4_moe, gpt_oss, qwen2_vl, qwen3_5
 from nemo_grpo.models.config_validation import checked
 from nemo_grpo.models.family import Family
-from nemo_grpo.models.family_spec import FamilySpec, complete
+from nemo_grpo.models.family_spec import (
+    FamilySpec,
+    complete,
+    no_window,
+    window_if_used,
+    window_of_every_layer,
+    window_of_later_layers,
+)
 from nemo_grpo.models.spec import ModelSpec
 from nemo_grpo.support.errors import UserError
 
-__all__ = ["COMPUTED", "FAMILIES", "Family", "ModelSpec", "family_for", "read_spec"]
+__all__ = ["COMPUTED", "FAMILIES", "Family", "ModelSpec", "family_for", "read_spec", "refuse_uncomputed"]
 
+_WINDOW_LAYERS = {"max_window_layers": 28}
+"""Value that transformers takes where config.json does not say."""
 FAMILIES: tuple[FamilySpec, ...] = (
-    FamilySpec("LlamaForCausalLM", "llama"),  # Llama 3, 3.1, 3.2 (text) and 3.3
-    FamilySpec("MistralForCausalLM", "mistral"),
-    FamilySpec("Qwen2ForCausalLM", "qwen2", has_qkv_bias=True),  # and 2.5, Math, DeepSeek-R1-Distill-Qwen
-    FamilySpec("Qwen3ForCausalLM", "qwen3", has_qk_norm=True),
-    FamilySpec("Qwen3MoeForCausalLM", "qwen3_moe", has_qk_norm=True, is_computed=False),
+    FamilySpec("LlamaForCausalLM", "llama", window=no_window),  # Llama 3, 3.1, 3.2 (text) and 3.3
+    FamilySpec("MistralForCausalLM", "mistral", window=window_of_every_layer),
+    FamilySpec(  # and 2.5, Math, DeepSeek-R1-Distill-Qwen
+        "Qwen2ForCausalLM",
+        "qwen2",
+        has_qkv_bias=True,
+        defaults=_WINDOW_LAYERS,
+        window=window_of_later_layers,
+    ),
+    FamilySpec(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        has_qk_norm=True,
+        defaults=_WINDOW_LAYERS,
+        window=window_of_later_layers,
+    ),
+    FamilySpec(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        has_qk_norm=True,
+        is_computed=False,
+        defaults={"num_experts_per_tok": 8},
+        window=window_if_used,
+    ),
     qwen2_vl.QWEN2_VL,
     qwen2_vl.QWEN2_5_VL,
     gemma3.FAMILY,
@@ -65,6 +93,19 @@ def read_spec(
 ) -> ModelSpec:
     """Read the model that a config.json describes."""
     return _declared(config, name, among).read(config, name)
+
+
+def refuse_uncomputed(spec: ModelSpec) -> None:
+    """Refuse settings that the embedded engine does not compute, of a model whose family it does."""
+    reason = None
+    if spec.hidden_act != "silu":
+        reason = f"hidden_act={spec.hidden_act!r} is not supported by the embedded engine, which has silu"
+    elif spec.rope["rope_type"] not in ("default", "llama3"):
+        reason = f"rope scaling {spec.rope['rope_type']!r} is not supported by the embedded engine"
+    elif spec.sliding_window:
+        reason = f"sliding_window={spec.sliding_window} is not supported by the embedded engine"
+    if reason is not None:
+        raise UserError(f"{spec.name}: {reason}; train the model with NeMo-RL (nemo-grpo launch)")
 
 
 def family_for(config: dict[str, Any]) -> Family:

@@ -56,10 +56,11 @@ _KEYS: dict[_Kind, str] = {
     "shared_expert_intermediate_size moe_latent_size",
     _FEW: "num_experts num_local_experts n_routed_experts num_experts_per_tok n_shared_experts "
     "first_k_dense_replace n_group topk_group num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers "
-    "decoder_sparse_step moe_layer_freq",
+    "decoder_sparse_step moe_layer_freq max_window_layers",
     _LENGTH: "max_position_embeddings original_max_position_embeddings",
     _POSITIVE: "rope_theta rope_local_base_freq rms_norm_eps layer_norm_epsilon query_pre_attn_scalar factor "
-    "low_freq_factor high_freq_factor swiglu_limit swiglu_alpha",
+    "low_freq_factor high_freq_factor swiglu_limit swiglu_alpha final_logit_softcapping "
+    "attn_logit_softcapping",
     _SHARE: "partial_rotary_factor attention_dropout",
     _NUMBER: "beta_fast beta_slow mscale mscale_all_dim initializer_range routed_scaling_factor "
     "aux_loss_alpha router_aux_loss_coef",
@@ -71,11 +72,13 @@ _KEYS: dict[_Kind, str] = {
     _NUMBERS: "mrope_section mlp_only_layers",
     _SECTION: "text_config vision_config rope_parameters rope_scaling full_attention sliding_attention",
 }
+_NULLABLE = {"sliding_window"}
+"""Keys whose null is a value: transformers takes its default only where the key is missing."""
 _KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 
 
 def checked(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Check a config.json and leave out its nulls, which mean the same as a missing key.
+    """Check a config.json and leave out its nulls, which mean the same as a missing key but in `_NULLABLE`.
 
     Args: name: the model's name, for messages.
     """
@@ -83,12 +86,14 @@ def checked(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _checked(section: Mapping[str, Any], where: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in section.items():
         if value is None:
+            if key in _NULLABLE:
+                values[key] = None
             continue
         kind = _KINDS.get(key)
         if kind is not None and not kind.accepts(value):
             raise UserError(f"{where}{key}={value!r:.60} is not {kind.words}; download it again")
-        found[key] = _checked(value, f"{where}{key}.") if kind is _SECTION else value
-    return found
+        values[key] = _checked(value, f"{where}{key}.") if kind is _SECTION else value
+    return values

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from nemo_grpo.models.family_spec import FamilySpec
+from nemo_grpo.models.family_spec import FamilySpec, no_window
 from nemo_grpo.models.shared_mappings import Entry, embeddings, gated, gated_mlp, layer_copy, routed_experts
 from nemo_grpo.models.spec import ModelSpec
 from nemo_grpo.support.errors import UserError
@@ -167,8 +167,10 @@ FAMILY = FamilySpec(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     is_computed=False,
+    defaults={"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
     stacks_layers=False,
     table=_table,
     sizes=_sizes,
     settings=_settings,
+    window=no_window,
 )

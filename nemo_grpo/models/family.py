@@ -32,6 +32,9 @@ _IGNORED_HF = re.compile(r".*\.rotary_emb\.inv_freq$")  # buffers in old exports
 _IGNORED_MEGATRON = re.compile(r".*\._extra_state(/.*)?$")  # Transformer Engine's FP8 scales; no weights
 
 
+_PACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
 @dataclass(frozen=True)
 class Unit:
     """The smallest piece that converts by itself: a block of rows of one Megatron tensor.
@@ -76,15 +79,18 @@ class Family:
 
     Attributes: config: config.json's content.  spec: its sizes and settings.  dims: sizes by letter.
                 entries: the table.  settings: of Megatron-Bridge's provider, the family's own.
+                unsaid: keys and values of config.json that no setting of the provider says.
     """
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, declaration: FamilySpec) -> None:
         assert declaration.table is not None
         self.config, self.spec, self.entries = config, spec, declaration.table(spec)
-        self.settings = declaration.settings(config, spec) if declaration.settings else {}
+        stated = {**declaration.defaults, **config}
+        self.settings = declaration.settings(stated, spec) if declaration.settings else {}
         self.dims, self.aliases = dims_of(spec), declaration.aliases
         self.num_layers, self.tied = spec.num_layers, spec.tied_embeddings
         self.stacks_layers = declaration.stacks_layers
+        self.unsaid = {key: config[key] for key in declaration.unsaid if config.get(key)}
 
     @cached_property
     def prefix(self) -> str:
@@ -101,6 +107,16 @@ class Family:
         return self._embedding.hf[0][0]
 
     @property
+    def tied_by(self) -> str:
+        """Say where config.json ties the embeddings."""
+        key = "tie_word_embeddings"
+        if self.config.get(key):
+            return f"config.json has {key}=true"
+        if self.config.get("text_config", {}).get(key):
+            return f"config.json has text_config.{key}=true"
+        return f"config.json has no {key}, which {self.spec.model_type} takes for true"
+
+    @property
     def tied_names(self) -> tuple[str, str]:
         return self.prefix + EMBEDDING, self.prefix + OUTPUT
 
@@ -111,7 +127,7 @@ class Family:
         """
         self.check_hf({name: tuple(tensor.shape) for name, tensor in hf.items()})
         if self.tied and HF_OUTPUT in hf:
-            check_tied(hf[self.hf_embedding], hf[HF_OUTPUT])
+            check_tied(hf[self.hf_embedding], hf[HF_OUTPUT], self.tied_by)
         for entry, numbers in self._instances():
             names = [name.format(**numbers) for name, _ in entry.hf]
             yield entry.megatron.format(**numbers), entry.op.join([hf[name] for name in names], self.dims)
@@ -128,7 +144,7 @@ class Family:
         extra = set(names) - wanted - ({output} if self.tied else set())
         refuse_unmatched("Megatron", wanted - set(names), {names[name] for name in extra})
         if self.tied and output in names:
-            check_tied(megatron[embedding], megatron[output])
+            check_tied(megatron[embedding], megatron[output], self.tied_by)
         for entry, numbers in self._instances():
             name = names[entry.megatron.format(**numbers)]
             whole = megatron[name]
@@ -140,7 +156,9 @@ class Family:
                 refuse_shape(name, megatron[name].shape, expected)
             parts = entry.op.split(whole, [shape[0] for shape in shapes], self.dims)
             for (hf_name, _), part in zip(entry.hf, parts, strict=True):
-                yield hf_name.format(**numbers), part
+                # A model in memory has one dtype; numbers that were computed come in a wider one.
+                narrow = part.to(megatron[names[embedding]].dtype) if entry.op.computes else part
+                yield hf_name.format(**numbers), narrow
 
     def units(self) -> Iterator[Unit]:
         """Yield every unit of the model, layer by layer; contiguous parts are units of their own."""
@@ -213,7 +231,8 @@ class Family:
         extra = {name for name in self.converted(found) - set(expected) if not _IGNORED_HF.match(name)}
         if self.tied:
             extra -= {HF_OUTPUT}
-        refuse_unmatched("Hugging Face", {whole_name(name) for name in set(expected) - set(found)}, extra)
+        missing = {whole_name(name) for name in set(expected) - set(found)}
+        refuse_unmatched("Hugging Face", missing, extra, _remedy_of_packed(extra))
         for name, shape in expected.items():
             if found[name] != shape:
                 refuse_shape(name, found[name], shape)
@@ -254,17 +273,17 @@ def dims_of(spec: ModelSpec) -> dict[str, int]:
     }  # fmt: skip
 
 
-def check_tied(embedding: Tensor, output: Tensor) -> None:
+def check_tied(embedding: Tensor, output: Tensor, tied_by: str) -> None:
     """Refuse an output layer that differs from the embedding to which it is tied."""
     if embedding.data_ptr() != output.data_ptr() and not torch.equal(embedding, output):
-        refuse_untied()
+        refuse_untied(tied_by)
 
 
-def refuse_untied() -> NoReturn:
-    """Say that embeddings which should be tied are not."""
+def refuse_untied(tied_by: str) -> NoReturn:
+    """Say that embeddings which should be tied are not. Args: tied_by: `Family.tied_by`."""
     raise UserError(
-        "config.json has tie_word_embeddings=true, but the output layer differs from the embedding; "
-        "set tie_word_embeddings to false"
+        f"{tied_by}, but the output layer differs from the embedding, and transformers would drop it; are "
+        "the weights and config.json of the same model?"
     )
 
 
@@ -276,12 +295,22 @@ def refuse_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> No
     )
 
 
-def refuse_unmatched(side: str, missing: set[str], extra: set[str]) -> None:
+def refuse_unmatched(side: str, missing: set[str], extra: set[str], remedy: str = "") -> None:
     """Raise if a name has no partner."""
     lists = {"missing": missing, "not known": extra}
     problems = [f"{what}: {listed(names)}" for what, names in lists.items() if names]
     if problems:
-        raise UserError(f"the {side} tensors do not fit config.json; {'; '.join(problems)}")
+        raise UserError(f"the {side} tensors do not fit config.json; {'; '.join(problems)}{remedy}")
+
+
+def _remedy_of_packed(extra: set[str]) -> str:
+    """Name the remedy where a layer's experts are one tensor, as transformers holds them in memory."""
+    if not any(name.endswith(_PACKED) for name in extra):
+        return ""
+    return (
+        "; the experts are packed: load the model with transformers and save it with "
+        "save_pretrained(FOLDER, save_original_format=True)"
+    )
 
 
 def local_name(name: str) -> str | None:

@@ -12,6 +12,10 @@ from nemo_grpo.support.errors import UserError
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SCALED = ("llama3", "yarn", "longrope")
+DEFAULT_WINDOW = 4096
+"""Positions of a window where config.json has no ``sliding_window``, of every family but gpt-oss."""
+SLIDING = "sliding_attention"
+"""Kind of a layer with a window, in ``layer_types``."""
 
 
 def rotary(text: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,6 +34,41 @@ def rotary(text: Mapping[str, Any]) -> dict[str, Any]:
     if kind in _SCALED:
         found.setdefault("original_max_position_embeddings", text.get("max_position_embeddings"))
     return found
+
+
+def window_if_stated(text: Mapping[str, Any]) -> int | None:
+    """Read the window of a family of which nothing else is known."""
+    window: int | None = text.get("sliding_window")
+    return window if SLIDING in text.get("layer_types", [SLIDING]) else None
+
+
+def no_window(text: Mapping[str, Any]) -> int | None:
+    """Ignore ``sliding_window``, as transformers does for Llama."""
+    return None
+
+
+def window_of_every_layer(text: Mapping[str, Any]) -> int | None:
+    """Read Mistral's window, which no other key switches off."""
+    window: int | None = text.get("sliding_window", DEFAULT_WINDOW)
+    return window
+
+
+def window_if_used(text: Mapping[str, Any]) -> int | None:
+    """Read the window of every layer, which ``use_sliding_window`` switches on (Qwen3-MoE)."""
+    return window_of_every_layer(text) if text.get("use_sliding_window") else None
+
+
+def window_of_later_layers(text: Mapping[str, Any]) -> int | None:
+    """Read the window of Qwen2, Qwen3 and Qwen2.5-VL.
+
+    ``layer_types`` names the layers that have it; without them those from ``max_window_layers`` on have it.
+    """
+    kinds = text.get("layer_types")
+    if kinds is None:
+        has_window = text["max_window_layers"] < text["num_hidden_layers"]
+    else:
+        has_window = SLIDING in kinds
+    return window_if_used(text) if has_window else None
 
 
 @dataclass(frozen=True)
@@ -52,6 +91,9 @@ class FamilySpec:
         vision_parameters: of these sizes, the parameters of the vision tower.
         settings: config.json, its model -> Megatron-Bridge's provider where it is not a dense decoder's.
         rope: the decoder's part of config.json -> rotary parameters of the layers that see everything.
+        window: the decoder's part of config.json -> the window of those layers that have one, or None.
+        activation: the key of config.json that names the activation.
+        unsaid: keys of config.json that change the computation and have no place in run_config.yaml.
         linear_layers, linear_sizes: the decoder's part of config.json -> as in `ModelSpec`.
     """
 
@@ -70,6 +112,9 @@ class FamilySpec:
     vision_parameters: Callable[[Mapping[str, int]], int] | None = None
     settings: Callable[[Mapping[str, Any], ModelSpec], dict[str, Any]] | None = None
     rope: Callable[[Mapping[str, Any]], dict[str, Any]] = rotary
+    window: Callable[[Mapping[str, Any]], int | None] = window_if_stated
+    activation: str = "hidden_act"
+    unsaid: tuple[str, ...] = ()
     linear_layers: Callable[[Mapping[str, Any]], tuple[int, ...]] | None = None
     linear_sizes: Callable[[Mapping[str, Any]], tuple[int, int]] | None = None
 
@@ -113,12 +158,17 @@ class FamilySpec:
                 rope_head_dim=int(text.get("qk_rope_head_dim") or 0),
                 num_vision_parameters=self.vision_parameters(sizes) if self.vision_parameters else 0,
                 norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-                hidden_act=text.get("hidden_activation") or text.get("hidden_act", "silu"),
+                hidden_act=text.get(self.activation, "silu"),
                 rope=self.rope(text),
-                sliding_window=_sliding_window(text),
+                sliding_window=self._window_within(text),
                 sizes=sizes,
                 **self.fixed,
             )
+
+    def _window_within(self, text: Mapping[str, Any]) -> int | None:
+        """Read the window, unless it is as long as the longest text."""
+        window = self.window(text)
+        return window if window and window < text["max_position_embeddings"] else None
 
     def _check(self, text: Mapping[str, Any], name: str) -> None:
         for key in {"attention_bias", "mlp_bias"} - {self.has_qkv_bias}:
@@ -176,10 +226,3 @@ def _check_counts(name: str, heads: int, hidden: int, groups: int, num_tensors: 
             f"config.json of {name} has {num_tensors} experts in all its layers, and {MAX_TENSORS} is the "
             "limit; correct it"
         )
-
-
-def _sliding_window(text: Mapping[str, Any]) -> int | None:
-    window = text.get("sliding_window")
-    kinds = text.get("layer_types") or ["sliding_attention"]  # without them every layer has the window
-    used = text.get("use_sliding_window", True) and set(kinds) != {"full_attention"}
-    return int(window) if window and used and window < text["max_position_embeddings"] else None

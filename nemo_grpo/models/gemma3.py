@@ -6,7 +6,7 @@ Its norms scale by 1 + w, which Hugging Face and Megatron-Bridge both store as w
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_grpo.models.family_spec import FamilySpec, rotary
+from nemo_grpo.models.family_spec import DEFAULT_WINDOW, SLIDING, FamilySpec, rotary
 from nemo_grpo.models.shared_mappings import Entry, attention, embeddings, gated_mlp, layer_copy
 from nemo_grpo.models.spec import ModelSpec
 from nemo_grpo.support.errors import UserError
@@ -35,8 +35,19 @@ def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
     return rotary({**text, "rope_scaling": {**found, **text.get("rope_scaling", {})}, "rope_parameters": {}})
 
 
+def _window(text: Mapping[str, Any]) -> int | None:
+    """Read the window, unless every layer sees everything."""
+    pattern = text.get("sliding_window_pattern", _PATTERN)
+    every = [SLIDING if n % pattern else "full_attention" for n in range(1, text["num_hidden_layers"] + 1)]
+    window: int | None = text.get("sliding_window", DEFAULT_WINDOW)
+    return window if SLIDING in text.get("layer_types", every) else None
+
+
 def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     _check_layers(config)
+    window = config.get("sliding_window", DEFAULT_WINDOW)
+    if not window:
+        raise UserError(f"config.json: sliding_window={window}, and Gemma 3 needs one; download it again")
     nearby = config.get("rope_parameters", {}).get("sliding_attention", {})
     local_base = nearby.get("rope_theta") or config.get("rope_local_base_freq") or 10_000.0
     return {
@@ -44,7 +55,7 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": True,
         "rotary_base": [local_base, spec.rope["rope_theta"]],
         "rope_scaling_factor": float(spec.rope["factor"] if spec.rope["rope_type"] == "linear" else 1.0),
-        "window_size": config.get("sliding_window") or 4096,
+        "window_size": window,
         "softmax_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
     }
 
@@ -69,8 +80,15 @@ FAMILY = FamilySpec(
     has_qk_norm=True,
     fixed={"has_post_norms": True},
     is_computed=False,
-    defaults={"tie_word_embeddings": True, "rope_theta": 1_000_000.0},
+    defaults={
+        "tie_word_embeddings": True,
+        "rope_theta": 1_000_000.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
     table=_table,
     settings=_settings,
     rope=_rope,
+    window=_window,
+    activation="hidden_activation",
+    unsaid=("final_logit_softcapping", "attn_logit_softcapping"),
 )

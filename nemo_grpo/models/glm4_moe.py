@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_grpo.models.deepseek_v3 import LAYERS, dense_then_experts, layer_kinds, refuse_others
-from nemo_grpo.models.family_spec import FamilySpec
+from nemo_grpo.models.family_spec import FamilySpec, no_window
 from nemo_grpo.models.shared_mappings import Entry, attention, embeddings
 from nemo_grpo.models.spec import ModelSpec
 
@@ -45,9 +45,17 @@ FAMILY = FamilySpec(
     has_qkv_bias="attention_bias",
     has_qk_norm="use_qk_norm",
     is_computed=False,
-    defaults={"partial_rotary_factor": 0.5},
+    defaults={
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+    },
     stacks_layers=False,
     table=_table,
     sizes=_sizes,
     settings=_settings,
+    window=no_window,
 )

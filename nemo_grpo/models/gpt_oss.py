@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_grpo.models.deepseek_v3 import refuse_others
-from nemo_grpo.models.family_spec import FamilySpec
+from nemo_grpo.models.family_spec import SLIDING, FamilySpec
 from nemo_grpo.models.ops import GATE_UP_IN_TURNS, ONE_BELOW_THE_OTHER, TRANSPOSED, Op
 from nemo_grpo.models.shared_mappings import (
     HF_LAYER,
@@ -20,6 +20,7 @@ from nemo_grpo.models.shared_mappings import (
     norm_before_experts,
 )
 from nemo_grpo.models.spec import ModelSpec
+from nemo_grpo.support.errors import UserError
 
 _FIXED = {
     "attention_bias": True,
@@ -38,6 +39,8 @@ _YARN = {
 }
 _UNSTATED = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 """Values of YaRN that transformers takes where config.json has none."""
+_WINDOW = 128
+"""Positions of the windows where config.json does not say."""
 _KEPT = ("original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
@@ -69,11 +72,20 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
     )
 
 
+def _window(text: Mapping[str, Any]) -> int | None:
+    """Read the window, unless every layer sees everything."""
+    window: int | None = text.get("sliding_window", _WINDOW)
+    return window if SLIDING in text.get("layer_types", [SLIDING]) else None
+
+
 def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
-    kinds = [("sliding_attention", "full_attention")[n % 2] for n in range(layers)]
+    kinds = [(SLIDING, "full_attention")[n % 2] for n in range(layers)]
     refuse_others(config, {**_FIXED, "layer_types": kinds}, "gpt-oss")
     refuse_others({**dict.fromkeys(_YARN), **_UNSTATED, **spec.rope}, _YARN, "gpt-oss")
+    window = config.get("sliding_window", _WINDOW)
+    if not window:
+        raise UserError(f"config.json: sliding_window={window}, and gpt-oss needs one; download it again")
     return {
         "add_bias_linear": True,
         "add_qkv_bias": False,  # add_bias_linear has them
@@ -81,7 +93,7 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
         "activation_func_clamp_value": _FIXED["swiglu_limit"],
         "glu_linear_offset": 1.0,
         "softmax_type": "learnable",
-        "window_size": [config["sliding_window"] - 1, 0],
+        "window_size": [window - 1, 0],
         "window_attn_skip_freq": 2,
         "position_embedding_type": "yarn",
         "yarn_rotary_scaling_factor": _YARN["factor"],
@@ -101,9 +113,15 @@ FAMILY = FamilySpec(
     has_qkv_bias="attention_bias",
     fixed={"has_all_biases": True, "has_sinks": True},
     is_computed=False,
-    defaults={"rope_theta": 150000.0, "rope_parameters": _YARN},
+    defaults={
+        "rope_theta": 150000.0,
+        "rope_parameters": _YARN,
+        "rms_norm_eps": 1e-5,
+        "num_experts_per_tok": 4,
+    },
     expert_width="intermediate_size",
     table=_table,
     sizes=_sizes,
     settings=_settings,
+    window=_window,
 )

@@ -35,6 +35,8 @@ class Op:
     """False: tensors are read whole, not in `blocks`."""
     keeps_order: ClassVar[bool] = True
     """False: a part's rows change their order, so the whole must be read to split it."""
+    computes: ClassVar[bool] = False
+    """True: the numbers change, so Megatron's tensor has the next wider dtype to lose none of their bits."""
 
     def megatron_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """Compute the whole's shape from the parts'."""
@@ -113,19 +115,27 @@ GATED_QKV = GatedQKV()
 
 @dataclass(frozen=True)
 class OneSubtracted(Op):
-    """The scale w of a norm -> w - 1 in its dtype, as megatron-core's norms have it where they add 1.
+    """The scale w of a norm -> w - 1, as megatron-core's norms have it where they add 1.
 
-    The way back adds 1, and so a w below 0.5 returns rounded; Megatron-Bridge's does, too.
+    Both directions compute in the next wider dtype, and Megatron's tensor is stored in it: in w's own dtype
+    w - 1 loses bits of every w below 0.5, which adding 1 does not bring back. Megatron-Bridge computes in the
+    stored dtype.
     """
 
     moves_rows: ClassVar[bool] = False
     keeps_order: ClassVar[bool] = False
+    computes: ClassVar[bool] = True
 
     def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        return parts[0] - 1
+        return _widened(parts[0]) - 1
 
     def split(self, whole: Tensor, rows: Sequence[int], dims: Dims) -> list[Tensor]:
-        return [whole + 1]
+        return [_widened(whole) + 1]
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Return float32 of 16-bit numbers and float64 of others."""
+    return tensor.double() if tensor.dtype.itemsize > 2 else tensor.float()
 
 
 ONE_SUBTRACTED = OneSubtracted()

@@ -8,15 +8,22 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nemo_grpo.models.family_spec import FamilySpec
+from nemo_grpo.models.family_spec import FamilySpec, window_of_later_layers
 from nemo_grpo.models.shared_mappings import Entry, copy, decoder_table
 from nemo_grpo.models.spec import ModelSpec
 
 _PROVIDER = "megatron.bridge.models.qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider"
 _VISION_CONFIG = "transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig"
-_DEFAULTS = {"rope_theta": 1_000_000.0}
+_DEFAULTS = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "max_window_layers": 80}
+"""Values that transformers takes where config.json does not say."""
 _IDS = ("bos_token_id", "eos_token_id")
-_MARKS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+_MARKS = {
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+}
+"""Tokens around and in place of pictures -> transformers' defaults."""
 
 
 def _qwen2_5_vl(config: Mapping[str, Any]) -> dict[str, int]:
@@ -77,7 +84,7 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     text = config.get("text_config") or config
     sections = {key: spec.rope[key] for key in ("mrope_section",) if key in spec.rope}
     ids = {key: text[key] for key in _IDS if text.get(key) is not None}
-    marks = {key: config[key] for key in _MARKS if key in config}
+    marks = {key: config[key] for key in _MARKS}
     return {
         "_target_": _PROVIDER,
         "position_embedding_type": "mrope",
@@ -95,6 +102,7 @@ QWEN2_VL = FamilySpec(
     has_qkv_bias=True,
     is_computed=False,
     defaults=_DEFAULTS,
+    window=window_of_later_layers,
     table=None,
     sizes=_qwen2_vl,
     vision_parameters=lambda sizes: _count(sizes, is_gated=False),
@@ -105,7 +113,8 @@ QWEN2_5_VL = FamilySpec(
     "qwen2_5_vl",
     has_qkv_bias=True,
     is_computed=False,
-    defaults=_DEFAULTS,
+    defaults={**_DEFAULTS, **_MARKS},
+    window=window_of_later_layers,
     table=_table,
     sizes=_qwen2_5_vl,
     vision_parameters=lambda sizes: _count(sizes, is_gated=True),

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from nemo_grpo.models.deepseek_v3 import refuse_others
-from nemo_grpo.models.family_spec import FamilySpec
+from nemo_grpo.models.family_spec import FamilySpec, no_window
 from nemo_grpo.models.ops import GATED_QKV, ONE_SUBTRACTED
 from nemo_grpo.models.shared_mappings import (
     Entry,
@@ -37,7 +37,7 @@ _DELTA_NET = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-_DEFAULTS = {**_DELTA_NET, "head_dim": 256, "partial_rotary_factor": 0.25}
+_DEFAULTS = {**_DELTA_NET, "head_dim": 256, "partial_rotary_factor": 0.25, "num_experts_per_tok": 8}
 """Values that transformers takes where config.json does not say."""
 
 
@@ -186,6 +186,7 @@ def _family(architecture: str, model_type: str, *, sees: bool) -> FamilySpec:
         sizes=_sizes if sees else _text_sizes,
         settings=None if sees else _settings,
         vision_parameters=_vision if sees else None,
+        window=no_window,
         linear_layers=_linear_layers,
         linear_sizes=_linear_sizes,
     )

@@ -7,7 +7,14 @@ and the heaviest stage counts.
 
 from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan.inputs import PlanInput
-from nemo_grpo.plan.parameters import Counts, adapter_counts, attention_sizes, model_parameters, stage_counts
+from nemo_grpo.plan.parameters import (
+    Counts,
+    adapter_counts,
+    attention_sizes,
+    dense_layers,
+    model_parameters,
+    stage_counts,
+)
 
 GIB = 1024**3
 USABLE = 0.92
@@ -82,30 +89,47 @@ def optimizer_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
     return int(state * (1 - setup.offload_fraction))
 
 
-def layer_bytes_per_token(shape: ModelSpec, setup: PlanInput, recompute: tuple[str, ...] = ()) -> float:
+def layer_bytes_per_token(
+    shape: ModelSpec, setup: PlanInput, recompute: tuple[str, ...] = (), *, is_dense: bool = False
+) -> float:
     """Count what one layer keeps of one token for its backward pass, with flash attention and no dropout.
 
     Inputs and outputs of both norms 8 h / s; q, k, v and the attention's output 2 (2 q + 2 kv) / t; its
     log-sum-exp 4 heads / t; [inputs of the norms on q and k 2 (q + kv) / t]; gate and up 4 f / t, their
-    product 2 f / t. s is t with sequence parallelism, else 1. Experts: router 4 E; K chosen ones per token,
-    each with input and output 4 h and 6 f / expert TP (balanced routing). Follows Korthikanti et al.
-    (2205.05198) with a gated feed-forward layer, grouped queries and no stored attention matrix. Linear
-    attention is assumed to keep as much as attention.
+    product 2 f / t. s is t with sequence parallelism, else 1. Follows Korthikanti et al. (2205.05198) with a
+    gated feed-forward layer, grouped queries and no stored attention matrix. Linear attention is assumed to
+    keep as much as attention. Experts: see `_expert_bytes_per_token`.
 
     Args: recompute: megatron-core's names of modules whose inner tensors are not kept.
+          is_dense: one of the dense layers of a model with experts.
     """
     layout, h = setup.layout, shape.hidden_size
     t, s = layout.tensor, layout.tensor if layout.sequence_parallel else 1
-    q, kv, f = shape.query_size, shape.key_value_size, shape.ffn_size
+    q, kv = shape.query_size, shape.key_value_size
     norms = (4 if "layernorm" in recompute else 8) * h / s
     qkv = 2 * (q + 2 * kv) / t + (2 * (q + kv) / t if shape.has_qk_norm else 0)
     attention = 2 * q / t + (0 if "core_attn" in recompute else 4 * shape.num_attention_heads / t)
-    if not shape.num_experts:
-        return norms + qkv + attention + (0 if "mlp" in recompute else 6 * f / t)
-    chosen, etp = shape.num_experts_per_token, layout.expert_tensor
-    inner = 4 * f / etp if "moe_act" in recompute else 6 * f / etp
-    experts = 4 * shape.num_experts + chosen * (4 * h + inner)
-    return norms + qkv + attention + (0 if "moe" in recompute else experts)
+    if shape.num_experts and not is_dense:
+        return norms + qkv + attention + _expert_bytes_per_token(shape, setup, recompute)
+    width = shape.dense_ffn_size if is_dense else shape.ffn_size
+    return norms + qkv + attention + (0 if "mlp" in recompute else 6 * width / t)
+
+
+def _expert_bytes_per_token(shape: ModelSpec, setup: PlanInput, recompute: tuple[str, ...]) -> float:
+    """Count what router, routed and shared experts keep of one token, with balanced routing.
+
+    A rank routes its own share of the sequence, 1 / s of the tokens: router 4 E / s. Expert TP gathers the
+    tokens of e ranks and divides the width: K chosen experts, each with input and output 4 h e / s and
+    6 f / s. Shared experts see every token: 6 f / t each, as a dense layer.
+    """
+    if "moe" in recompute:
+        return 0
+    layout, h, f = setup.layout, shape.hidden_size, shape.ffn_size
+    s = layout.tensor if layout.sequence_parallel else 1
+    inner = (4 if "moe_act" in recompute else 6) * f
+    routed = shape.num_experts_per_token * (4 * h * layout.expert_tensor + inner) / s
+    shared = 0 if "shared_experts" in recompute else shape.num_shared_experts * 6 * f / layout.tensor
+    return 4 * shape.num_experts / s + routed + shared
 
 
 def activation_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
@@ -120,8 +144,20 @@ def activation_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
     in_flight = min(layout.pipeline - stage, setup.num_microbatches)
     if "full" in setup.recompute:
         kept = 2 * shape.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
-        return int(tokens * (in_flight * layers * kept + layer_bytes_per_token(shape, setup)))
-    return int(tokens * in_flight * layers * layer_bytes_per_token(shape, setup, setup.recompute))
+        return int(tokens * (in_flight * layers * kept + _largest_layer_bytes(shape, setup, stage)))
+    num_dense = dense_layers(shape, layout, stage)
+    dense = num_dense and layer_bytes_per_token(shape, setup, setup.recompute, is_dense=True)
+    sparse = layer_bytes_per_token(shape, setup, setup.recompute)
+    return int(tokens * in_flight * (num_dense * dense + (layers - num_dense) * sparse))
+
+
+def _largest_layer_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> float:
+    """Count what the stage's layer that keeps most keeps of one token."""
+    num_dense = dense_layers(shape, setup.layout, stage)
+    kinds = {True} if num_dense else set()
+    if num_dense < setup.layout.stage_layers(shape.num_layers)[stage]:
+        kinds.add(False)
+    return max(layer_bytes_per_token(shape, setup, is_dense=is_dense) for is_dense in kinds)
 
 
 def logit_bytes(shape: ModelSpec, setup: PlanInput, stage: int, *, scoring: bool = False) -> int:
@@ -211,7 +247,7 @@ def scoring_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
         held = training_bytes(shape, setup, stage)
         return sum(held.values()) - held["activations"]
     logits = logit_bytes(shape, setup, stage, scoring=True)
-    forward = int(setup.score_tokens / setup.layout.context * layer_bytes_per_token(shape, setup))
+    forward = int(setup.score_tokens / setup.layout.context * _largest_layer_bytes(shape, setup, stage))
     kept = weight_bytes(shape, setup, stage) + gradient_bytes(shape, setup, stage)
     return kept + forward + logits + ALLOWANCE
 

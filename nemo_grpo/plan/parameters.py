@@ -102,6 +102,12 @@ def layer_counts(
     return Counts(divided // layout.tensor, 0, replicated + router, experts)
 
 
+def dense_layers(shape: ModelSpec, layout: Layout, stage: int) -> int:
+    """Count a stage's layers without experts in a model that has experts in the others."""
+    dealt = layout.stage_layers(shape.num_layers)
+    return min(max(shape.num_dense_layers - sum(dealt[:stage]), 0), dealt[stage])
+
+
 def stage_counts(shape: ModelSpec, layout: Layout, stage: int) -> Counts:
     """Count the parameters of a pipeline stage: its layers, and at the ends embedding, norm and output.
 
@@ -110,7 +116,7 @@ def stage_counts(shape: ModelSpec, layout: Layout, stage: int) -> Counts:
     first, last = stage == 0, stage == layout.pipeline - 1
     dealt = layout.stage_layers(shape.num_layers)
     begin = sum(dealt[:stage])
-    num_dense = min(max(shape.num_dense_layers - begin, 0), dealt[stage])
+    num_dense = dense_layers(shape, layout, stage)
     num_linear = sum(begin <= layer < begin + dealt[stage] for layer in shape.linear_layers)
     counts = layer_counts(shape, layout) * (dealt[stage] - num_dense - num_linear)
     counts += layer_counts(shape, layout, is_linear=True) * num_linear

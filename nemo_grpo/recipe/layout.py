@@ -112,6 +112,12 @@ def expert_refusals(spec: ModelSpec, layout: Layout) -> Iterator[str]:
             f"{_KEY}.expert_tensor_parallel_size={etp} does not divide "
             f"moe_intermediate_size={spec.ffn_size}; use 1"
         )
+    # megatron-core's MoE layer raises a ValueError in the first training forward (transformer/moe/moe_layer).
+    if experts and layout.tensor > 1 and not layout.sequence_parallel:
+        yield (
+            f"{_KEY}.sequence_parallel=false with tensor_model_parallel_size={layout.tensor}: megatron-core "
+            f"trains experts, which {spec.name} has, under TP only with sequence parallelism; set it to true"
+        )
 
 
 def _near(values: list[int], wanted: int) -> str:

@@ -36,6 +36,9 @@ SIDE_FILES = (
 TEMPLATES = "additional_chat_templates"
 """Folder of further chat templates, ``NAME.jinja``, as transformers writes it."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+_LFS = b"version https://git-lfs.github.com/spec/"
+_RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import\b", re.MULTILINE)
+"""As transformers finds the further files of a model's code."""
 _DOCUMENTS = ("README.md", ".gitattributes", "SHA256SUMS")
 
 
@@ -153,10 +156,11 @@ def side_files(folder: Path) -> Iterator[Path]:
     Files of other names than models have may be secrets: they are left out, and named in the log.
     """
     left_out = []
+    code = _code_files(folder)
     for path in sorted((*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"))):
         if not path.is_file() or path.name.endswith(_WEIGHTS) or path.name in _DOCUMENTS:
             continue
-        if not any(fnmatchcase(path.name, pattern) for pattern in SIDE_FILES):
+        if path not in code and not any(fnmatchcase(path.name, pattern) for pattern in SIDE_FILES):
             left_out.append(str(path.relative_to(folder)))
             continue
         if not _stays_within(path, folder):
@@ -166,9 +170,48 @@ def side_files(folder: Path) -> Iterator[Path]:
             )
         if not os.access(path, os.R_OK):
             raise UserError(f"{path} cannot be read; change its mode, or remove it")
+        if _is_lfs_pointer(path):
+            raise UserError(
+                f"{path} is a git-lfs pointer, not the file itself; run `git lfs pull` in {folder}, or "
+                "download the model again"
+            )
         yield path
     if left_out:
         log.warning("%s: not copied, since models have no such files: %s", folder, listed(left_out))
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(len(_LFS)) == _LFS
+
+
+def auto_map_files(settings: Mapping[str, Any]) -> set[str]:
+    """List the Python files that the ``auto_map`` of a config or tokenizer config names."""
+    auto_map = settings.get("auto_map")
+    named = list(auto_map.values()) if isinstance(auto_map, dict) else []
+    flat = [one for entry in named for one in (entry if isinstance(entry, list) else [entry])]
+    # MODULE.CLASS; the code of another repository, REPOSITORY--MODULE.CLASS, is not in this folder.
+    local = [name for name in flat if isinstance(name, str) and "--" not in name and "." in name]
+    return {f"{name.rpartition('.')[0]}.py" for name in local}
+
+
+def _code_files(folder: Path) -> set[Path]:
+    """Find the Python files with which transformers loads the model, and those that they import."""
+    names: set[str] = set()
+    for config in ("config.json", "tokenizer_config.json", "processor_config.json"):
+        if (folder / config).is_file():
+            names |= auto_map_files(read_config(folder / config))
+    files: set[Path] = set()
+    remaining = [folder / name for name in names]
+    remaining += [path for path in folder.glob("*.py") if any(fnmatchcase(path.name, p) for p in SIDE_FILES)]
+    while remaining:
+        path = remaining.pop()
+        if path in files or path.parent != folder or not path.is_file():
+            continue
+        files.add(path)
+        text = path.read_text(encoding="utf-8", errors="replace")
+        remaining += [folder / f"{module}.py" for module in _RELATIVE_IMPORT.findall(text)]
+    return files
 
 
 def copy_side_files(source: Path, target: Path) -> set[str]:

@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from conv_models import tensors_of
+from conv_models import rewrite, tensors_of
 from small_models import YARN
 from typer.testing import CliRunner
 
@@ -36,6 +36,39 @@ def test_both_directions_verify_and_inspect(hf_models, tmp_path):
     assert "decoder.layers.mlp.linear_fc1.weight" in result.output
     assert "[4, 128, 32]" in result.output
     assert "Qwen3ForCausalLM" in run("inspect", back).output
+
+
+def test_results_are_printed_as_json(hf_models, megatron_checkpoints, tmp_path):
+    """qwen3: 4 layers; embedding and output 96 x 32 each, and what the safetensors library counts."""
+    source, megatron = hf_models("qwen3"), megatron_checkpoints("qwen3")
+    tensors = tensors_of(source)
+    num_parameters = sum(tensor.numel() for tensor in tensors.values())
+    found = json.loads(run("inspect", source, "--json").output)
+    assert found == {
+        "format": "Hugging Face safetensors",
+        "num_files": 1,
+        "num_tensors": len(tensors),
+        "num_parameters": num_parameters,
+        "num_bytes": 4 * num_parameters,
+        "dtypes": {"float32": len(tensors)},
+        "architectures": ["Qwen3ForCausalLM"],
+        "convertible": True,
+        "has_sha256sums": False,
+    }
+    found = json.loads(run("inspect", megatron, "--json", "--tensors").output)
+    assert (found["num_parameters"], found["has_run_config"]) == (num_parameters, True)
+    assert found["other_state"] == {"num_tensors": 0, "num_bytes": 0}
+    size = {"shape": [4, 128, 32], "dtype": "float32", "num_bytes": 4 * 4 * 128 * 32}
+    assert {"name": "decoder.layers.mlp.linear_fc1.weight"} | size in found["tensors"]
+    options = ["verify", "--hf-model", source, "--megatron-checkpoint", megatron, "--json"]
+    nothing = {"different": {}, "rounded": {}, "cast": [], "num_hashed": 0}
+    assert json.loads(run(*options).output) == {"num_tensors": len(tensors)} | nothing
+    other = shutil.copytree(source, tmp_path / "other")
+    rewrite(other, lambda tensors: tensors["model.norm.weight"].add_(0.5))
+    options[2] = other
+    result = run(*options)
+    assert result.exit_code == 1
+    assert json.loads(result.output)["different"] == {"model.norm.weight": pytest.approx(0.5, abs=1e-6)}
 
 
 def test_mistakes_are_user_errors(hf_models, tmp_path):

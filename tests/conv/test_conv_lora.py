@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
+from checkpoints_conv.inspect import summarize
 from checkpoints_conv.lora import export_adapter, merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
@@ -170,6 +171,54 @@ def test_alpha_is_a_finite_number(source, checkpoint, tmp_path):
             merge_lora(checkpoint, source, tmp_path / "out")
     with pytest.raises(UserError, match="lora-alpha is nan, no finite"):
         merge_lora(checkpoint, source, tmp_path / "out", alpha=float("nan"))
+
+
+def say(checkpoint, peft):
+    (checkpoint / "iter_0000010" / "run_config.yaml").write_text(f"peft: {json.dumps(peft)}")
+
+
+def test_rank_stabilized_adapters_are_scaled_by_the_root_of_the_rank(source, checkpoint, tmp_path):
+    """6 / sqrt(3) instead of 6 / 3; PEFT's lora_alpha / r is the same with lora_alpha = 6 sqrt(3)."""
+    say(checkpoint, {"alpha": ALPHA, "dim": RANK, "use_rslora": True})
+    merged = tensors_of(merge_lora(checkpoint, source, tmp_path / "merged"))
+    adapter = export_adapter(checkpoint, source, tmp_path / "adapter")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["lora_alpha"] / config["r"] == pytest.approx(ALPHA / 3**0.5, rel=1e-12)
+    name, prefix = "model.layers.2.mlp.up_proj", "base_model.model."
+    a, b = (tensors_of(adapter)[f"{prefix}{name}.lora_{x}.weight"] for x in "AB")
+    expected = tensors_of(source)[f"{name}.weight"] + ALPHA / 3**0.5 * b @ a
+    torch.testing.assert_close(merged[f"{name}.weight"], expected, rtol=1e-5, atol=1e-5)
+    say(checkpoint, {"alpha": ALPHA, "use_rslora": "yes"})
+    with pytest.raises(UserError, match=r"peft\.use_rslora is 'yes', not true or false"):
+        merge_lora(checkpoint, source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["dora.DoRA", "canonical_lora.CanonicalLoRA"])
+def test_adapters_of_another_kind_or_rank_are_refused(kind, source, checkpoint, tmp_path):
+    say(checkpoint, {"_target_": f"megatron.bridge.peft.{kind}", "alpha": ALPHA})
+    with pytest.raises(UserError, match=rf"peft\._target_ is {kind.rpartition('.')[2]}, and only LoRA and"):
+        merge_lora(checkpoint, source, tmp_path / "out")
+    say(checkpoint, {"alpha": ALPHA, "dim": 8})
+    with pytest.raises(UserError, match=r"peft\.dim is 8, but .* has rank 3; restore the file"):
+        export_adapter(checkpoint, source, tmp_path / "out")
+    say(checkpoint, {"_target_": "megatron.bridge.peft.lora.LoRA", "alpha": ALPHA, "dim": RANK})
+    merge_lora(checkpoint, source, tmp_path / "out")
+
+
+def test_verify_names_what_it_cannot_compare(source, checkpoint):
+    with pytest.raises(UserError, match=r"has LoRA adapters; verify compares whole models; .*--lora merge"):
+        verify(source, checkpoint)
+
+
+def test_paths_may_be_texts(source, checkpoint, tmp_path):
+    megatron = hf_to_megatron(str(source), str(tmp_path / "megatron"))
+    back = megatron_to_hf(str(megatron), str(source), str(tmp_path / "back"))
+    assert not verify(str(back), str(megatron)).different
+    base = str(source)
+    for export in (merge_lora, export_adapter):
+        output = str(tmp_path / export.__name__)
+        assert export(str(checkpoint), base, output, hf_config_folder=base) == tmp_path / export.__name__
+    assert summarize(str(back)).values["num_tensors"] == len(tensors_of(source))
 
 
 def stored_in(folder):

@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from conv_models import assert_same_tensors, names_in, rewrite, save_model, tensors_of
+from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 from checkpoints_conv.formats.dtypes import DTYPES
 from checkpoints_conv.formats.pieces import close_all, open_all
@@ -123,7 +124,7 @@ def test_one_of_several_iterations_must_be_named_and_whole(checkpoint, tmp_path)
         TorchDistReader(latest)
     (folder / "iter_0000200").mkdir()  # was not copied to the end
     latest.write_text("200")
-    with pytest.raises(UserError, match="names iteration 200"):
+    with pytest.raises(UserError, match="names iter_0000200, which is not there"):
         find_checkpoint(folder)
     assert find_checkpoint(first) == first
     (folder / "iter_0000200").rmdir()
@@ -134,6 +135,74 @@ def test_one_of_several_iterations_must_be_named_and_whole(checkpoint, tmp_path)
         find_checkpoint(folder)
     shutil.rmtree(first)
     assert find_checkpoint(folder) == other
+
+
+def test_a_tracker_that_says_release_names_that_folder(checkpoint, tmp_path):
+    """Converted base models of Megatron-LM and slime have one; later iterations may lie beside it."""
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    release, later = folder / "release", folder / "iter_0000003"
+    (folder / "iter_0000000").rename(release)
+    latest = folder / "latest_checkpointed_iteration.txt"
+    latest.write_text("release\n")
+    assert find_checkpoint(folder) == release
+    shutil.copytree(release, later)
+    assert find_checkpoint(folder) == release
+    latest.write_text("3")
+    assert find_checkpoint(folder) == later
+    latest.unlink()
+    with pytest.raises(UserError, match=r"several iterations \(iter_0000003, release\); give the folder"):
+        find_checkpoint(folder)
+    latest.write_text("release")
+    shutil.rmtree(release)
+    with pytest.raises(UserError, match="names release, which is not there or not whole"):
+        find_checkpoint(folder)
+
+
+TINY_CODE = {
+    "tiny_config.py": "from transformers import Qwen2Config\n\n\nclass Config(Qwen2Config):\n    pass\n",
+    "tiny_model.py": (
+        "from transformers import Qwen2ForCausalLM\n\nfrom .helpers import answer\n"
+        "from .tiny_config import Config\n\n\nclass Model(Qwen2ForCausalLM):\n"
+        "    config_class = Config\n    answer = answer\n"
+    ),
+    "helpers.py": "from .more import answer\n",
+    "more.py": "answer = 42\n",
+}
+
+
+def with_code(source, folder, files):
+    model = shutil.copytree(source, folder)
+    for name, text in files.items():
+        (model / name).write_text(text)
+    named = {"AutoConfig": "tiny_config.Config", "AutoModelForCausalLM": "tiny_model.Model"}
+    rewrite(model, auto_map=named)
+    return model
+
+
+def test_code_that_auto_map_names_is_exported_with_what_it_imports(source, checkpoint, tmp_path, monkeypatch):
+    model = with_code(source, tmp_path / "model", {**TINY_CODE, "unused.py": ""})
+    back = megatron_to_hf(checkpoint, model, tmp_path / "back")
+    assert {path.name for path in back.glob("*.py")} == set(TINY_CODE)
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    loaded = AutoModelForCausalLM.from_pretrained(back, trust_remote_code=True)
+    assert (type(loaded).__name__, loaded.answer) == ("Model", 42)
+
+
+def test_auto_map_without_its_files_is_left_out(source, checkpoint, tmp_path):
+    model = with_code(source, tmp_path / "model", {})
+    back = megatron_to_hf(checkpoint, model, tmp_path / "back")
+    assert "auto_map" not in hf_config(back)
+    assert type(AutoModelForCausalLM.from_pretrained(back)).__name__ == "Qwen2ForCausalLM"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
+def test_a_git_lfs_pointer_is_no_tokenizer(name, source, checkpoint, tmp_path):
+    model = shutil.copytree(source, tmp_path / "model")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
+    (model / name).write_text(pointer)
+    with pytest.raises(UserError, match=f"{name} is a git-lfs pointer, not the file itself; run `git lfs"):
+        megatron_to_hf(checkpoint, model, tmp_path / "out")
+    assert names_in(tmp_path) == ["model"]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from checkpoints_conv.formats.torch_dist import TorchDistReader
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
+from checkpoints_conv.inspect import summarize
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
@@ -324,3 +325,77 @@ def test_metadata_of_other_writers_are_read(module, name, base, source, folder, 
 
     change_metadata(folder, as_written_there)
     megatron_to_hf(folder, source, tmp_path / "out")
+
+
+def stored_as(dtype, itemsize, folder):
+    """Write a file with one tensor of four numbers of a dtype, by hand."""
+    place = {"dtype": dtype, "shape": [4], "data_offsets": [0, int(4 * itemsize)]}
+    header = json.dumps({"w": place}).encode()
+    (folder / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes(int(4 * itemsize))
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("dtype", "itemsize"), [("F8_E8M0", 1), ("U64", 8), ("C64", 8), ("U16", 2), ("U32", 4)]
+)
+def test_every_dtype_of_safetensors_is_known(dtype, itemsize, tmp_path):
+    (_, shape, _, num_bytes) = summarize(stored_as(dtype, itemsize, tmp_path)).tensors[0]
+    assert (shape, num_bytes) == ((4,), 4 * itemsize)
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2"])
+def test_numbers_below_a_byte_are_not_called_damaged(dtype, tmp_path):
+    with pytest.raises(UserError, match=f"w in .* is stored as {dtype}, which is not read; dequantise"):
+        summarize(stored_as(dtype, 0.75, tmp_path))
+
+
+def test_weights_of_a_dtype_that_is_not_converted_are_named(source, tmp_path):
+    model = shutil.copytree(source, tmp_path / "model")
+    name = "model.norm.weight"
+    rewrite(model, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e8m0fnu)}))
+    with pytest.raises(UserError, match=f"{name} is stored as torch.float8_e8m0fnu; dequantise the model"):
+        hf_to_megatron(model, tmp_path / "out")
+
+
+def test_packed_experts_are_answered_with_the_form_that_is_read(hf_models, tmp_path):
+    """transformers packs a layer's experts in memory, and unpacks them when it saves."""
+    model = shutil.copytree(hf_models("qwen3-moe"), tmp_path / "model")
+
+    def pack(tensors):
+        prefix = "model.layers.0.mlp.experts."
+        parts = {
+            kind: [tensors.pop(f"{prefix}{n}.{kind}_proj.weight") for n in range(4)]
+            for kind in ("gate", "up", "down")
+        }
+        both = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+        tensors[f"{prefix}gate_up_proj"] = torch.stack(both)
+        tensors[f"{prefix}down_proj"] = torch.stack(parts["down"])
+
+    rewrite(model, pack)
+    remedy = r"not known: .*gate_up_proj; .*save_pretrained\(FOLDER, save_original_format=True\)"
+    with pytest.raises(UserError, match=remedy):
+        hf_to_megatron(model, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("qwen2", "config.json has tie_word_embeddings=true,"),
+        ("qwen2.5-vl", r"config.json has text_config\.tie_word_embeddings=true,"),
+        ("gemma3", "config.json has no tie_word_embeddings, which gemma3_text takes for true,"),
+    ],
+)
+def test_the_key_that_ties_the_embeddings_is_quoted(name, where, hf_models, tmp_path):
+    model = shutil.copytree(hf_models(name), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config.pop("tie_word_embeddings", None)
+    if name == "qwen2":
+        config["tie_word_embeddings"] = True
+    if name == "qwen2.5-vl":
+        config["text_config"]["tie_word_embeddings"] = True
+    rewrite(model, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(96, 32)}))
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=where + ".* are the weights and config.json of the same model"):
+        hf_to_megatron(model, tmp_path / "out")

@@ -86,18 +86,45 @@ def test_the_engine_and_the_decoder_name_what_they_do_not_compute(
         compare_logits(hf_models(family), megatron_checkpoints(family))
 
 
-def in_blocks(weight):
-    """FP8 codes and scales of a matrix, a block of 128 x 128 at a time, and what they stand for."""
-    rows, columns = (-(-size // 128) for size in weight.shape)
+def in_blocks(weight, block=(128, 128)):
+    """FP8 codes and scales of a matrix, a block at a time, and what they stand for."""
+    rows, columns = (-(-size // width) for size, width in zip(weight.shape, block, strict=True))
     codes, scales = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
     decoded = torch.empty(weight.shape)
+    height, width = block
     for i in range(rows):
         for j in range(columns):
-            at = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            at = slice(height * i, height * (i + 1)), slice(width * j, width * (j + 1))
             scales[i, j] = weight[at].abs().max() / 448
             codes[at] = (weight[at] / scales[i, j]).to(codes.dtype)
             decoded[at] = codes[at].float() * scales[i, j]
     return codes, scales, decoded.bfloat16()
+
+
+@pytest.mark.parametrize("block", [(96, 96), (64, 96)])
+def test_the_block_size_of_config_json_is_read(block, tmp_path, monkeypatch):
+    """192 x 192 has 2 x 2 blocks of 96 and of 128, so the grid does not tell them apart."""
+    name = "model.layers.1.self_attn.q_proj.weight"
+    sizes = {"hidden_size": 192, "head_dim": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    model = save_model("qwen3", tmp_path / "model", torch.bfloat16, **sizes)
+    codes, scales, decoded = in_blocks(tensors_of(model)[name].float(), block)
+    expected = tensors_of(model) | {name: decoded}
+    quantized = {name: codes, f"{name}_scale_inv": scales}
+    said = {"weight_block_size": [*block]}
+    rewrite(model, lambda tensors: tensors.update(quantized), quantization_config=said)
+    piece = 50 * 192 * 2  # so that pieces begin within blocks
+    monkeypatch.setattr("checkpoints_conv.hf_to_megatron.PIECE_BYTES", piece)
+    megatron = hf_to_megatron(model, tmp_path / "megatron")
+    assert_same_tensors(tensors_of(megatron_to_hf(megatron, model, tmp_path / "back")), expected)
+    assert not verify(model, megatron).different
+
+
+@pytest.mark.parametrize("stated", [[96], [0, 96], "96", [96, 96.0], 96])
+def test_a_block_size_that_is_none_is_refused(stated, source, tmp_path):
+    model = shutil.copytree(source, tmp_path / "model")
+    rewrite(model, quantization_config={"weight_block_size": stated})
+    with pytest.raises(UserError, match=r"weight_block_size=.* is not a block's rows and columns"):
+        hf_to_megatron(model, tmp_path / "megatron")
 
 
 @pytest.fixture

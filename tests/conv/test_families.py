@@ -71,10 +71,14 @@ def test_gates_of_a_group_follow_its_queries():
     assert [part.tolist() for part in parts] == [q.tolist(), k.tolist(), v.tolist()]
 
 
-def test_a_norm_is_stored_less_one():
-    scale = torch.tensor([1.5, 0.5, 2.0], dtype=torch.bfloat16)
-    assert ONE_SUBTRACTED.join([scale], {}).tolist() == [0.5, -0.5, 1.0]
-    assert torch.equal(ONE_SUBTRACTED.split(ONE_SUBTRACTED.join([scale], {}), [3], {})[0], scale)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_norm_is_stored_less_one_in_the_next_wider_dtype(dtype):
+    """2^-7 + 2^-14 has 8 bits; less one it needs 14."""
+    scale = torch.tensor([1.5, 0.5, 2.0, 2**-7 + 2**-14], dtype=dtype)
+    less_one = ONE_SUBTRACTED.join([scale], {})
+    assert less_one.tolist() == [0.5, -0.5, 1.0, 2**-7 + 2**-14 - 1]
+    assert less_one.dtype == (torch.float64 if dtype == torch.float32 else torch.float32)
+    assert torch.equal(ONE_SUBTRACTED.split(less_one, [4], {})[0].to(dtype), scale)
 
 
 def test_gate_comes_before_up():
@@ -167,7 +171,6 @@ OF_MODEL = {
         ({"layer_types": ["full_attention"]}, "layer_types has 1 layers of 4"),
     ],
     "gpt-oss": [
-        ({"sliding_window": None}, "has no sliding_window"),
         ({"swiglu_limit": 6.0}, "swiglu_limit=6.0 is not gpt-oss's 7.0"),
         ({"layer_types": ["full_attention"] * 4}, "layer_types="),
         (

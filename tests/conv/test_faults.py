@@ -7,10 +7,11 @@ import signal
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conv_models import assert_same_tensors, names_in, tensors_of
+from conv_models import assert_same_tensors, names_in, rewrite, tensors_of
 
 from checkpoints_conv.formats.safetensors_writer import TensorWriter
 from checkpoints_conv.formats.torch_dist import TorchDistReader
@@ -103,8 +104,8 @@ def test_interrupted_conversion_leaves_no_output_and_resumes(direction, number, 
     assert 15 <= count[0] - num_resumed <= 22  # what was done before (19 writes, the rest of a unit) was kept
 
 
-def test_a_damaged_source_is_not_resumed(source, checkpoint, tmp_path, caplog):
-    """The repaired source is another one, so only --force can finish the conversion."""
+def test_a_refused_source_leaves_nothing_to_resume(source, checkpoint, tmp_path, caplog):
+    """The repaired source is another one, so what was done of the damaged one cannot be used."""
     folder = shutil.copytree(checkpoint, tmp_path / "copy")
     reader = TorchDistReader(folder)
     chunks = [c for key in reader.weights.values() for c in key.chunks]
@@ -117,11 +118,45 @@ def test_a_damaged_source_is_not_resumed(source, checkpoint, tmp_path, caplog):
     file.write_bytes(damaged)
     with pytest.raises(UserError, match="does not match its checksum"):
         megatron_to_hf(folder, source, tmp_path / "out", num_workers=1)
-    assert "go on with --resume if source and options stay as they are, else start over" in caplog.text
+    assert "--resume" not in caplog.text
+    assert names_in(tmp_path) == ["copy"]
     file.write_bytes(good)
-    with pytest.raises(UserError, match=r"source changed since the first attempt; .* with --force"):
-        megatron_to_hf(folder, source, tmp_path / "out", resume=True)
-    megatron_to_hf(folder, source, tmp_path / "out", force=True)
+    megatron_to_hf(folder, source, tmp_path / "out")
+
+
+def test_a_diverged_checkpoint_is_not_told_to_go_on(source, tmp_path, caplog):
+    """The last tensor holds NaN, when most of the export is on the disk."""
+    model = shutil.copytree(source, tmp_path / "model")
+    last = "model.layers.3.mlp.down_proj.weight"
+    rewrite(model, lambda tensors: tensors[last].view(-1)[-1:].fill_(torch.nan))
+    megatron = hf_to_megatron(model, tmp_path / "megatron", num_workers=1)
+    with pytest.raises(
+        UserError, match=r"down_proj.weight holds NaN or inf: .* export an earlier checkpoint"
+    ):
+        megatron_to_hf(megatron, source, tmp_path / "out", num_workers=1)
+    assert "--resume" not in caplog.text
+    assert names_in(tmp_path) == ["megatron", "model"]
+
+
+def test_a_full_disk_and_an_output_that_appears_can_be_resumed(source, tmp_path, monkeypatch, caplog):
+    """They refuse the place, not the source."""
+    finish = Job.finish
+
+    def appears(self, sha256=False):
+        self.output.mkdir()
+        finish(self, sha256)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "finish", appears)
+        with pytest.raises(UserError, match="exists; choose another name"):
+            hf_to_megatron(source, tmp_path / "out")
+    assert "go on with --resume" in caplog.text
+    (tmp_path / "out").rmdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=-1))
+        with pytest.raises(UserError, match="free some or choose another folder"):
+            hf_to_megatron(source, tmp_path / "out", resume=True)
+    assert verify(source, hf_to_megatron(source, tmp_path / "out", resume=True)).different == {}
 
 
 def test_a_unit_that_was_torn_between_its_names_is_written_once(hf_models, tmp_path, monkeypatch):

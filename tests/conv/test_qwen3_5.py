@@ -5,19 +5,34 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 import torch
 import transformers
-from conv_models import rewrite, save_adapters, shapes_in, tensors_of
+from conv_models import (
+    assert_same_tensors,
+    rewrite,
+    save_adapters,
+    save_model,
+    shapes_in,
+    tensors_of,
+    write_chunk,
+)
 from conv_ranks import delta_net_after_a_change, on_ranks
 from small_models import small_config
+from typer.testing import CliRunner
 
+from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
+from checkpoints_conv.formats.torch_dist_writer import TorchDistWriter
 from checkpoints_conv.hf_to_megatron import hf_to_megatron
 from checkpoints_conv.lora import merge_lora
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from checkpoints_conv.verify import verify
 from nemo_grpo import UserError
+from nemo_grpo.cli.convert import app
+from nemo_grpo.models import family_for
+from nemo_grpo.support.model_folder import hf_config
 
 NET = "model.layers.1.linear_attn."
 
@@ -96,3 +111,88 @@ def test_the_text_of_a_model_with_vision_converts_by_the_command_that_is_named(n
     whole, text = load(tmp_path / "MODEL"), load(back)
     with torch.no_grad():
         torch.testing.assert_close(text(ids).logits, whole(ids).logits, rtol=0, atol=1e-6)
+
+
+SMALL_NORM = [0.0025635, 0.0634766, 0.0161133, 0.2832031, -0.0361328, 0.2753906]
+"""bf16 numbers below 0.5: in bf16, w - 1 keeps 2^-8 of them."""
+
+
+def with_norms(source, folder, values, dtype):
+    model = shutil.copytree(source, folder)
+    scale = torch.tensor(values, dtype=dtype)
+    rewrite(model, lambda tensors: tensors.update({f"{NET}norm.weight": scale}))
+    return model
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_norms_below_one_half_return_bit_by_bit(name, dtype, tmp_path):
+    source = with_norms(save_model(name, tmp_path / "plain", dtype), tmp_path / "source", SMALL_NORM, dtype)
+    megatron = hf_to_megatron(source, tmp_path / "megatron")
+    back = megatron_to_hf(megatron, source, tmp_path / "back")
+    assert_same_tensors(tensors_of(back), tensors_of(source))
+    for model in (source, back):
+        found = verify(model, megatron)
+        assert (found.different, found.rounded) == ({}, {})
+
+
+def test_float32_norms_of_a_bf16_model_stay_float32(tmp_path):
+    """Published models have them so."""
+    source = save_model("qwen3.5", tmp_path / "source", torch.bfloat16)
+    norms = [f"model.layers.{layer}.linear_attn.norm.weight" for layer in range(3)]
+    rewrite(source, lambda tensors: tensors.update({n: tensors[n].float() + 1e-6 for n in norms}))
+    megatron = hf_to_megatron(source, tmp_path / "megatron")
+    back = megatron_to_hf(megatron, source, tmp_path / "back")
+    assert_same_tensors(tensors_of(back), tensors_of(source))
+
+
+def write_with_norm(source, folder, value):
+    """A bf16 checkpoint as a trainer saves it, whose out_norm of layer 1 is ``value``, everywhere."""
+    folder.mkdir()
+    writer, written = TorchDistWriter(folder, 1), []
+    for name, tensor in family_for(hf_config(source)).to_megatron(in_pieces_of(source)):
+        name = name.replace(".local_experts", "")
+        if name.endswith("layers.1.self_attention.out_norm.weight"):
+            tensor = torch.full_like(tensor, value)
+        written.append(write_chunk(writer, name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.bfloat16()))
+    writer.finish(written, [], 0)
+    return folder
+
+
+def in_pieces_of(source):
+    """Read a model's tensors with the delta nets' matrices in the pieces of the table."""
+    family = family_for(hf_config(source))
+    with closing(SafetensorsFolder(source, family.pieces)) as weights:
+        return {name: weights.read(name) for name in weights.tensors}
+
+
+def test_a_trained_norm_that_the_models_dtype_cannot_hold_is_rounded_and_not_damaged(tmp_path):
+    """Megatron has v = 0.00509644; in bf16 1 + v is 1.0078125."""
+    source = save_model("qwen3.5", tmp_path / "source", torch.bfloat16)
+    megatron = write_with_norm(source, tmp_path / "megatron", 0.0051)
+    export = megatron_to_hf(megatron, source, tmp_path / "export")
+    assert tensors_of(export)[f"{NET}norm.weight"].unique().tolist() == [1.0078125]
+    result = verify(export, megatron)
+    assert not result.different
+    assert result.rounded == {f"{NET}norm.weight": pytest.approx(1.0078125 - 1.00509644, abs=1e-7)}
+    shown = CliRunner().invoke(app, ["verify", "--hf-model", export, "--megatron-checkpoint", megatron])
+    assert shown.exit_code == 0
+    assert f"rounded: {NET}norm.weight (by up to 0.00272)" in shown.output
+    assert "0 differ, 1 are rounded" in shown.output
+    exact = megatron_to_hf(megatron, source, tmp_path / "exact", dtype="fp32")
+    assert tensors_of(exact)[f"{NET}norm.weight"].unique().tolist() == [pytest.approx(1.00509644, abs=1e-8)]
+    result = verify(exact, megatron)
+    assert not result.rounded
+    assert not result.different
+    rewrite(export, lambda tensors: tensors[f"{NET}norm.weight"].fill_(1.25))
+    assert set(verify(export, megatron).different) == {f"{NET}norm.weight"}
+
+
+def test_a_checkpoint_that_rounded_the_norm_on_its_way_in_is_not_called_equal(tmp_path):
+    """As Megatron-Bridge writes it: 0.0025635 - 1 is -0.99609375 in bf16, which exports as 0.00390625."""
+    source = save_model("qwen3.5", tmp_path / "plain", torch.bfloat16)
+    source = with_norms(source, tmp_path / "source", [0.0025635] * 6, torch.bfloat16)
+    megatron = write_with_norm(source, tmp_path / "megatron", -0.99609375)
+    result = verify(source, megatron)
+    assert not result.different
+    assert result.rounded == {f"{NET}norm.weight": pytest.approx(0.00390625 - 0.0025635, abs=1e-6)}

@@ -230,7 +230,10 @@ def test_a_checkpoint_of_local_layers_lacks_extra_states_and_nothing_else(
         ({"model_type": "qwen3_moe"}, "model_type=qwen3_moe is not supported; .* qwen3$"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling"),
-        ({"sliding_window": 16, "use_sliding_window": True, "layer_types": None}, "sliding_window=16"),
+        (
+            {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1, "layer_types": None},
+            "sliding_window=16",
+        ),
     ],
 )
 def test_models_that_the_engine_would_compute_wrongly_are_refused(change, message):

@@ -16,9 +16,8 @@ from torch.nn import functional
 
 from nemo_grpo.engine.megatron.layers import block_spec, transformer_impl, use_own_rotary
 from nemo_grpo.engine.megatron.packing import SHARED, PackedSequences
-from nemo_grpo.models import ModelSpec
+from nemo_grpo.models import ModelSpec, refuse_uncomputed
 from nemo_grpo.recipe.layout import Layout
-from nemo_grpo.support.errors import UserError
 
 # Fusions that need CUDA kernels of Apex or trigger torch.compile, once for every length of the microbatches.
 _NO_FUSIONS = dict.fromkeys(
@@ -43,7 +42,7 @@ def transformer_config(
 
     Args: spec: of a family that the engine computes.  overrides: fields of TransformerConfig.
     """
-    _refuse_unsupported(spec)
+    refuse_uncomputed(spec)
     fields: dict[str, Any] = {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
@@ -85,18 +84,6 @@ def transformer_config(
         # In the thd format the plain rotary embedding waits for the GPU in every layer.
         fused_rope = {"apply_rope_fusion": fields["transformer_impl"] == "transformer_engine"}
         return TransformerConfig(**(fused_rope | fields))
-
-
-def _refuse_unsupported(spec: ModelSpec) -> None:
-    if spec.hidden_act != "silu":
-        raise UserError(f"hidden_act={spec.hidden_act!r} is not supported; the engine has silu")
-    if spec.rope["rope_type"] not in ("default", "llama3"):
-        raise UserError(f"rope scaling {spec.rope} is not supported; the engine has default and llama3")
-    if spec.sliding_window:
-        raise UserError(
-            f"sliding_window={spec.sliding_window} is not supported; set it to null in the model's "
-            "config.json"
-        )
 
 
 class PackableGPTModel(GPTModel):

@@ -128,6 +128,47 @@ def test_activations_of_a_layer():
     assert memory.layer_bytes_per_token(EXPERTS, SETUP) == 64 + 32 + 24 + 32 + 16 + 2 * 128
 
 
+@pytest.mark.parametrize(("tensor", "expected"), [(1, 147_072), (2, 73_536), (4, 36_768), (8, 18_384)])
+def test_tensor_ranks_share_the_activations_of_experts(tensor, expected):
+    """Qwen3-30B-A3B: 16,384 norms, 10,240 q, k, v, 9,216 their norms, 8,320 attention, 512 router.
+
+    8 chosen experts, each 4 x 2048 + 6 x 768: 102,400. megatron-core 0.16.1 saves half as much at TP 2 with
+    sequence parallelism: of its MoE layer with 8 experts and top 4, 1,130,496 of 2,260,992 bytes.
+    """
+    split = replace(SETUP, layout=Layout(tensor=tensor, sequence_parallel=tensor > 1))
+    found = memory.layer_bytes_per_token(PRESETS["Qwen/Qwen3-30B-A3B"], split)
+    assert found == expected == 147_072 / tensor
+
+
+def test_expert_tensor_parallelism_gathers_tokens_and_divides_the_width():
+    """2 chosen: input and output 2 x 4 x 8 of two ranks' tokens, the width's 2 x 6 x 16 of one rank's."""
+    layout = Layout(tensor=2, expert_tensor=2, sequence_parallel=True)
+    alone = replace(SETUP, layout=replace(layout, expert_tensor=1))
+    rest = memory.layer_bytes_per_token(EXPERTS, alone) - 2 * (4 * 8 + 6 * 16) / 2
+    found = memory.layer_bytes_per_token(EXPERTS, replace(SETUP, layout=layout))
+    assert found == rest + 2 * (4 * 8 * 2 + 6 * 16) / 2
+
+
+def test_shared_experts_and_dense_first_layers_keep_activations():
+    """A dense layer of width 40: 6 x 40 instead of router, chosen and shared experts; one of 4 layers."""
+    shape = replace(EXPERTS, num_shared_experts=1, num_dense_layers=1, dense_ffn_size=40)
+    attention = 64 + 32 + 24 + 32
+    sparse = attention + 16 + 2 * 128 + 6 * 16
+    dense = attention + 6 * 40
+    assert memory.layer_bytes_per_token(shape, SETUP) == sparse
+    assert memory.layer_bytes_per_token(shape, SETUP, ("shared_experts",)) == sparse - 6 * 16
+    assert memory.layer_bytes_per_token(shape, SETUP, ("moe",)) == attention
+    assert memory.layer_bytes_per_token(shape, SETUP, is_dense=True) == dense
+    assert memory.activation_bytes(shape, SETUP, 0) == 10 * (dense + 3 * sparse)
+    full = replace(SETUP, recompute=("full",))
+    assert memory.activation_bytes(shape, full, 0) == 10 * (4 * 16 + sparse)
+    first = replace(full, layout=Layout(pipeline=4))  # its one layer is the dense one
+    assert memory.activation_bytes(shape, first, 0) == 10 * (4 * 16 + dense)
+    halved = replace(SETUP, layout=Layout(tensor=2, sequence_parallel=True))
+    assert memory.layer_bytes_per_token(shape, halved) == sparse / 2
+    assert memory.layer_bytes_per_token(shape, halved, is_dense=True) == dense / 2
+
+
 def test_activations_of_a_stage():
     assert memory.activation_bytes(SMALL, SETUP, 0) == 10 * 4 * 224
     assert memory.activation_bytes(SMALL, replace(SETUP, layout=Layout(context=2)), 0) == 5 * 4 * 224

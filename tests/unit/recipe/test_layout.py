@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nemo_grpo.models import ModelSpec
-from nemo_grpo.recipe.layout import Layout, stage_refusals, width_refusals
+from nemo_grpo.recipe.layout import Layout, expert_refusals, stage_refusals, width_refusals
 
 SPEC = ModelSpec("tiny", "qwen2", 32, 6, 8, 2, 36, 98, 64, False, 4)
 """6 layers, 8 heads, 2 key heads, a feed-forward width of 36 and 98 entries of the vocabulary."""
@@ -50,3 +50,16 @@ def test_stages_share_all_layers(layout, layers):
     assert bool(refused) == (layers is None)
     if layers is not None:
         assert layout.stage_layers(SPEC.num_layers) == layers
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_experts_under_tensor_parallelism_need_sequence_parallelism(expert):
+    experts = replace(SPEC, num_experts=4, num_experts_per_token=2)
+    (message,) = expert_refusals(experts, Layout(tensor=2, expert=expert))
+    assert message.startswith(
+        "policy.megatron_cfg.sequence_parallel=false with tensor_model_parallel_size=2: megatron-core"
+    )
+    assert message.endswith("set it to true")
+    assert not list(expert_refusals(experts, Layout(tensor=2, expert=expert, sequence_parallel=True)))
+    assert not list(expert_refusals(experts, Layout(expert=expert)))
+    assert not list(expert_refusals(SPEC, Layout(tensor=2)))
