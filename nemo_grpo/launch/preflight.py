@@ -125,7 +125,9 @@ def clocks(_recipe: Recipe, job: Job) -> Iterator[Row]:
 
 
 def free_space(recipe: Recipe, _job: Job) -> Iterator[Row]:
-    """Check that one more checkpoint fits; quotas are not seen."""
+    """Check that one more checkpoint fits, if the run saves any; quotas are not seen."""
+    if not recipe.checkpointing.enabled:
+        return
     folder = existing_parent(recipe.checkpoint_dir)
     free, needed = shutil.disk_usage(folder).free, checkpoint_bytes(recipe)
     room = f"{gib(free)} in {folder}"

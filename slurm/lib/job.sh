@@ -26,10 +26,28 @@ open_logs() {
     local all=${LOGS:-$SLURM_SUBMIT_DIR/logs}/$1
     JOB_LOGS=$all/$SLURM_JOB_ID
     LOG=$JOB_LOGS/attempt-$ATTEMPT
+    check_mounts
     mkdir -p "$LOG" || exit 1
     ln -sfn "$SLURM_JOB_ID/attempt-$ATTEMPT" "$all/latest"
     ln -sfn "$(job_field StdOut)" "$JOB_LOGS/job.log"
     say "job $SLURM_JOB_ID on ${NODES[*]}, logs in $LOG"
+}
+
+# Refuses paths that srun would hand to Pyxis wrongly: it splits mounts at commas and colons, and breaks at a space
+# (NVIDIA/pyxis issue 133). `nemo-grpo launch` refuses them before submission.
+check_mounts() {
+    local path
+    if [ -z "${CONTAINER:-}" ]; then return; fi
+    for path in "$ROOT" "$PWD" "$JOB_LOGS"; do
+        if [[ $path == *[[:space:],:]* ]]; then
+            say "$path is mounted in the container, and Pyxis takes no space, comma or colon in a path: rename it"
+            exit "$EXIT_REFUSED"
+        fi
+    done
+    if [[ $CONTAINER${MOUNTS:-} == *[[:space:]]* ]]; then
+        say "CONTAINER=$CONTAINER MOUNTS=${MOUNTS:-}: Pyxis takes no space in them: rename the folder"
+        exit "$EXIT_REFUSED"
+    fi
 }
 
 # The name of a job's logs, one folder: its own, or, if it was not given one, the recipe's.

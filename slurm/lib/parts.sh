@@ -111,7 +111,7 @@ ask_driver_to_stop() {
     end=$(job_field EndTime) # empty if Slurm does not answer, which date would read as midnight
     end=$(date -d "${end:-Unknown}" +%s 2>/dev/null) || end=$(($(date +%s) + 300))
     DEADLINE=$((SECONDS + end - $(date +%s) - ${SPARE_SECONDS:-45}))
-    say "SIGUSR1: the driver saves a checkpoint and stops; it has $((DEADLINE - SECONDS)) s"
+    say "SIGUSR1: the driver ${SAVES:+saves a checkpoint and }stops; it has $((DEADLINE - SECONDS)) s"
     kill -USR1 "${PART_PID[driver]}"
 }
 

@@ -101,6 +101,7 @@ def test_checkpoint_that_does_not_fit_is_refused(monkeypatch):
     assert "50.0 GiB" in found["free space"][1]
     assert "99.3 GiB" in found["free space"][1]
     assert "free space" not in refused(healthy("checkpointing.save_optimizer=false"))
+    assert "free space" not in healthy("checkpointing.enabled=false"), "nothing will be saved"
     lora = "policy.megatron_cfg.peft={enabled: true, dim: 32, alpha: 64, target_modules: [linear_qkv]}"
     assert healthy(lora)["free space"][0] == "note", "adapters are smaller than the model"
 
