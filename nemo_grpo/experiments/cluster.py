@@ -10,12 +10,11 @@ from pathlib import Path
 from nemo_grpo.engine.recipe_checks import check_recipe
 from nemo_grpo.engine.resume import check_continuation
 from nemo_grpo.experiments.jobs import Job, Status, naming, one_per_setting
-from nemo_grpo.experiments.results import Results, write_results
-from nemo_grpo.experiments.runner import only_one, steps_done
+from nemo_grpo.experiments.results import Results, is_complete, steps_done, write_results
+from nemo_grpo.experiments.runner import only_one
 from nemo_grpo.launch.plan_summary import plan_verdict, time_verdict
 from nemo_grpo.launch.submit import Submission, parse_time_limit, prepare, submit
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.report.runs import read_run
 from nemo_grpo.support.errors import UserError, reading
 from nemo_grpo.support.files import write_atomically
 
@@ -104,21 +103,13 @@ def submit_experiment(
             numbers[job.name] = submit(prepared[job.name])
             write_atomically(out / SUBMITTED, json.dumps(numbers, indent=2) + "\n")
             log.info("job %s: %s", numbers[job.name], job.name)
-        finished = {job.name: Status("finished", 0) for job in jobs if _has_ended(job)}
+        finished = {job.name: Status("finished", 0) for job in jobs if is_complete(job)}
         missing = {
             job.name: f"job {numbers[job.name]}, step {steps_done(job)} of {job.recipe.grpo.max_num_steps}"
             for job in jobs
             if job.name not in finished
         }
         return write_results(jobs, finished, out, command, missing, baseline)
-
-
-def _has_ended(job: Job) -> bool:
-    """True if the metrics reach the last step, or the goal that ends a run early."""
-    done, grpo = steps_done(job), job.recipe.grpo
-    if done >= grpo.max_num_steps:
-        return True
-    return done > 0 and any(grpo.is_goal(row) for row in read_run(job.folder).rows.values())
 
 
 def _read(path: Path) -> dict[str, str]:
