@@ -1,4 +1,4 @@
-"""An experiment on Slurm: writes every run's recipe to a file and submits it as `nemo-grpo launch` does."""
+"""An experiment on Slurm: writes every run's recipe to a file and submits all of them as one array."""
 
 import json
 import logging
@@ -15,6 +15,7 @@ from nemo_grpo.experiments.runner import only_one
 from nemo_grpo.launch.plan_summary import plan_verdict, time_verdict
 from nemo_grpo.launch.submit import Submission, parse_time_limit, prepare, submit
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError, reading
 from nemo_grpo.support.files import write_atomically
 
@@ -32,12 +33,23 @@ class Slurm:
     environment: Mapping[str, str | None]
 
 
-def prepare_submissions(
-    jobs: Sequence[Job], out: Path, slurm: Slurm, *, dry_run: bool = False
-) -> dict[str, Submission]:
-    """Check all jobs as `nemo-grpo launch` does and make each job's command, by name; writes nothing.
+@dataclass(frozen=True)
+class ArrayJob:
+    """Runs that are submitted as one Slurm array.
 
-    Args:   dry_run: accept missing data files.
+    Attributes: runs: in the order of the array's tasks.  recipes: file with their recipes, one a line.
+    """
+
+    runs: Sequence[Job]
+    recipes: Path
+    submission: Submission
+
+
+def prepare_array(jobs: Sequence[Job], out: Path, slurm: Slurm, *, dry_run: bool = False) -> ArrayJob | None:
+    """Check all jobs as `nemo-grpo launch` does, and make the command for the new ones; writes nothing.
+
+    Args:    dry_run: accept missing data files.
+    Returns: None if all jobs are submitted already.
     """
     submitted, limit = _read(out / SUBMITTED), slurm.options.get("time")
     time = None if limit is None else parse_time_limit(limit)
@@ -51,10 +63,22 @@ def prepare_submissions(
     for job in new:
         with naming(job.setting):
             check_continuation(job.recipe)
-    return {
-        job.name: prepare(job.recipe, recipe_file(job, out), [], slurm.options, slurm.environment)
-        for job in jobs
-    }
+    if not new:
+        return None
+    first = new[0]
+    for job in new:
+        for key in ("cluster.num_nodes", "cluster.gpus_per_node"):
+            value, expected = value_of(job.recipe, key), value_of(first.recipe, key)
+            if value != expected:
+                raise UserError(
+                    f"{key} of {job.setting.label} ({value}) differs from that of {first.setting.label} "
+                    f"({expected}): the runs are tasks of one Slurm array; make them equal"
+                )
+    # Named after its first run: an array that waits in the queue still reads the list of an earlier command.
+    recipes = (out / RECIPES / f"from-{first.name}.txt").absolute()
+    options = {**slurm.options, "array": f"0-{len(new) - 1}", "job-name": out.name}
+    submission = prepare(first.recipe, recipes, [], options, slurm.environment)
+    return ArrayJob(new, recipes, submission)
 
 
 def _refusals(recipe: Recipe, slurm: Slurm, time: timedelta | None) -> Iterator[str]:
@@ -77,15 +101,14 @@ def recipe_file(job: Job, out: Path) -> Path:
 def submit_experiment(
     jobs: Sequence[Job], out: Path, slurm: Slurm, command: str, baseline: str | None = None
 ) -> Results:
-    """Write the recipes, submit runs that were not submitted yet, and write the results of finished runs.
+    """Write the recipes, submit the runs that were not submitted yet, and write the results of complete runs.
 
-    ``out/submitted.json`` lists each run's job and is written after every submission, so that a command that
-    is killed and repeated continues with the next run. (If it is killed between sbatch's answer and that
-    write, the job is submitted twice, under the same name.)
+    The runs are tasks of one Slurm array. ``out/submitted.json`` lists each run's task, and is written at
+    once, so that a repeated command submits only what is new.
 
     Args:    command: this command line, for the record.  baseline: see `results.baseline_of`.
     """
-    prepared = prepare_submissions(jobs, out, slurm)
+    array = prepare_array(jobs, out, slurm)
     with only_one(out):
         numbers = _read(out / SUBMITTED)
         for job in (job for job in jobs if job.name in numbers):
@@ -95,14 +118,16 @@ def submit_experiment(
                     f"{job.name} was submitted as job {numbers[job.name]} with the recipe {path}, which is "
                     "another one now; choose another --out"
                 )
-        (out / RECIPES).mkdir(exist_ok=True)
-        for job in jobs:
-            if job.name in numbers:
-                continue
-            write_atomically(recipe_file(job, out), job.recipe.to_yaml())
-            numbers[job.name] = submit(prepared[job.name])
+        if array is not None:
+            (out / RECIPES).mkdir(exist_ok=True)
+            for job in array.runs:
+                write_atomically(recipe_file(job, out), job.recipe.to_yaml())
+            paths = "".join(f"{recipe_file(job, out)}\n" for job in array.runs)
+            write_atomically(array.recipes, paths)
+            number = submit(array.submission)
+            numbers |= {job.name: f"{number}_{task}" for task, job in enumerate(array.runs)}
             write_atomically(out / SUBMITTED, json.dumps(numbers, indent=2) + "\n")
-            log.info("job %s: %s", numbers[job.name], job.name)
+            log.info("job %s: %d runs", number, len(array.runs))
         finished = {job.name: Status("finished", 0) for job in jobs if is_complete(job)}
         missing = {
             job.name: f"job {numbers[job.name]}, step {steps_done(job)} of {job.recipe.grpo.max_num_steps}"

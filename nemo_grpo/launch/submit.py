@@ -277,7 +277,9 @@ def _queued(run: str) -> str | None:
 
 
 def _state_of(job: str) -> str:
-    shown = _slurm("scontrol", "show", "job", job, "-o").split()
+    lines = _slurm("scontrol", "show", "job", job, "-o").splitlines()
+    # For the number of an array, which is its last task's, Slurm shows every task.
+    shown = next((line.split() for line in lines if line.startswith(f"JobId={job} ")), [])
     pairs = [item.split("=", 1) for item in shown if "=" in item]
     known = [f"{key} {value}" for key, value in pairs if key in FIELDS and value not in ("", "None")]
     return f"job {job}: {', '.join(known) or 'Slurm does not know it'}"

@@ -32,12 +32,12 @@ preflight() {
 claim_run() {
     local owner states=RUNNING,SUSPENDED
     owner=$(cat "$RUN_DIR/.slurm-job" 2>/dev/null)
-    if [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ] &&
+    if [ -n "$owner" ] && [ "$owner" != "$JOB" ] &&
         [ -n "$(squeue --noheader --jobs="$owner" --states="$states" --format=%i 2>/dev/null)" ]; then
         say "job $owner trains in $RUN_DIR: wait for it, cancel it, or submit with --dependency=afterany:$owner"
         finish preflight "$EXIT_PREFLIGHT" 0
     fi
-    mkdir -p "$RUN_DIR" && echo "$SLURM_JOB_ID" >"$RUN_DIR/.slurm-job"
+    mkdir -p "$RUN_DIR" && echo "$JOB" >"$RUN_DIR/.slurm-job"
 }
 
 # Every node (in the container, if any) and this script must see the same folder: files saved elsewhere are lost when

@@ -102,7 +102,8 @@ def array(task, first, last, step=1, count=None):
     """Return Slurm's variables of one task of an array."""
     count = (last - first) // step + 1 if count is None else count
     values = {"ID": task, "MIN": first, "MAX": last, "STEP": step, "COUNT": count}
-    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
+    variables = {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
+    return {"SLURM_ARRAY_JOB_ID": "7", **variables}
 
 
 def evaluation(name):
@@ -226,6 +227,31 @@ def test_job_refuses_paths_that_its_container_would_not_get(place, name, value):
     assert done.returncode == 2
     assert "Pyxis takes no space" in done.stdout
     assert calls(place) == []
+
+
+LIST = """
+source "$ROOT/slurm/lib/job.sh"
+RECIPE=$PWD/list.txt
+recipe_of_task
+echo "$JOB $RECIPE $(log_name "$RECIPE")"
+"""
+
+
+def test_task_of_an_array_takes_its_recipe_of_the_list(place):
+    """The number of an array's last task is the array's, which to Slurm means every task."""
+    (place / "list.txt").write_text("/out/recipes/a=1-s0.yaml\n/out/recipes/b-s0.yaml\n")
+    names = environment(place, "train.sbatch", {"ROOT": str(ROOT), "SLURM_JOB_NAME": "out"})
+    for task, expected in (
+        (0, "7_0 /out/recipes/a=1-s0.yaml a=1-s0"),
+        (1, "7_1 /out/recipes/b-s0.yaml b-s0"),
+    ):
+        variables = names | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(task)}
+        assert bash(LIST, cwd=place, env=variables).stdout == f"{expected}\n"
+    missing = bash(LIST, cwd=place, env=variables | {"SLURM_ARRAY_TASK_ID": "2"}, check=False)
+    assert missing.returncode == 2
+    assert "list.txt has no recipe for array task 2" in missing.stdout
+    alone = bash(LIST.replace("list.txt", "x.yaml"), cwd=place, env=names).stdout
+    assert alone == f"7 {place}/x.yaml out\n"
 
 
 PREFLIGHT = """
