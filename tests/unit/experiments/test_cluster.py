@@ -61,10 +61,9 @@ def test_runs_are_tasks_of_one_array_each_with_its_whole_recipe(tmp_path, sbatch
 
 
 def test_runs_of_one_array_have_the_same_nodes(tmp_path, sbatch):
-    base = Path("recipes/tr_grpo/tr_grpo-qwen2.5-3b-instruct-logic-1n8g.yaml").absolute()
-    (tmp_path / "nodes.yaml").write_text(
-        f"sweep: {{recipe: {base}, seeds: 1, settings: [{{cluster.num_nodes: 1}}, {{cluster.num_nodes: 2}}]}}\n"
-    )
+    base = Path(__file__).parents[3] / "recipes/tr_grpo/tr_grpo-qwen2.5-3b-instruct-logic-1n8g.yaml"
+    settings = "[{cluster.num_nodes: 1}, {cluster.num_nodes: 2}]"
+    (tmp_path / "nodes.yaml").write_text(f"sweep: {{recipe: {base}, seeds: 1, settings: {settings}}}\n")
     command = ["sweep", tmp_path / "nodes.yaml", "--target", "cluster", "--out", tmp_path / "out"]
     done = CliRunner().invoke(app, list(map(str, command)))
     assert re.search(r"cluster.num_nodes of num_nodes=2 \(2\) differs from that of", str(done.exception))
