@@ -15,7 +15,6 @@ from nemo_grpo.experiments.runner import only_one
 from nemo_grpo.launch.plan_summary import plan_verdict, time_verdict
 from nemo_grpo.launch.submit import Submission, parse_time_limit, prepare, submit
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError, reading
 from nemo_grpo.support.files import write_atomically
 
@@ -67,18 +66,22 @@ def prepare_array(jobs: Sequence[Job], out: Path, slurm: Slurm, *, dry_run: bool
         return None
     first = new[0]
     for job in new:
-        for key in ("cluster.num_nodes", "cluster.gpus_per_node"):
-            value, expected = value_of(job.recipe, key), value_of(first.recipe, key)
-            if value != expected:
-                raise UserError(
-                    f"{key} of {job.setting.label} ({value}) differs from that of {first.setting.label} "
-                    f"({expected}): the runs are tasks of one Slurm array; make them equal"
-                )
+        nodes, expected = _nodes_of(job), _nodes_of(first)
+        if nodes != expected:
+            raise UserError(
+                f"{job.setting.label} needs {nodes}, and {first.setting.label} {expected}: the runs are "
+                "tasks of one Slurm array; make cluster.num_nodes and cluster.gpus_per_node equal"
+            )
     # Named after its first run: an array that waits in the queue still reads the list of an earlier command.
     recipes = (out / RECIPES / f"from-{first.name}.txt").absolute()
     options = {**slurm.options, "array": f"0-{len(new) - 1}", "job-name": out.name}
     submission = prepare(first.recipe, recipes, [], options, slurm.environment)
     return ArrayJob(new, recipes, submission)
+
+
+def _nodes_of(job: Job) -> str:
+    cluster = job.recipe.cluster
+    return f"{cluster.num_nodes} x {cluster.gpus_per_node} GPUs"
 
 
 def _refusals(recipe: Recipe, slurm: Slurm, time: timedelta | None) -> Iterator[str]:

@@ -66,7 +66,7 @@ def test_runs_of_one_array_have_the_same_nodes(tmp_path, sbatch):
     (tmp_path / "nodes.yaml").write_text(f"sweep: {{recipe: {base}, seeds: 1, settings: {settings}}}\n")
     command = ["sweep", tmp_path / "nodes.yaml", "--target", "cluster", "--out", tmp_path / "out"]
     done = CliRunner().invoke(app, list(map(str, command)))
-    assert re.search(r"cluster.num_nodes of num_nodes=2 \(2\) differs from that of", str(done.exception))
+    assert "num_nodes=2 needs 2 x 8 GPUs, and num_nodes=1 1 x 8 GPUs: " in str(done.exception)
     assert not sbatch.exists()
 
 
