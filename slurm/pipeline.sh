@@ -17,6 +17,14 @@ python=${PYTHON:-$here/../.venv/bin/python}
 settings=$(PYTHONPATH=$here/.. "$python" -m nemo_grpo.cli launch settings "$recipe" "$@")
 eval "$settings"
 name=$(basename "$RUN_DIR")
+if [ -z "$SAVES" ]; then
+    echo "error: checkpointing.enabled=false: nothing is saved, so there would be nothing to convert; set it to true" >&2
+    exit 2
+fi
+# Unknown and unprepared benchmarks are refused now, not after the training.
+# shellcheck disable=SC2086  # options are words
+PYTHONPATH=$here/.. "$python" -m nemo_grpo.cli eval --check --model "$RUN_DIR/hf-latest" --benchmarks "$benchmarks" \
+    --recipe "$recipe" ${EVAL_ARGUMENTS:-} "$@"
 IFS=, read -ra list <<<"$benchmarks"
 
 # A pipeline is submitted as a whole or not at all: two jobs of one run must not train side by side.

@@ -85,8 +85,8 @@ def sweep(
 
     Presets: ablations, tr_grpo-weighting, tr_grpo-sensitivity, gpg-components, gpg-normalization,
     gpg-group_size, gpg-threshold. With --target cluster they vary the papers' recipes: each run's recipe is
-    written to OUT/recipes, planned and submitted. Repeat the command to submit what is missing, and for table
-    and report of the runs that are done.
+    written to OUT/recipes and planned, and all are submitted as one Slurm array. Repeat the command to submit
+    added runs, and for table and report of the runs that are done.
 
     Examples:
       nemo-grpo sweep tr_grpo-weighting --seeds 3 --jobs 2
@@ -124,11 +124,14 @@ def make_runs(
 
 
 def _submit(runs: Sequence[Job], out: Path, slurm: Slurm, baseline: str | None, dry_run: bool) -> None:
-    from nemo_grpo.experiments.cluster import prepare_submissions, submit_experiment
+    from nemo_grpo.experiments.cluster import prepare_array, recipe_file, submit_experiment
 
     if dry_run:
-        for submission in prepare_submissions(runs, out, slurm, dry_run=True).values():
-            typer.echo(str(submission))
+        array = prepare_array(runs, out, slurm, dry_run=True)
+        if array is not None:
+            typer.echo(str(array.submission))
+            for task, job in enumerate(array.runs):
+                typer.echo(f"{task}  {recipe_file(job, out)}")
         return
     found = submit_experiment(runs, out, slurm, _command(), baseline)
     show_results(found)

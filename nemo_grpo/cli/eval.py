@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nemo_grpo.evaluate.config import EvalConfig
 
 
-NO_FIELDS = {"model", "recipe", "overrides", "pass_at", "seeds", "out", "overwrite"}
+NO_FIELDS = {"model", "recipe", "overrides", "pass_at", "seeds", "out", "overwrite", "check"}
 """Parameters of the command that `EvalConfig` lacks, or takes in another form."""
 
 
@@ -58,6 +58,7 @@ def eval_command(
     seeds: Annotated[str | None, Option(help="Mean over how many seeds (4 is 0,1,2,3), or which.")] = None,
     out: Annotated[Path | None, Option(help="Folder of the results. Default: runs/eval-NAME.")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace results in --out.")] = False,
+    check: Annotated[bool, Option("--check", hidden=True)] = False,
     overrides: Overrides = None,
 ) -> None:
     """Evaluate a model folder: greedy, avg@k, pass@k, maj@k, with standard errors.
@@ -88,6 +89,9 @@ def eval_command(
     from nemo_grpo.evaluate.render import show
     from nemo_grpo.evaluate.suite import evaluate_seeds, longest_prompt
 
+    if check:  # by slurm/pipeline.sh, before there is a model
+        load_benchmarks(EvalConfig.of(model, loaded, {**options, "batch_size": 1}))
+        return
     tokenizer = tokenizer_of(model)
     config = EvalConfig.of(model, loaded, options)
     config = replace(config, pass_at=parse_ks(pass_at, config.k))

@@ -72,7 +72,8 @@ def submit(
 
     Exit codes: 0 submitted; 2 the recipe, its plan, or Slurm refuses.
     """
-    from nemo_grpo.launch.submit import parse_time_limit, prepare, recipe_for_job
+    from nemo_grpo.launch.container import notes as container_notes
+    from nemo_grpo.launch.submit import parse_time_limit, prepare, recipe_for_job, scripts_folder
     from nemo_grpo.launch.submit import submit as run_sbatch
     from nemo_grpo.recipe import load_recipe
 
@@ -87,7 +88,11 @@ def submit(
     _plan(loaded, gpu, limit, options.get("signal"))
     if rehearse and run_rehearsal(recipe, overrides):
         raise UserError("the rehearsal failed; nothing was submitted")
-    submission = prepare(loaded, recipe, overrides, options, job_environment(container, mounts, logs))
+    environment = job_environment(container, mounts, logs)
+    submission = prepare(loaded, recipe, overrides, options, environment)
+    of_job = os.environ | {name: value for name, value in environment.items() if value is not None}
+    for sentence in container_notes(loaded, recipe, scripts_folder().parent, of_job):
+        typer.echo(f"container: {sentence}", err=True)
     if dry_run:
         typer.echo(str(submission))
         return
@@ -103,7 +108,10 @@ def submit(
 
 def _plan(recipe: Recipe, gpu: str, limit: timedelta | None, signal: str | None) -> None:
     from nemo_grpo.launch.plan_summary import plan_verdict, time_verdict
+    from nemo_grpo.recipe.cluster_rules import NOTHING_SAVED
 
+    if not recipe.checkpointing.enabled:
+        typer.echo(f"plan: {NOTHING_SAVED}", err=True)
     accepted, sentence = plan_verdict(recipe, gpu)
     typer.echo(f"plan: {sentence}", err=True)
     if not accepted:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,7 +31,10 @@ def plan(
     items: Annotated[
         list[str], Argument(metavar="PATH... [KEY=VALUE]...", help="Recipes or folders; overrides for all.")
     ],
-    gpu: Annotated[str, Option(help="h100, h200, b200, gb200, a100, h800, h20, l40s.")] = "h100",
+    gpu: Annotated[
+        str | None,
+        Option(help="h100 (default), h200, b200, gb200, a100, h800, h20, l40s, cpu (this one)."),
+    ] = None,
     model_config: Annotated[Path | None, Option(help="config.json of an unknown model.")] = None,
     hardware: Annotated[Path | None, Option(help="YAML file of other GPUs.")] = None,
     lengths: Annotated[str | None, Option(help="Mean tokens of a response, or a run's *.jsonl.")] = None,
@@ -55,17 +59,23 @@ def plan(
     from nemo_grpo.plan import plan_recipe
     from nemo_grpo.plan.forecast import Assumptions
     from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.recipe.cluster_rules import logprob_and_training_batches_match_at_high_tp
 
     paths, overrides = split_items(items, "plan")
     assumed = Assumptions(_lengths(lengths), prompt_length, signal, acceptance)
     recipes: list[Recipe] = []
     plans: list[Plan] = []
     refused: list[str] = []
+    notes: list[str] = []
     for path in paths:
         try:
-            recipe = load_recipe(path, overrides)
+            with without_tp_check():
+                recipe = load_recipe(path, overrides)
+            if recipe.nemo_grpo.target == "cluster":
+                notes += logprob_and_training_batches_match_at_high_tp(recipe)
             others = _beside(path, overrides)
-            plans.append(plan_recipe(recipe, gpu, model_config, hardware, assumed, others))
+            kind = gpu or _default_gpu(recipe)
+            plans.append(plan_recipe(recipe, kind, model_config, hardware, assumed, others))
             recipes.append(recipe)
         except UserError as error:
             if len(paths) == 1:
@@ -80,15 +90,43 @@ def plan(
     if as_json:
         typer.echo(json.dumps(_machine(plans, further, price), indent=2))
     else:
-        _show(wide_console(), plans, further, price, _about_data(recipes))
+        _show(wide_console(), plans, further, price, notes, _about_data(recipes))
     if png:
         from nemo_grpo.plan.scaling import draw_scaling
 
-        draw_scaling(further["scale"], png, f"{plans[0].name} on {gpu}")
+        draw_scaling(further["scale"], png, f"{plans[0].name} on {plans[0].gpu}")
     for message in refused:
         typer.echo(f"error: {message}", err=True)
     if refused or not all(one.accepted for one in plans):
         raise typer.Exit(EXIT_USAGE)
+
+
+@contextmanager
+def without_tp_check() -> Iterator[None]:
+    """Load recipes as NVIDIA's own scripts run them, which switch NeMo-RL's check of unequal batches off.
+
+    A plan does not depend on it, so the command says it in a note instead of refusing the recipe.
+    """
+    from nemo_grpo.recipe.cluster_rules import TP_CHECK_OFF
+
+    before = os.environ.get(TP_CHECK_OFF)
+    os.environ[TP_CHECK_OFF] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[TP_CHECK_OFF]
+        else:
+            os.environ[TP_CHECK_OFF] = before
+
+
+def _default_gpu(recipe: Recipe) -> str:
+    """Choose what a recipe is planned for without --gpu; torch, which knows best, takes seconds to import."""
+    from nemo_grpo.plan.hardware import CPU
+
+    engine = recipe.nemo_grpo.engine
+    on_cpu = engine.device == "cpu" or (engine.device == "auto" and not Path("/dev/nvidiactl").exists())
+    return CPU if recipe.nemo_grpo.target == "embedded" and on_cpu else "h100"
 
 
 def _beside(path: Path, overrides: list[str]) -> Iterator[Recipe]:
@@ -128,7 +166,12 @@ def _further(recipe: Recipe, one: Plan, best: bool, scale: str | None) -> dict[s
 
 
 def _show(
-    console: Console, plans: list[Plan], further: dict[str, Any], price: float | None, data: list[str]
+    console: Console,
+    plans: list[Plan],
+    further: dict[str, Any],
+    price: float | None,
+    notes: list[str],
+    data: list[str],
 ) -> None:
     from nemo_grpo.cli import plan_tables as tables
     from nemo_grpo.plan.scaling import own_layout
@@ -152,6 +195,10 @@ def _show(
     if "scale" in further:
         console.print(tables.scale_table(further["scale"], price))
         line(own_layout(further["scale"]))
+    if len(plans) == 1 and first.setup.embedded:
+        line("time: predicted for the cluster engine alone; the embedded engine shows it after a step")
+    for sentence in notes:
+        line(f"note: {sentence}")
     for sentence in data:
         line(f"data: {sentence}")
     for sentence in dict.fromkeys(sentence for one in plans for sentence in one.approximated):

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from nemo_grpo.plan import Plan
 from nemo_grpo.plan.forecast import Forecast
+from nemo_grpo.plan.hardware import CPU
 from nemo_grpo.plan.inputs import PlanInput
 from nemo_grpo.plan.layouts import Found
 from nemo_grpo.plan.memory import GIB
@@ -32,7 +33,10 @@ def _table(title: str, columns: Sequence[str], texts: Sequence[str]) -> Table:
 def memory_table(one: Plan) -> Table:
     """List the memory of one recipe by part and phase."""
     setup = one.setup
-    title = f"{one.name}: {one.shape.name} on {setup.num_nodes} x {setup.gpus_per_node} {one.gpu}"
+    place = f"{setup.num_nodes} x {setup.gpus_per_node} {one.gpu}"
+    if one.gpu == CPU:
+        place = f"this machine's CPUs, {setup.gpus_per_node} ranks"
+    title = f"{one.name}: {one.shape.name} on {place}"
     table = _table(title, ("per GPU", "GiB", "how"), ("per GPU", "how"))
     table.caption = (
         f"{_sizes(setup)} DP{one.data_parallel_size}; {one.num_stage_parameters / 1e9:.2f} of "
@@ -53,7 +57,8 @@ def memory_table(one: Plan) -> Table:
 
 def overview(plans: list[Plan], price: float | None) -> Iterator[tuple[str, str | None]]:
     """Yield lines and their styles for several recipes; no name is broken at 80 columns."""
-    yield f"GiB per GPU, of {plans[0].usable_bytes / GIB:.1f} usable on {plans[0].gpu}", "bold"
+    usable = {plan.gpu: f"{plan.usable_bytes / GIB:.1f} usable on {plan.gpu}" for plan in plans}
+    yield f"GiB per GPU, of {', '.join(usable.values())}", "bold"
     yield OVERVIEW.format("  layout", *_PHASES, "KV cache", "s/step", "GPU-hours"), "bold"
     for one in plans:
         yield f"{one.name}: {'fits' if one.accepted else 'refused'}", None if one.accepted else "red"
@@ -101,10 +106,11 @@ def sentences(found: Forecast, price: float | None) -> list[str]:
     low, high = map(seconds_of, error.around(step.seconds))
     accepted = f"accepted with {work.acceptance:.0%}: {kept:.1f} tokens per pass"
     return [
-        f"responses: {work.num_samples} of {work.lengths.mean:.0f} tokens on average ({work.lengths.source})",
+        f"responses per step: {work.num_samples}, on average {work.lengths.mean:.0f} tokens long "
+        f"({work.lengths.source})",
         *([f"drafts: {drafts} per pass, {accepted}"] if drafts else []),
         f"throughput: {step.tokens_per_second_per_gpu:.0f} tokens/s/GPU, MFU of the update {step.mfu:.0%}",
-        f"run: {work.num_steps} steps{work.or_passes}, validations and checkpoints take {_run(found, price)}",
+        _run(found, price),
         f"bottleneck: {found.bottleneck}",
         f"uncertainty: with these lengths {low} to {high} s per step; such intervals hold "
         f"{error.covered:.0%} of {error.num_steps} {error.what}, predicted with a median error of "
@@ -113,14 +119,30 @@ def sentences(found: Forecast, price: float | None) -> list[str]:
 
 
 def _run(found: Forecast, price: float | None) -> str:
-    seconds = found.run_seconds
-    hours = f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
-    hours = f"at most {hours}" if found.work.or_passes else hours
-    return f"{hours}, {cost(found, price)} GPU-hours"
+    """Describe the whole run, or 100 steps of a run whose end the size of NeMo-RL's own data decides."""
+    work = found.work
+    if not work.or_passes:
+        takes = f"{_duration(found.run_seconds)}, {cost(found, price)} GPU-hours"
+        return f"run: {work.num_steps} steps, validations and checkpoints take {takes}"
+    part = found.of_steps(min(work.num_steps, 100))
+    takes = f"{_duration(part.run_seconds)}, {cost(part, price)} GPU-hours"
+    return (
+        f"run: {work.num_steps} steps{work.or_passes}, whichever ends first; every {part.work.num_steps} "
+        f"steps, with their validations and checkpoints, take {takes}"
+    )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
 
 
 def cost(found: Forecast, price: float | None) -> str:
-    """Write GPU-hours as ``"1,234"``, or with a price as ``"1,234 ($3,085)"``."""
+    """Write a run's GPU-hours as ``"1,234"``, or with a price as ``"1,234 ($3,085)"``.
+
+    It is ``"-"`` for a run whose end is not known.
+    """
+    if found.work.or_passes:
+        return "-"
     dollars = f" (${found.gpu_hours * price:,.0f})" if price is not None else ""
     return f"{found.gpu_hours:,.0f}{dollars}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,6 @@ import typer
 from typer import Option
 
 from nemo_grpo.cli.recipe import Overrides, RecipeFile
-from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_grpo.launch.preflight import Job
@@ -26,10 +24,9 @@ def preflight(
     overrides: Overrides = None,
     facts: Annotated[Path | None, Option(help="Folder of the nodes' NODE.json; else this machine.")] = None,
     nodes: Annotated[str, Option(help="Names of the job's nodes, with commas.")] = "",
-    between: Annotated[str, Option(help="BEGAN,ENDED: the clock around the nodes' reports.")] = "",
     settings: Annotated[Path | None, Option(help="File that gets the run's folders, for a shell.")] = None,
 ) -> None:
-    """Check nodes, folders, clocks, space, versions and NCCL before a job uses its GPUs.
+    """Check plan, data, nodes, GPUs, folders, space and versions before a job uses its GPUs.
 
     Jobs run it before anything else. Without options it checks this machine alone.
 
@@ -41,7 +38,7 @@ def preflight(
     from nemo_grpo.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
-    rows = check_job(loaded, _job(facts, nodes, between))
+    rows = check_job(loaded, _job(facts, nodes))
     width = max(len(row.check) for row in rows)
     for row in rows:
         verdict = typer.style(f"{row.verdict:8}", fg=COLOURS[row.verdict])
@@ -54,15 +51,11 @@ def preflight(
         settings.write_text(shell_settings(loaded))
 
 
-def _job(facts: Path | None, nodes: str, between: str) -> Job:
+def _job(facts: Path | None, nodes: str) -> Job:
     from nemo_grpo.launch.node_facts import collect
     from nemo_grpo.launch.preflight import Job, read_facts
 
     if facts is None:
-        began, own = time.time(), collect()
-        return Job([own["node"]], [own], began, time.time())
-    try:
-        began, ended = (float(moment) for moment in between.split(","))
-    except ValueError:
-        raise UserError(f"--between {between!r} must be two times in seconds, given with --facts") from None
-    return Job(nodes.split(",") if nodes else [socket.gethostname()], read_facts(facts), began, ended)
+        this_machine = collect()
+        return Job([this_machine["node"]], [this_machine])
+    return Job(nodes.split(",") if nodes else [socket.gethostname()], read_facts(facts))

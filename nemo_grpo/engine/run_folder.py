@@ -129,17 +129,27 @@ class RunFolder:
             ) from None
         except OSError as error:
             raise UserError(f"run folder {self.path} cannot be written: {error.strerror}") from None
-        rows = [path for path in (self.metrics, self.samples, self.diagnostics) if path.exists()]
-        if rows and from_step < 0:
+        self.drop_abandoned_rows(from_step)
+        self._trackers = list(trackers(self.path))
+
+    def drop_abandoned_rows(self, from_step: int) -> None:
+        """Remove the rows of steps after the checkpoint that the run continues from: they are trained again.
+
+        Without these, a report would show rewards and accuracies of a policy that no longer exists. Both
+        engines call this before their first row.
+
+        Args: from_step: the checkpoint's step; -1: there is none, and all rows move to ``*.old.jsonl``.
+        """
+        row_files = [path for path in (self.metrics, self.samples, self.diagnostics) if path.exists()]
+        if row_files and from_step < 0:
             log.warning("no checkpoint: the run begins anew; what it logged before is in *.old.jsonl")
-        for path in rows:
+        for path in row_files:
             if from_step < 0:
                 with path.with_suffix(".old.jsonl").open("a") as old:
                     old.write(path.read_text())
                 path.unlink()
             else:
                 _keep_rows_up_to(path, from_step)
-        self._trackers = list(trackers(self.path))
 
     def keep_settings(self, recipe_yaml: str, own_files: Mapping[str, str], from_step: int) -> None:
         """Write versions, the resolved recipe (also beside checkpoints elsewhere) and own files.

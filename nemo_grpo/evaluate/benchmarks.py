@@ -99,12 +99,17 @@ def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
         )
     options = TASK_OPTIONS.get(prompt_name, {})
     known = {key: value for key, value in options.items() if key in type(base).model_fields}
-    task = base.model_copy(update=known).build()
+    adapted = base.model_copy(update=known)
     if path is None:
         assert config.section is not None
+        task = adapted.build()
         problems = task.validation_problems(config.num_problems or config.section.evaluation.num_problems)
         return Benchmark(RECIPE, task, problems, prompt, prompt_name, by_recipe)
-    read = read_problems([path], with_images=base.needs_images, columns=getattr(base, "columns", {}))
+    try:  # before the task reads the file and names the recipe's key for it
+        read = read_problems([path], with_images=base.needs_images, columns=getattr(base, "columns", {}))
+    except UserError as error:
+        raise UserError(f"--benchmarks {item}: {error}") from None
+    task = adapted.build()
     problems = read[: config.num_problems]
     if not problems:
         raise UserError(f"--benchmarks {item}: {path} holds no problems")

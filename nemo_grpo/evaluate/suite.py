@@ -198,10 +198,16 @@ def longest_prompt(
             if has_images:
                 length += image_tokens(model)(problem.metadata["images"])
             if limit is not None and length + max_new_tokens > limit:
-                remedy = "lower it" if length < limit else "leave it out"
                 raise UserError(
                     f"prompt and response must fit into the model's max_position_embeddings={limit}; problem "
-                    f"{problem.id!r} has {length} tokens and --max-tokens is {max_new_tokens}: {remedy}"
+                    f"{problem.id!r} has {length} tokens{_remedy(length, max_new_tokens, limit)}"
                 )
             longest = max(longest, length)
     return longest
+
+
+def _remedy(length: int, max_new_tokens: int, limit: int) -> str:
+    """Write the end of a refusal: a prompt that leaves room needs shorter responses, another one must go."""
+    if length < limit:
+        return f" and --max-tokens is {max_new_tokens}: use --max-tokens {limit - length} or less"
+    return ", which leaves no room for a response; take it out, or choose a model with more positions"

@@ -1,4 +1,4 @@
-"""An experiment on Slurm: writes every run's recipe to a file and submits it as `nemo-grpo launch` does."""
+"""An experiment on Slurm: writes every run's recipe to a file and submits all of them as one array."""
 
 import json
 import logging
@@ -10,12 +10,11 @@ from pathlib import Path
 from nemo_grpo.engine.recipe_checks import check_recipe
 from nemo_grpo.engine.resume import check_continuation
 from nemo_grpo.experiments.jobs import Job, Status, naming, one_per_setting
-from nemo_grpo.experiments.results import Results, write_results
-from nemo_grpo.experiments.runner import only_one, steps_done
+from nemo_grpo.experiments.results import Results, is_complete, steps_done, write_results
+from nemo_grpo.experiments.runner import only_one
 from nemo_grpo.launch.plan_summary import plan_verdict, time_verdict
 from nemo_grpo.launch.submit import Submission, parse_time_limit, prepare, submit
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.report.runs import read_run
 from nemo_grpo.support.errors import UserError, reading
 from nemo_grpo.support.files import write_atomically
 
@@ -33,12 +32,23 @@ class Slurm:
     environment: Mapping[str, str | None]
 
 
-def prepare_submissions(
-    jobs: Sequence[Job], out: Path, slurm: Slurm, *, dry_run: bool = False
-) -> dict[str, Submission]:
-    """Check all jobs as `nemo-grpo launch` does and make each job's command, by name; writes nothing.
+@dataclass(frozen=True)
+class ArrayJob:
+    """Runs that are submitted as one Slurm array.
 
-    Args:   dry_run: accept missing data files.
+    Attributes: runs: in the order of the array's tasks.  recipes: file with their recipes, one a line.
+    """
+
+    runs: Sequence[Job]
+    recipes: Path
+    submission: Submission
+
+
+def prepare_array(jobs: Sequence[Job], out: Path, slurm: Slurm, *, dry_run: bool = False) -> ArrayJob | None:
+    """Check all jobs as `nemo-grpo launch` does, and make the command for the new ones; writes nothing.
+
+    Args:    dry_run: accept missing data files.
+    Returns: None if all jobs are submitted already.
     """
     submitted, limit = _read(out / SUBMITTED), slurm.options.get("time")
     time = None if limit is None else parse_time_limit(limit)
@@ -52,10 +62,26 @@ def prepare_submissions(
     for job in new:
         with naming(job.setting):
             check_continuation(job.recipe)
-    return {
-        job.name: prepare(job.recipe, recipe_file(job, out), [], slurm.options, slurm.environment)
-        for job in jobs
-    }
+    if not new:
+        return None
+    first = new[0]
+    for job in new:
+        nodes, expected = _nodes_of(job), _nodes_of(first)
+        if nodes != expected:
+            raise UserError(
+                f"{job.setting.label} needs {nodes}, and {first.setting.label} {expected}: the runs are "
+                "tasks of one Slurm array; make cluster.num_nodes and cluster.gpus_per_node equal"
+            )
+    # Named after its first run: an array that waits in the queue still reads the list of an earlier command.
+    recipes = (out / RECIPES / f"from-{first.name}.txt").absolute()
+    options = {**slurm.options, "array": f"0-{len(new) - 1}", "job-name": out.name}
+    submission = prepare(first.recipe, recipes, [], options, slurm.environment)
+    return ArrayJob(new, recipes, submission)
+
+
+def _nodes_of(job: Job) -> str:
+    cluster = job.recipe.cluster
+    return f"{cluster.num_nodes} x {cluster.gpus_per_node} GPUs"
 
 
 def _refusals(recipe: Recipe, slurm: Slurm, time: timedelta | None) -> Iterator[str]:
@@ -78,15 +104,14 @@ def recipe_file(job: Job, out: Path) -> Path:
 def submit_experiment(
     jobs: Sequence[Job], out: Path, slurm: Slurm, command: str, baseline: str | None = None
 ) -> Results:
-    """Write the recipes, submit runs that were not submitted yet, and write the results of finished runs.
+    """Write the recipes, submit the runs that were not submitted yet, and write the results of complete runs.
 
-    ``out/submitted.json`` lists each run's job and is written after every submission, so that a command that
-    is killed and repeated continues with the next run. (If it is killed between sbatch's answer and that
-    write, the job is submitted twice, under the same name.)
+    The runs are tasks of one Slurm array. ``out/submitted.json`` lists each run's task, and is written at
+    once, so that a repeated command submits only what is new.
 
     Args:    command: this command line, for the record.  baseline: see `results.baseline_of`.
     """
-    prepared = prepare_submissions(jobs, out, slurm)
+    array = prepare_array(jobs, out, slurm)
     with only_one(out):
         numbers = _read(out / SUBMITTED)
         for job in (job for job in jobs if job.name in numbers):
@@ -96,29 +121,23 @@ def submit_experiment(
                     f"{job.name} was submitted as job {numbers[job.name]} with the recipe {path}, which is "
                     "another one now; choose another --out"
                 )
-        (out / RECIPES).mkdir(exist_ok=True)
-        for job in jobs:
-            if job.name in numbers:
-                continue
-            write_atomically(recipe_file(job, out), job.recipe.to_yaml())
-            numbers[job.name] = submit(prepared[job.name])
+        if array is not None:
+            (out / RECIPES).mkdir(exist_ok=True)
+            for job in array.runs:
+                write_atomically(recipe_file(job, out), job.recipe.to_yaml())
+            paths = "".join(f"{recipe_file(job, out)}\n" for job in array.runs)
+            write_atomically(array.recipes, paths)
+            number = submit(array.submission)
+            numbers |= {job.name: f"{number}_{task}" for task, job in enumerate(array.runs)}
             write_atomically(out / SUBMITTED, json.dumps(numbers, indent=2) + "\n")
-            log.info("job %s: %s", numbers[job.name], job.name)
-        finished = {job.name: Status("finished", 0) for job in jobs if _has_ended(job)}
+            log.info("job %s: %d runs", number, len(array.runs))
+        finished = {job.name: Status("finished", 0) for job in jobs if is_complete(job)}
         missing = {
             job.name: f"job {numbers[job.name]}, step {steps_done(job)} of {job.recipe.grpo.max_num_steps}"
             for job in jobs
             if job.name not in finished
         }
         return write_results(jobs, finished, out, command, missing, baseline)
-
-
-def _has_ended(job: Job) -> bool:
-    """True if the metrics reach the last step, or the goal that ends a run early."""
-    done, grpo = steps_done(job), job.recipe.grpo
-    if done >= grpo.max_num_steps:
-        return True
-    return done > 0 and any(grpo.is_goal(row) for row in read_run(job.folder).rows.values())
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -16,11 +16,26 @@ from nemo_grpo.report.paired import (
     sentences,
 )
 from nemo_grpo.report.report import PLOTS, write_group_report
-from nemo_grpo.report.runs import RunGroup, read_run
+from nemo_grpo.report.runs import METRICS_FILE, RunGroup, json_lines, read_run
 from nemo_grpo.report.summary import markdown, markdown_table, note, records, stuck_runs
 from nemo_grpo.support.errors import UserError, did_you_mean
 
 REPORT, TABLE, RESULTS = "report.html", "table.md", "results.json"
+
+
+def steps_done(job: Job) -> int:
+    """Find the last step in the run's metrics; 0 without any."""
+    steps = (row.get("step") for row in json_lines(job.folder / METRICS_FILE))
+    return max((step for step in steps if isinstance(step, int)), default=0)
+
+
+def is_complete(job: Job) -> bool:
+    """Return True if the run's metrics reach its last step, or the goal that ends a run early."""
+    last_step = steps_done(job)
+    if last_step >= job.recipe.grpo.max_num_steps:
+        return True
+    rows = json_lines(job.folder / METRICS_FILE)
+    return last_step > 0 and any(job.recipe.grpo.is_goal(row) for row in rows)
 
 
 def finished_groups(jobs: Sequence[Job], ended: Mapping[str, Status]) -> list[RunGroup]:

@@ -8,39 +8,25 @@ import importlib.metadata
 import json
 import os
 import platform
-import resource
-import shutil
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("nemo-grpo", "torch", "ray", "megatron-core", "vllm")
 """Packages whose versions must agree on all nodes."""
-PREFIXES = ("NCCL_", "GLOO_", "NVTE_", "UCX_", "CUDA_DEVICE_MAX_CONNECTIONS")
-"""Prefixes of environment variables that configure communication and kernels."""
 
 
 def collect() -> dict[str, Any]:
     """Return this node's facts.
 
-    Returns: node: Slurm's name, or the host's.  clock: seconds since the epoch.  gpus: names of the GPUs.
-             interfaces, hcas: names of network interfaces and InfiniBand adapters.  memlock: bytes that may
-             be pinned, -1: unlimited.  shm_free: bytes free in /dev/shm.
+    Returns: node: Slurm's name, or the host's.  gpus: names of the GPUs.  versions: of Python and `PACKAGES`.
     """
-    adapters = "/sys/class/infiniband"
     return {
         "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-        "clock": time.time(),
         "gpus": find_gpus(),
-        "interfaces": [name for _, name in socket.if_nameindex()],
-        "hcas": sorted(os.listdir(adapters)) if os.path.isdir(adapters) else [],
-        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "shm_free": shutil.disk_usage("/dev/shm").free,
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(PREFIXES)},
         "versions": {"python": platform.python_version(), **_versions()},
     }
 

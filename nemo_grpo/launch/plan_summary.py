@@ -43,22 +43,26 @@ def time_verdict(recipe: Recipe, gpu: str, limit: timedelta, signal: str | None 
     """
     target, seconds = recipe.nemo_grpo.target, limit.total_seconds()
     lead = signal_lead(target, signal)
-    stop = f"{lead} s before the limit the job is told to save and stop"
+    saves = recipe.checkpointing.enabled
+    stop = f"{lead} s before the limit the job is told to {'save and stop' if saves else 'stop'}"
     found = plan_recipe(recipe, gpu).forecast if target == "cluster" else None
     if found is None:
         if seconds <= lead:
             return False, f"--time {limit}: {stop}; give more time, or --sbatch signal=B:USR1@SECONDS"
         return True, f"--time {limit}: not compared with the steps"
-    step, save = found.step.seconds, found.step.checkpoint
+    step = found.step.seconds
+    save = found.step.checkpoint if saves else 0.0
     least = START + step / (1 + found.error.worst) + save
     if seconds <= max(least, START + lead):
+        checkpoint = f" and a checkpoint {save:.0f} s" if saves else ""
+        fits = "not one of each fits" if saves else "not one fits"
         return False, (
-            f"--time {limit}: a step takes about {step:.0f} s and a checkpoint {save:.0f} s on {gpu}, and "
-            f"not one of each fits: NeMo-RL starts in {START:.0f} s or more, and {stop}; give more time or "
-            "GPUs, or see nemo-grpo plan"
+            f"--time {limit}: a step takes about {step:.0f} s{checkpoint} on {gpu}, and {fits}: NeMo-RL "
+            f"starts in {START:.0f} s or more, and {stop}; give more time or GPUs, or see nemo-grpo plan"
         )
     num_begun = 1 + int((seconds - START - lead) / step)  # the step of the signal is finished
-    steps, total = max(min(found.steps_within(seconds - START), num_begun), 1), found.work.num_steps
+    steps = max(min(found.steps_within(seconds - START), num_begun), 1)
+    total = found.work.num_steps
     return True, (
         f"--time {limit}: about {min(steps, total)} of {total} steps of {step:.0f} s fit; NeMo-RL starts in "
         f"{START:.0f} s or more, and {stop}"

@@ -1,10 +1,9 @@
 """Checks of a job's nodes, folders and environment against its recipe, and settings for its scripts."""
 
-import fnmatch
 import json
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,11 +13,6 @@ from nemo_grpo.launch.plan_summary import checkpoint_bytes, kind_of, plan_verdic
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.files import existing_parent
-
-CLOCK_TOLERANCE = 2.0
-"""Seconds that a node's clock may be off: checkpoints and logs are ordered by time."""
-MIN_SHM = 8 << 30
-"""Bytes of /dev/shm below which Ray's object store and NCCL run into trouble on a node with GPUs."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +31,10 @@ class Job:
     Attributes:
         nodes: names of the nodes.
         facts: report of each node, see `node_facts.collect`.
-        began, ended: seconds since the epoch on the first node, before and after the reports.
     """
 
     nodes: Sequence[str]
     facts: Sequence[dict[str, Any]]
-    began: float
-    ended: float
 
 
 def read_facts(folder: Path) -> list[dict[str, Any]]:
@@ -53,8 +44,7 @@ def read_facts(folder: Path) -> list[dict[str, Any]]:
 
 def check_job(recipe: Recipe, job: Job) -> list[Row]:
     """Return one row for each check of the job's nodes and folders."""
-    checks = (plan, recipe_and_data, shared_folder, num_nodes, gpus, clocks, free_space, shared_memory,
-              versions, nccl)  # fmt: skip
+    checks = (plan, recipe_and_data, shared_folder, num_nodes, gpus, free_space, versions)
     return [row for check in checks for row in check(recipe, job)]
 
 
@@ -115,17 +105,10 @@ def gpus(recipe: Recipe, job: Job) -> Iterator[Row]:
     yield Row("GPUs", "note", found) if len(kinds) > 1 and not wrong else judged("GPUs", wrong, found)
 
 
-def clocks(_recipe: Recipe, job: Job) -> Iterator[Row]:
-    """Check that each node's clock reads between ``began`` and ``ended``."""
-    skews = {f["node"]: max(job.began - f["clock"], f["clock"] - job.ended) for f in job.facts}
-    off = [f"{node} by at least {s:.0f} s" for node, s in sorted(skews.items()) if s > CLOCK_TOLERANCE]
-    wrong = f"off: {', '.join(off)}; synchronise them (chrony), or --exclude the node" if off else ""
-    within = job.ended - job.began + CLOCK_TOLERANCE
-    yield judged("clocks", wrong, f"within {within:.0f} s of each other")
-
-
 def free_space(recipe: Recipe, _job: Job) -> Iterator[Row]:
-    """Check that one more checkpoint fits; quotas are not seen."""
+    """Check that one more checkpoint fits, if the run saves any; quotas are not seen."""
+    if not recipe.checkpointing.enabled:
+        return
     folder = existing_parent(recipe.checkpoint_dir)
     free, needed = shutil.disk_usage(folder).free, checkpoint_bytes(recipe)
     room = f"{gib(free)} in {folder}"
@@ -140,13 +123,6 @@ def free_space(recipe: Recipe, _job: Job) -> Iterator[Row]:
         yield judged("free space", wrong if free < needed else "", found)
 
 
-def shared_memory(_recipe: Recipe, job: Job) -> Iterator[Row]:
-    """Check that /dev/shm is large enough for Ray and NCCL on nodes with GPUs."""
-    low = {f["node"]: f["shm_free"] for f in job.facts if f["gpus"] and f["shm_free"] < MIN_SHM}
-    if listed := ", ".join(f"{node} {gib(free)}" for node, free in sorted(low.items())):
-        yield Row("/dev/shm", "note", f"{listed} free; below {gib(MIN_SHM)} Ray's object store may not fit")
-
-
 def versions(_recipe: Recipe, job: Job) -> Iterator[Row]:
     """Check that all nodes run the same packages."""
     different = differing({facts["node"]: facts["versions"] for facts in job.facts})
@@ -154,18 +130,6 @@ def versions(_recipe: Recipe, job: Job) -> Iterator[Row]:
     if job.facts:
         same = ", ".join(f"{name} {version}" for name, version in job.facts[0]["versions"].items())
         yield judged("versions", wrong, same)
-
-
-def nccl(_recipe: Recipe, job: Job) -> Iterator[Row]:
-    """Check that environment variables of NCCL and the like are valid, and the same on all nodes."""
-    different = differing({facts["node"]: facts["environment"] for facts in job.facts})
-    problems = dict.fromkeys(problem for facts in job.facts for problem in nccl_problems(facts))
-    if different or not problems:
-        names = ", ".join(job.facts[0]["environment"]) if job.facts else ""
-        wrong = different and f"{different}; set them for the whole job"
-        yield judged("NCCL", wrong, names or "defaults")
-    for fatal, sentence in problems:
-        yield Row("NCCL", "refused" if fatal else "note", sentence)
 
 
 def judged(check: str, wrong: str, right: str) -> Row:
@@ -214,70 +178,3 @@ def folder_of(model: str) -> str:
         return snapshot_download(model, local_files_only=True)
     except (HFValidationError, LocalEntryNotFoundError):
         return model
-
-
-Problem = tuple[bool, str]
-"""(True if the run would fail, a sentence with value, rule and remedy)."""
-
-FATAL, SLOW = True, False
-
-
-def nccl_problems(facts: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems of a node's environment.
-
-    Args: facts: as `node_facts.collect` returns them.
-    """
-    return [problem for rule in RULES for problem in rule(facts, facts["environment"])]
-
-
-def interface_exists(facts: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Problem]:
-    """NCCL_SOCKET_IFNAME takes prefixes (= exact names, ^ excluded ones); Gloo's takes one exact name."""
-    interfaces = facts["interfaces"]
-    for key, exact in (("NCCL_SOCKET_IFNAME", False), ("GLOO_SOCKET_IFNAME", True)):
-        value = env.get(key, "")
-        if not value or value.startswith("^"):
-            continue
-        names = value.removeprefix("=").split(",")
-        exact = exact or value.startswith("=")
-        matched = [i for i in interfaces for name in names if i == name or (not exact and i.startswith(name))]
-        if not matched:
-            there = ", ".join(interfaces)
-            yield FATAL, f"{key}={value}: {facts['node']} has only {there}; name one of these or unset it"
-        elif all(name == "lo" for name in matched):
-            yield FATAL, f"{key}={value} reaches this node only; name the cluster's interface or unset it"
-
-
-def adapter_exists(facts: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Problem]:
-    """NCCL_IB_HCA names adapters by prefix, as name:port; ^ excludes."""
-    value = env.get("NCCL_IB_HCA", "")
-    if not value or value.startswith("^"):
-        return
-    patterns = [name.split(":")[0] + "*" for name in value.lstrip("=").split(",")]
-    if not any(fnmatch.fnmatch(hca, pattern) for hca in facts["hcas"] for pattern in patterns):
-        there = ", ".join(facts["hcas"]) or "no InfiniBand adapter"
-        yield FATAL, f"NCCL_IB_HCA={value}: {facts['node']} has {there}; name one of its adapters or unset it"
-
-
-def fast_paths_are_used(facts: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Problem]:
-    """InfiniBand, NVLink and shared memory must not be switched off."""
-    if env.get("NCCL_IB_DISABLE") == "1" and facts["hcas"]:
-        yield SLOW, "NCCL_IB_DISABLE=1 on nodes with InfiniBand: traffic goes over TCP; unset it"
-    for key, path in (("NCCL_P2P_DISABLE", "NVLink"), ("NCCL_SHM_DISABLE", "shared memory")):
-        if env.get(key) == "1":
-            yield SLOW, f"{key}=1: GPUs of a node do not use {path}; unset it"
-
-
-def memory_can_be_pinned(facts: Mapping[str, Any], _env: Mapping[str, str]) -> Iterator[Problem]:
-    """InfiniBand pins its buffers, and `ulimit -l` limits pinned memory."""
-    if facts["hcas"] and facts["memlock"] != -1:
-        limit = f"{facts['node']}: ulimit -l is {facts['memlock'] // 1024} KiB"
-        yield SLOW, f"{limit}; InfiniBand may fail to register buffers, ask for unlimited"
-
-
-def logs_stay_readable(_facts: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[Problem]:
-    """NCCL_DEBUG=TRACE writes a line for every call."""
-    if env.get("NCCL_DEBUG", "").upper() == "TRACE":
-        yield SLOW, "NCCL_DEBUG=TRACE writes gigabytes; INFO says which interfaces and adapters are used"
-
-
-RULES = (interface_exists, adapter_exists, fast_paths_are_used, memory_can_be_pinned, logs_stay_readable)

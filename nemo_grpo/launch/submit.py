@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import nemo_grpo
+from nemo_grpo.launch.container import check_paths
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.loader import load_tree
 from nemo_grpo.recipe.own import FOLDER_NAME
@@ -40,9 +41,32 @@ SET_BY_LAUNCH = {
     "partition": "use --partition",
     "container container-image": "use --container",
     "container-mounts": "use --mounts",
+    "signal": "at another signal, or as late, the job does not save before its time limit; use "
+    "signal=B:USR1@SECONDS, or RB:USR1@SECONDS, with more than {spare_seconds} seconds",
 }
 """Options of sbatch that contradict what a submission sets or plans -> reason and alternative."""
+SIGNAL = re.compile(r"(?P<to>[RB]*):(SIG)?(USR1|10)(@(?P<lead>\d+))?", re.IGNORECASE)
+"""sbatch's option --signal with SIGUSR1. B: to the script alone, which passes it on to the driver; without it
+Slurm signals the steps, and Ray ends. R: when a reservation takes the nodes, too."""
+SIGNAL_LEAD = 60
+"""Seconds before the time limit if --signal names none, sbatch's default."""
+
+
+def spare_seconds() -> int:
+    """Return the seconds between the last moment of a save and the time limit, as slurm/lib/parts.sh does."""
+    return int(os.environ.get("SPARE_SECONDS") or 45)
+
+
+def lets_the_job_save(signal: str) -> bool:
+    """Check that the job script handles a signal, and still has time to save."""
+    parsed = SIGNAL.fullmatch(signal)
+    if parsed is None or "B" not in parsed["to"].upper():
+        return False
+    return int(parsed["lead"] or SIGNAL_LEAD) > spare_seconds()
+
+
 ALLOWED: dict[str, Callable[[str], bool]] = {
+    "signal": lets_the_job_save,
     "gpus-per-node": lambda value: value == "0",  # where Slurm does not manage GPUs
     "export": lambda value: value.split(",")[0] == "ALL",
     **dict.fromkeys(("gres", "tres-per-task"), lambda value: "gpu" not in value),
@@ -133,10 +157,16 @@ def prepare(
     if target == "cluster" or recipe.nemo_grpo.engine.device == "cuda":
         given["gpus-per-node"] = str(cluster.gpus_per_node)
     given |= {name: value for name, value in options.items() if value is not None}
+    inherited_signal = os.environ.get("SBATCH_SIGNAL")  # which sbatch prefers to the script's own
+    if inherited_signal and "signal" not in given:
+        name, value = sbatch_option(f"signal={inherited_signal}")
+        given[name] = value
     shown = (f"--{name}={value}" if value else f"--{name}" for name, value in given.items())
     command = ("sbatch", *shown, str(scripts_folder() / SCRIPTS[target]), str(path), *overrides)
     added = {name: value for name, value in environment.items() if value is not None}
-    if not {**os.environ, **added}.get("CONTAINER") and "PYTHON" not in os.environ:
+    of_job = {**os.environ, **added}
+    check_paths(scripts_folder().parent, of_job, recipe.nemo_grpo.run_name)
+    if not of_job.get("CONTAINER") and "PYTHON" not in os.environ:
         added["PYTHON"] = sys.executable
     return Submission(command, added)
 
@@ -150,20 +180,24 @@ def sbatch_option(given: str) -> tuple[str, str]:
         )
     reasons = {known: reason for names, reason in SET_BY_LAUNCH.items() for known in names.split()}
     meant = [name] if name in reasons else [known for known in reasons if known.startswith(name)]
-    for known in meant[:1]:  # sbatch takes abbreviations, too
-        if known not in ALLOWED or not ALLOWED[known](value):
-            raise UserError(f"--sbatch {given}: {reasons[known]}")
-    return name, value
+    if not meant:
+        return name, value
+    full_name = meant[0]  # sbatch takes abbreviations, too
+    if full_name not in ALLOWED or not ALLOWED[full_name](value):
+        reason = reasons[full_name].format(spare_seconds=spare_seconds())
+        raise UserError(f"--sbatch {given}: {reason}")
+    return full_name, value
 
 
 def signal_lead(target: str, signal: str | None) -> int:
     """Find how many seconds before its time limit a job is told to save and stop.
 
-    Args: signal: the option of sbatch; None: the script's own.
+    Args: signal: the option of sbatch, accepted by `lets_the_job_save`; None: the script's own.
     """
-    text = signal or (scripts_folder() / SCRIPTS[target]).read_text().partition("#SBATCH --signal=")[2]
-    found = re.match(r"[\w:]*@(\d+)", text)
-    return int(found[1]) if found else 60  # sbatch's default
+    inherited = os.environ.get("SBATCH_SIGNAL")
+    script = (scripts_folder() / SCRIPTS[target]).read_text().partition("#SBATCH --signal=")[2]
+    parsed = SIGNAL.match(signal or inherited or script)
+    return int(parsed["lead"] or SIGNAL_LEAD) if parsed else SIGNAL_LEAD
 
 
 def submit(submission: Submission) -> str:
@@ -182,7 +216,7 @@ UNLIMITED = ("infinite", "unlimited", "-1")
 
 
 def parse_time_limit(text: str) -> timedelta | None:
-    """Read a time limit as ``sbatch --time`` does; None: no limit.
+    """Read a time limit as ``sbatch --time`` does; None: no limit, which Slurm also means by zero.
 
     Forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
     days-hours:minutes:seconds, infinite, unlimited.
@@ -192,14 +226,14 @@ def parse_time_limit(text: str) -> timedelta | None:
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     units = ("hours", "minutes", "seconds") if dash or len(parts) == 3 else ("minutes", "seconds")
-    is_form = len(parts) <= len(units) and all(map(str.isdecimal, [*([days] if dash else []), *parts]))
-    limit = timedelta(int(days or 0), **dict(zip(units, map(int, parts), strict=False))) if is_form else None
-    if not limit:
+    numbers = [days, *parts] if dash else parts
+    if len(parts) > len(units) or not all(map(str.isdecimal, numbers)):
         raise UserError(
             f"--time={text}: Slurm reads minutes, hours:minutes:seconds or days-hours:minutes:seconds, such "
             "as 04:00:00"
         )
-    return limit
+    limit = timedelta(int(days or 0), **dict(zip(units, map(int, parts), strict=False)))
+    return limit or None
 
 
 FIELDS = ("JobState", "Reason", "RunTime", "TimeLimit", "NodeList", "Restarts", "ExitCode")
@@ -243,7 +277,9 @@ def _queued(run: str) -> str | None:
 
 
 def _state_of(job: str) -> str:
-    shown = _slurm("scontrol", "show", "job", job, "-o").split()
+    lines = _slurm("scontrol", "show", "job", job, "-o").splitlines()
+    # For the number of an array, which is its last task's, Slurm shows every task.
+    shown = next((line.split() for line in lines if line.startswith(f"JobId={job} ")), [])
     pairs = [item.split("=", 1) for item in shown if "=" in item]
     known = [f"{key} {value}" for key, value in pairs if key in FIELDS and value not in ("", "None")]
     return f"job {job}: {', '.join(known) or 'Slurm does not know it'}"

@@ -121,6 +121,7 @@ class RunRecord(Callback):
         checkpoints = recipe.checkpoint_dir if recipe.checkpointing.enabled else None
         run = RunFolder(self.folder, checkpoints=checkpoints)
         run.keep_settings(recipe.to_yaml(), recipe.own_files, from_step)
+        run.drop_abandoned_rows(from_step)
         keep_inputs(self.folder, data_files(recipe), begins=from_step < 0)
 
     def on_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:

@@ -103,6 +103,12 @@ class Forecast:
     def gpu_hours(self) -> float:
         return self.run_seconds * self.step.num_gpus / 3600
 
+    def of_steps(self, num_steps: int) -> Forecast:
+        """Forecast a run that ends after this number of steps, whatever its data."""
+        work = replace(self.work, num_steps=num_steps, or_passes="")
+        scenario = replace(self.scenario, work=work)
+        return replace(self, step=replace(self.step, scenario=scenario))
+
     @property
     def bottleneck(self) -> str:
         """Largest phase of the slower side, its share, and remedies."""
@@ -117,8 +123,9 @@ class Forecast:
         return f"{share:.0%}{side} is {_WORDS.get(name, name)}; {remedy}"
 
     def steps_within(self, seconds: float) -> int:
-        """Count the steps that fit in a time with one checkpoint at the end."""
-        return max(int((seconds - self.step.checkpoint) / self.step.seconds), 0)
+        """Count the steps that fit in a time, with one checkpoint at the end if the run saves any."""
+        save = self.step.checkpoint if self.work.save_period else 0.0
+        return max(int((seconds - save) / self.step.seconds), 0)
 
 
 def for_time(phase: str, setup: PlanInput, work: Workload) -> str:
@@ -194,8 +201,14 @@ def of_layout(base: Forecast, setup: PlanInput) -> Forecast:
 
 
 def as_dict(found: Forecast, price: float | None = None) -> dict[str, object]:
-    """Convert a forecast to JSON's types: seconds, tokens, GPU-hours, dollars."""
+    """Convert a forecast to JSON's types: seconds, tokens, GPU-hours, dollars.
+
+    Time and cost of a run that ends with NeMo-RL's own data are None: its number of steps is not known.
+    """
     step, work = found.step, found.work
+    ends_with_data = bool(work.or_passes)  # after steps that the recipe does not say
+    run_seconds = None if ends_with_data else found.run_seconds
+    gpu_hours = None if ends_with_data else found.gpu_hours
     return {
         "step_seconds": step.seconds,
         "phases": step.phases,
@@ -205,13 +218,13 @@ def as_dict(found: Forecast, price: float | None = None) -> dict[str, object]:
         "update_seconds": sum(step.phases[name] for name in UPDATE),
         "validation_seconds": step.validation,
         "checkpoint_seconds": step.checkpoint,
-        "run_seconds": found.run_seconds,
-        "gpu_hours": found.gpu_hours,
-        "dollars": None if price is None else found.gpu_hours * price,
+        "run_seconds": run_seconds,
+        "gpu_hours": gpu_hours,
+        "dollars": None if price is None or gpu_hours is None else gpu_hours * price,
         "bottleneck": found.bottleneck,
         "interval": {
             "step_seconds": found.error.around(step.seconds),
-            "run_seconds": found.error.around(found.run_seconds),
+            "run_seconds": None if run_seconds is None else found.error.around(run_seconds),
             "covered": found.error.covered,
             "of": f"{found.error.num_steps} {found.error.what}",
         },

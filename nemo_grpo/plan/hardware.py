@@ -4,6 +4,7 @@
 values of `PredictionError`.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -82,8 +83,20 @@ def _entry(where: str, entry: Mapping[str, Any], known: Mapping[str, Hardware]) 
 HARDWARE = read_hardware(Path(__file__).with_name("hardware.yaml"), {})
 
 
+CPU = "cpu"
+"""Name of this machine's CPUs, on which the embedded engine can train."""
+
+
+def this_machine() -> Hardware:
+    """Return this machine's memory; nothing else of it is planned."""
+    num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Hardware(num_bytes, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 def hardware_of(gpu: str, file: Path | None = None) -> Hardware:
     """Look up a kind of GPU by its name."""
+    if gpu == CPU:
+        return this_machine()
     known = HARDWARE | (read_hardware(file, HARDWARE) if file else {})
     if gpu not in known:
         raise UserError(

@@ -94,7 +94,7 @@ def of_mean(mean: float, limit: int, prompt: float = PROMPT, source: str = "") -
     for _ in range(60):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if sum(cut(middle)) < mean * NUM_CLASSES else (low, middle)
-    return Lengths(prompt, cut(high), limit, source or f"mean {mean:.0f}")
+    return Lengths(prompt, cut(high), limit, source or "as --lengths says")
 
 
 def read_lengths(path: Path, limit: int, prompt: float = PROMPT) -> Lengths:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_grpo.models import ModelSpec
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.forecast import Assumptions, Forecast, forecast
-from nemo_grpo.plan.hardware import Hardware, hardware_of
+from nemo_grpo.plan.hardware import CPU, Hardware, hardware_of
 from nemo_grpo.plan.inputs import PlanInput, plan_input, shape_of
 from nemo_grpo.plan.layouts import nearest_layout
 from nemo_grpo.plan.parameters import model_parameters, stage_counts
 from nemo_grpo.plan.rules import gpu_has_fp8, problems
 from nemo_grpo.recipe.registry import Scope, messages
+from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
@@ -88,7 +89,7 @@ def plan_recipe(
 ) -> Plan:
     """Plan a loaded recipe, all of whose own rules hold.
 
-    Args:    gpu: a name of `HARDWARE` or of the file.
+    Args:    gpu: a name of `HARDWARE` or of the file, or `CPU`: this machine's, whose ranks share its memory.
              config_file: the model's config.json, for models that the table lacks.
              hardware_file: other kinds of GPU.  assumed: properties that the recipe does not state.
              others: recipes, one of whose runs may export the model.
@@ -96,6 +97,10 @@ def plan_recipe(
     """
     shape, setup = shape_of(recipe, config_file, others), plan_input(recipe)
     hardware = hardware_of(gpu, hardware_file)
+    if gpu == CPU:
+        if not setup.embedded:
+            raise UserError("--gpu cpu: only the embedded engine trains on CPUs; name the cluster's GPU")
+        hardware = replace(hardware, memory_bytes=hardware.memory_bytes / setup.gpus_per_node)
     found, parts = tuple(problems(shape, setup, hardware)), dict[str, Any]()
     if not messages(Scope.SHAPE, shape, setup):
         stage = memory.heaviest_stage(shape, setup)

@@ -39,6 +39,19 @@ def refit_sends_updated_weights(recipe: Recipe) -> Iterator[str]:
         )
 
 
+NOTHING_SAVED = (
+    "checkpointing.enabled=false: nothing is saved, and a job that reaches its time limit loses everything; "
+    "set it to true, unless the run fits into one job and its model is not wanted"
+)
+
+
+@rule(Scope.ADVICE)
+def run_on_a_cluster_saves_checkpoints(recipe: Recipe) -> Iterator[str]:
+    """Some of NeMo-RL's own recipes, made for its nightly tests, save nothing."""
+    if recipe.nemo_grpo.target == "cluster" and not recipe.checkpointing.enabled:
+        yield NOTHING_SAVED
+
+
 @rule(Scope.CLUSTER)
 def loss_does_not_need_whole_groups(recipe: Recipe) -> Iterator[str]:
     if recipe.loss_fn.needs_whole_groups:

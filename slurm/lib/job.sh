@@ -6,6 +6,9 @@ readonly EXIT_REFUSED=2 EXIT_PREFLIGHT=69 EXIT_HEAD_LOST=70 EXIT_WORKER_LOST=71 
 readonly EXIT_NO_PROGRESS=74 EXIT_REQUEUE=75 EXIT_CANCELLED=143
 
 ATTEMPT=${SLURM_RESTART_COUNT:-0}
+# This job for Slurm's programs, to which the number alone may mean every task of an array.
+JOB=$SLURM_JOB_ID
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then JOB=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID; fi
 mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 # Inside a job, srun -N1 would start as many tasks as the job has.
 unset SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE SLURM_NPROCS
@@ -18,7 +21,7 @@ say() {
 
 # A field of this job from Slurm: job_field JobState
 job_field() {
-    scontrol show job "$SLURM_JOB_ID" -o 2>/dev/null | tr ' ' '\n' | sed -n "s/^$1=//p" | head -n 1
+    scontrol show job "$JOB" -o 2>/dev/null | tr ' ' '\n' | sed -n "s/^$1=//p" | head -n 1
 }
 
 # Makes logs/NAME/JOB/attempt-N, points logs/NAME/latest to it, sets JOB_LOGS and LOG.
@@ -26,18 +29,49 @@ open_logs() {
     local all=${LOGS:-$SLURM_SUBMIT_DIR/logs}/$1
     JOB_LOGS=$all/$SLURM_JOB_ID
     LOG=$JOB_LOGS/attempt-$ATTEMPT
+    check_mounts
     mkdir -p "$LOG" || exit 1
     ln -sfn "$SLURM_JOB_ID/attempt-$ATTEMPT" "$all/latest"
     ln -sfn "$(job_field StdOut)" "$JOB_LOGS/job.log"
     say "job $SLURM_JOB_ID on ${NODES[*]}, logs in $LOG"
 }
 
+# Refuses paths that srun would hand to Pyxis wrongly: it splits mounts at commas and colons, and breaks at a space
+# (NVIDIA/pyxis issue 133). `nemo-grpo launch` refuses them before submission.
+check_mounts() {
+    local path
+    if [ -z "${CONTAINER:-}" ]; then return; fi
+    for path in "$ROOT" "$PWD" "$JOB_LOGS"; do
+        if [[ $path == *[[:space:],:]* ]]; then
+            say "$path is mounted in the container, and Pyxis takes no space, comma or colon in a path: rename it"
+            exit "$EXIT_REFUSED"
+        fi
+    done
+    if [[ $CONTAINER${MOUNTS:-} == *[[:space:]]* ]]; then
+        say "CONTAINER=$CONTAINER MOUNTS=${MOUNTS:-}: Pyxis takes no space in them: rename the folder"
+        exit "$EXIT_REFUSED"
+    fi
+}
+
 # The name of a job's logs, one folder: its own, or, if it was not given one, the recipe's.
 log_name() {
     local name=$SLURM_JOB_NAME
     case $name in *.sbatch) name=$(basename "${1%.yaml}") ;; esac
+    if [ -n "${RUN_OF_ARRAY:-}" ]; then name=$RUN_OF_ARRAY; fi
     name=${name//[^[:alnum:]_.,=+@-]/_}
     printf '%s\n' "${name/#./_}"
+}
+
+# In an array, RECIPE may be a list, one recipe a line: sets RECIPE to this task's, and RUN_OF_ARRAY to its name.
+recipe_of_task() {
+    local list=$RECIPE
+    case $RECIPE in *.txt) ;; *) return ;; esac
+    RECIPE=$(sed -n "$((${SLURM_ARRAY_TASK_ID:-0} + 1))p" "$list")
+    RUN_OF_ARRAY=$(basename "${RECIPE%.yaml}")
+    if [ -z "$RECIPE" ]; then
+        say "$list has no recipe for array task ${SLURM_ARRAY_TASK_ID:-0}"
+        exit "$EXIT_REFUSED"
+    fi
 }
 
 # CPUs that every node of this job has: "64(x2),48" -> 48.

@@ -111,7 +111,7 @@ ask_driver_to_stop() {
     end=$(job_field EndTime) # empty if Slurm does not answer, which date would read as midnight
     end=$(date -d "${end:-Unknown}" +%s 2>/dev/null) || end=$(($(date +%s) + 300))
     DEADLINE=$((SECONDS + end - $(date +%s) - ${SPARE_SECONDS:-45}))
-    say "SIGUSR1: the driver saves a checkpoint and stops; it has $((DEADLINE - SECONDS)) s"
+    say "SIGUSR1: the driver ${SAVES:+saves a checkpoint and }stops; it has $((DEADLINE - SECONDS)) s"
     kill -USR1 "${PART_PID[driver]}"
 }
 
@@ -129,7 +129,7 @@ show_end() {
 # Not `scancel --signal=KILL JOB`, which would also kill this script before it can requeue the job.
 kill_steps() {
     local step_id
-    for step_id in $(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i 2>/dev/null); do
+    for step_id in $(squeue --noheader --steps --jobs="$JOB" --format=%i 2>/dev/null); do
         case $step_id in
             *.batch | *.extern) ;;
             *) scancel "$step_id" 2>/dev/null ;;
@@ -141,7 +141,7 @@ kill_steps() {
 stop_parts() {
     local pids=() second
     touch "$LOG/ending" # for ray.sh
-    scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null
+    scancel --signal=TERM "$JOB" 2>/dev/null
     for second in {1..20}; do
         mapfile -t pids < <(jobs -rp)
         if ((${#pids[@]} == 0)); then return; fi

@@ -4,16 +4,14 @@
 # preflight RECIPE OVERRIDE...: ends the job if it may not start; else sets from the recipe:
 # RUN_DIR, CHECKPOINT_DIR, GPUS_PER_NODE.
 preflight() {
-    local began
     # One task on each node; a node that fails must not end the others before they report.
     EVERY_NODE=(--nodes="${#NODES[@]}" --ntasks="${#NODES[@]}" --ntasks-per-node=1 --kill-on-bad-exit=0)
     mkdir -p "$LOG/nodes"
-    began=$(date +%s.%N)
     STEP_LIMIT=${PREFLIGHT_SECONDS:-300} step nemo-grpo "${EVERY_NODE[@]}" --label --output="$LOG/nodes.log" -- \
         "$PYTHON" "$ROOT/nemo_grpo/launch/node_facts.py" "$LOG/nodes"
     step nemo-grpo --nodes=1 --ntasks=1 --nodelist="${NODES[0]}" --output="$LOG/preflight.log" -- \
         "$PYTHON" -m nemo_grpo.cli preflight "$@" --facts "$LOG/nodes" --nodes "$(IFS=,; echo "${NODES[*]}")" \
-        --between "$began,$(date +%s.%N)" --settings "$LOG/settings.sh"
+        --settings "$LOG/settings.sh"
     local rc=$?
     cat "$LOG/preflight.log"
     if ((rc)); then
@@ -34,12 +32,12 @@ preflight() {
 claim_run() {
     local owner states=RUNNING,SUSPENDED
     owner=$(cat "$RUN_DIR/.slurm-job" 2>/dev/null)
-    if [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ] &&
+    if [ -n "$owner" ] && [ "$owner" != "$JOB" ] &&
         [ -n "$(squeue --noheader --jobs="$owner" --states="$states" --format=%i 2>/dev/null)" ]; then
         say "job $owner trains in $RUN_DIR: wait for it, cancel it, or submit with --dependency=afterany:$owner"
         finish preflight "$EXIT_PREFLIGHT" 0
     fi
-    mkdir -p "$RUN_DIR" && echo "$SLURM_JOB_ID" >"$RUN_DIR/.slurm-job"
+    mkdir -p "$RUN_DIR" && echo "$JOB" >"$RUN_DIR/.slurm-job"
 }
 
 # Every node (in the container, if any) and this script must see the same folder: files saved elsewhere are lost when

@@ -95,5 +95,5 @@ requeue() {
             exit "$EXIT_CANCELLED"
         fi
     fi
-    scontrol requeue "$SLURM_JOB_ID" && { sleep 60 & wait $!; }
+    scontrol requeue "$JOB" && { sleep 60 & wait $!; }
 }

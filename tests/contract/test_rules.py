@@ -260,6 +260,9 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("a row", "lora", "$PLANE", "erpo needs the policy's entropies",
      "data_plane.enabled=false"),
     # NeMo-RL: checkpoints
+    ("run_on_a_cluster_saves_checkpoints", "cluster", "checkpointing.enabled=false",
+     "enabled=false: nothing is saved, and a job that reaches its time limit loses everything",
+     "checkpointing.enabled=true"),
     ("training_metric_is_one_of_every_run", "cluster small", "checkpointing.metric_name=train:rewards",
      "metric_name=train:rewards is not a metric of every run, .*did you mean 'reward'",
      "checkpointing.metric_name=train:reward"),

@@ -83,6 +83,31 @@ def test_pipeline_trains_converts_and_evaluates(slurm, folder, recipe, unbroken)
     assert summary["model"].endswith("piped/hf-latest")
 
 
+def test_tasks_of_an_array_train_their_own_recipes_and_are_requeued_alone(slurm, folder, recipe):
+    """The last task has the array's number, by which Slurm would mean both."""
+    for name in ("one", "two"):
+        (folder / f"{name}.yaml").write_text(f"defaults: {recipe}\nnemo_grpo: {{run_name: {name}}}\n")
+    (folder / "list.txt").write_text(f"{folder}/one.yaml\n{folder}/two.yaml\n")
+    line = ("--array=0-1", "--time=20", "--signal=B:USR1@60", str(folder / "list.txt"))
+    array = submit(slurm, folder, *line, script="embedded.sbatch", name="both", **ENVIRONMENT)
+    metrics = folder / "two/metrics.jsonl"
+    array.wait_for(
+        lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, 4 * MINUTE, "three steps"
+    )
+    slurm.run("scancel", "--batch", "--signal=USR1", f"{array.number}_1")
+
+    def attempts(name):
+        tables = list((folder / "logs" / name).glob("*/attempts.tsv"))
+        return [row.split("\t")[2] for table in tables for row in table.read_text().splitlines()]
+
+    def have_finished():
+        return all("finished" in attempts(name) for name in ("one", "two"))
+
+    array.wait_for(have_finished, 5 * MINUTE, "both runs")
+    assert attempts("one") == ["finished"]
+    assert attempts("two") == ["time limit", "finished"]
+
+
 def test_stages_after_a_failed_training_are_dropped(slurm, folder, recipe):
     options = {"TRAIN_OPTIONS": "--time=10 --nodelist=n1 --export=ALL,PYTHON=false", **ENVIRONMENT}
     training, _, evaluation = submit_pipeline(slurm, folder, recipe, "wrong", **options)

@@ -229,3 +229,19 @@ def test_invalid_evaluation_is_refused_before_anything_is_created(
     with pytest.raises(UserError, match=message):
         run("--model", model, "--data-dir", data, "--out", tmp_path / "out", "--max-tokens", 4, *arguments)
     assert not (tmp_path / "out").exists()
+
+
+def test_repeated_ids_are_those_of_the_benchmark(model, tmp_path):
+    row = json.dumps({"id": "a", "question": "1+1?", "answer": "2"})
+    (tmp_path / "mine.jsonl").write_text(f"{row}\n{row}\n")
+    with pytest.raises(UserError, match=r"^--benchmarks .*mine.jsonl:2: id 'a' is repeated") as error:
+        run("--model", model, "--benchmarks", tmp_path / "mine.jsonl", "--out", tmp_path / "out")
+    assert "nemo_grpo.task" not in str(error.value)
+
+
+def test_benchmarks_are_checked_before_there_is_a_model(data, tmp_path):
+    options = ["--check", "--model", tmp_path / "none", "--data-dir", data]
+    run(*options, "--benchmarks", "aime24")
+    for benchmarks, message in (("aime24,nosuch", "nosuch"), ("aime24,math500", "data prepare math500")):
+        with pytest.raises(UserError, match=message):
+            run(*options, "--benchmarks", benchmarks)

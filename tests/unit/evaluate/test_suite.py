@@ -119,8 +119,10 @@ def test_responses_to_an_open_think_block_are_read_as_such():
 def test_a_prompt_that_does_not_fit_is_named():
     asked = [benchmark("all", PROBLEMS)], CharacterTokenizer(), Path("none")
     assert longest_prompt(*asked, 10, 15) == len("[Q0?]")
-    with pytest.raises(UserError, match="problem 'p0' has 5 tokens and --max-tokens is 11"):
+    with pytest.raises(UserError, match="has 5 tokens and --max-tokens is 11: use --max-tokens 10 or less"):
         longest_prompt(*asked, 11, 15)
+    with pytest.raises(UserError, match="has 5 tokens, which leaves no room for a response"):
+        longest_prompt(*asked, 11, 5)  # no --max-tokens helps
 
 
 @pytest.mark.parametrize("names", [["aime24"], ["aime24", "amc23", "math500", "minerva", "olympiadbench"]])

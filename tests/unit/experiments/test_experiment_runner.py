@@ -5,10 +5,9 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
 import sys
-import threading
 import time
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -17,7 +16,7 @@ from processes import ROOT, wait_for
 from nemo_grpo.cli.compare import show_results
 from nemo_grpo.engine.resume import keep_inputs, model_files
 from nemo_grpo.experiments.jobs import Status, make_jobs
-from nemo_grpo.experiments.results import finished_groups, write_results
+from nemo_grpo.experiments.results import finished_groups, is_complete, write_results
 from nemo_grpo.experiments.runner import check_unchanged, run_experiment, run_jobs
 from nemo_grpo.experiments.sweep import sweep_variants, with_overrides
 from nemo_grpo.support.errors import UserError, how_ended
@@ -27,16 +26,17 @@ QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 
 
 def settings_of(variants, overrides=()):
-    return with_overrides(sweep_variants(QUICKSTART, variants, [0]).settings, overrides)
+    sweep = sweep_variants(QUICKSTART, variants, [0])
+    return with_overrides(sweep.settings, ["grpo.max_num_steps=3", *overrides])
 
 
-# Makes steps one by one from where it stands; SIGTERM ends it with exit code 75, a file fail-NAME breaks it.
+# Makes steps one by one from where it stands; SIGINT ends it with exit code 75, a file fail-NAME breaks it.
 RUN = """
 import json, signal, sys, time
 from pathlib import Path
 folder, recipe, seconds = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 folder.mkdir(parents=True, exist_ok=True)
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+signal.signal(signal.SIGINT, lambda *_: sys.exit(75))
 with (folder / "starts").open("a") as file:
     file.write("x")
 (folder / "recipe.resolved.yaml").write_text(recipe.read_text())
@@ -57,31 +57,17 @@ def jobs(tmp_path):
     return make_jobs(settings_of(["grpo", "gpg"]), [0, 1], tmp_path / "out")
 
 
+def command_of(folder, seconds, job):
+    resolved = folder / f"{job.name}.yaml"
+    asked = job.recipe.policy.precision
+    resolved.write_text(job.recipe.with_precision(asked.replace("auto", "bfloat16")).to_yaml())
+    return [sys.executable, str(folder / "run.py"), str(job.folder), str(resolved), str(seconds)]
+
+
 @pytest.fixture
 def command(tmp_path):
     (tmp_path / "run.py").write_text(RUN)
-
-    def of(seconds, job):
-        resolved = tmp_path / f"{job.name}.yaml"
-        asked = job.recipe.policy.precision
-        resolved.write_text(job.recipe.with_precision(asked.replace("auto", "bfloat16")).to_yaml())
-        return [sys.executable, str(tmp_path / "run.py"), str(job.folder), str(resolved), str(seconds)]
-
-    return lambda seconds: partial(of, seconds)
-
-
-@contextmanager
-def stopped_when(begun):
-    """This process gets SIGTERM once the jobs have begun."""
-
-    def wait():
-        wait_for(begun)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    yield
-    thread.join()
+    return lambda seconds: partial(command_of, tmp_path, seconds)
 
 
 def starts(jobs):
@@ -89,15 +75,28 @@ def starts(jobs):
     return [len(file.read_text()) if file.exists() else 0 for file in files]
 
 
-def test_finished_runs_are_not_run_again_unless_the_recipe_has_changed(tmp_path, jobs, command):
+def test_complete_runs_are_not_run_again(tmp_path, jobs, command):
     out = tmp_path / "out"
     assert {s.state for s in run_jobs(jobs[:3], out, 2, command(0)).values()} == {"finished"}
     ended = run_jobs(jobs, out, 2, command(0))
     assert starts(jobs) == [1, 1, 1, 1]
     assert list(ended) == [job.name for job in jobs]
-    longer = make_jobs(settings_of(["grpo"], ["grpo.max_num_steps=999"]), [0], out)
-    run_jobs(longer, out, 1, command(0))
-    assert starts(jobs) == [2, 1, 1, 1]
+    assert {status.state for status in ended.values()} == {"finished"}
+    metrics = jobs[1].folder / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
+    run_jobs(jobs, out, 2, command(0))
+    assert starts(jobs) == [1, 2, 1, 1]
+    assert is_complete(jobs[1])
+
+
+def test_a_run_that_reached_its_goal_is_complete(tmp_path):
+    goal = ["++grpo.stop_at_validation_metric=val:accuracy", "++grpo.stop_at_validation_threshold=0.7"]
+    (job,) = make_jobs(settings_of(["grpo"], goal), [0], tmp_path / "out")
+    job.folder.mkdir(parents=True)
+    for accuracy, complete in ((0.6, False), (0.8, True)):
+        row = {"step": 1, "validation/accuracy": accuracy}
+        (job.folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        assert is_complete(job) == complete
 
 
 def test_a_finished_run_that_chose_its_precision_is_not_run_again(tmp_path, command):
@@ -111,35 +110,30 @@ def test_a_finished_run_that_chose_its_precision_is_not_run_again(tmp_path, comm
         check_unchanged(make_jobs(settings_of(["grpo"]), [0], out))
 
 
-CONSTANT = "policy.megatron_cfg.scheduler.lr_decay_style=constant"
-
-
 @pytest.mark.parametrize(
-    ("before", "now", "said"),
+    ("now", "said"),
     [
-        ([], ["policy.generation.val_temperature=5"], r"generation\.val_temperature: 1\.0 -> 5\.0; undo"),
-        ([], ["grpo.max_num_steps=999"], r"grpo\.max_num_steps: 160 -> 999"),  # the learning rate would jump
-        ([CONSTANT], [CONSTANT, "grpo.max_num_steps=2"], r"=2: .* has made 3 steps; raise it, or"),
-        ([CONSTANT], [CONSTANT, "grpo.max_num_steps=999"], None),
-        ([], ["logger.tensorboard_enabled=false", "policy.train_micro_batch_size=8"], None),
+        (["policy.generation.val_temperature=5"], r"generation\.val_temperature: 1\.0 -> 5\.0; undo"),
+        (["grpo.max_num_steps=999"], r"grpo\.max_num_steps: 3 -> 999"),
+        (["logger.tensorboard_enabled=false", "policy.train_micro_batch_size=8"], None),
     ],
 )
-def test_a_mean_is_of_runs_that_trained_and_validated_alike(tmp_path, command, before, now, said):
+def test_a_mean_is_of_runs_that_trained_and_validated_alike(tmp_path, command, now, said):
     out = tmp_path / "out"
 
     def jobs(overrides):
         return make_jobs(settings_of(["grpo"], overrides), [0], out)
 
-    run_jobs(jobs(before), out, 1, command(0))
-    kept = (out / "runs/grpo-s0/recipe.resolved.yaml").read_text()
+    run_jobs(jobs([]), out, 1, command(0))
+    before = (out / "runs/grpo-s0/recipe.resolved.yaml").read_text()
     if said:
         with pytest.raises(UserError, match=said):
             run_experiment(jobs(now), out, num_parallel=1, command="x")
-        assert (out / "runs/grpo-s0/recipe.resolved.yaml").read_text() == kept
+        assert (out / "runs/grpo-s0/recipe.resolved.yaml").read_text() == before
         return
     check_unchanged(jobs(now))
     run_jobs(jobs(now), out, 1, command(0))
-    assert starts(jobs(now)) == [2 if "grpo.max_num_steps=999" in now else 1]
+    assert starts(jobs(now)) == [1]
 
 
 def test_seeds_that_are_added_start_from_the_same_model(tmp_path, command):
@@ -208,41 +202,40 @@ def test_results_compare_every_setting_with_the_baseline(tmp_path, jobs, command
         assert (out / "report.html" in found.files) == (out / "report.html").is_file() == bool(found.groups)
 
 
-def test_a_signal_stops_all_and_the_next_call_continues(tmp_path, jobs, command):
+# Two runs at a time, of a second for each step, in a process group of their own, as a terminal's.
+COMPARE = """
+import json, sys
+from functools import partial
+from pathlib import Path
+sys.path[:0] = json.loads(sys.argv[1])
+import test_experiment_runner as tests
+from nemo_grpo.experiments.jobs import make_jobs
+from nemo_grpo.experiments.runner import run_jobs
+folder = Path(sys.argv[2])
+jobs = make_jobs(tests.settings_of(["grpo", "gpg"]), [0, 1], folder / "out")
+ended = run_jobs(jobs, folder / "out", 2, partial(tests.command_of, folder, 30))
+print(json.dumps({name: [status.state, status.exit_code] for name, status in ended.items()}))
+"""
+
+
+def test_ctrl_c_stops_all_and_the_next_call_continues(tmp_path, jobs, command):
     out = tmp_path / "out"
-    with stopped_when(lambda: all((job.folder / "metrics.jsonl").exists() for job in jobs[:2])):
-        ended = run_jobs(jobs, out, 2, command(30))
-    told = {name: (s.state, s.exit_code) for name, s in ended.items()}
-    assert told == dict.fromkeys(("grpo-s0", "gpg-s0"), ("interrupted", 75))
-    assert finished_groups(jobs, ended) == []
-    assert "- grpo-s1: not started" in write_results(jobs, ended, out, "x").notes()
+    command(0)  # writes the stand-in
+    arguments = [json.dumps(sys.path), str(tmp_path)]
+    with subprocess.Popen(
+        [sys.executable, "-c", COMPARE, *arguments], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as compare:
+        wait_for(lambda: all((job.folder / "metrics.jsonl").exists() for job in jobs[:2]))
+        os.killpg(compare.pid, signal.SIGINT)
+        ended = json.loads(compare.stdout.read())
+    assert ended == {name: ["interrupted", 75] for name in ("grpo-s0", "gpg-s0")}
+    states = {name: Status(*state) for name, state in ended.items()}
+    assert finished_groups(jobs, states) == []
+    assert "- grpo-s1: not started" in write_results(jobs, states, out, "x").notes()
     assert {s.state for s in run_jobs(jobs, out, 2, command(0)).values()} == {"finished"}
     assert starts(jobs) == [2, 2, 1, 1]
     steps = [json.loads(line)["step"] for line in (jobs[0].folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == [0, 1, 2, 3]  # it went on from where it stood
-
-
-@pytest.mark.parametrize("handler", ["", "signal.signal(15, lambda *_: sys.exit(143)); "])  # as a launcher
-def test_a_run_that_a_signal_ends_while_it_starts_is_no_failure(tmp_path, jobs, handler):
-    begun = tmp_path / "begun"
-    lines = f"import signal, sys, time; {handler}open({str(begun)!r}, 'w'); time.sleep(60)"
-    starting = [sys.executable, "-c", lines]
-    with stopped_when(begun.exists):
-        ended = run_jobs(jobs, tmp_path / "out", 1, lambda _: starting)
-    assert {name: s.state for name, s in ended.items()} == {"grpo-s0": "interrupted"}
-
-
-def test_runs_of_an_older_recipe_stay_out_of_the_table_of_a_stopped_call(tmp_path, jobs, command):
-    out = tmp_path / "out"
-    assert finished_groups(jobs, run_jobs(jobs, out, 2, command(0)))
-    longer = make_jobs(settings_of(["grpo", "gpg"], ["grpo.max_num_steps=999"]), [0, 1], out)
-    begun = longer[0].folder / "starts"
-    (longer[0].folder / "metrics.jsonl").unlink()  # so that it has steps to make
-    with stopped_when(lambda: begun.read_text() == "xx"):
-        ended = run_jobs(longer, out, 1, command(30))
-    assert {status.state for status in ended.values()} == {"interrupted"}
-    assert finished_groups(longer, ended) == []
-    assert finished_groups(jobs, run_jobs(jobs, out, 2, command(0)))
 
 
 def test_two_calls_in_one_folder_are_refused(tmp_path, jobs, command):

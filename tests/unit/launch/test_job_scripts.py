@@ -44,7 +44,7 @@ def place(tmp_path):
     (tmp_path / "run/checkpoints").symlink_to(tmp_path / "disk")
     (tmp_path / "settings").write_text(
         f"RUN_DIR={tmp_path}/run CHECKPOINT_DIR={tmp_path}/run/checkpoints MODEL=base LORA=\n"
-        "TARGET=embedded NUM_NODES=1 GPUS_PER_NODE=1\n"
+        "TARGET=embedded NUM_NODES=1 GPUS_PER_NODE=1 SAVES=yes\n"
     )
     (tmp_path / "calls").touch()
     return tmp_path
@@ -88,16 +88,64 @@ def calls(place):
     ],
 )  # fmt: skip
 def test_logs_of_a_job_lie_in_a_folder_of_the_logs(place, job, folder):
-    run(place, "eval.sbatch", "run/hf", "aime24", SLURM_JOB_NAME=job, SLURM_ARRAY_TASK_ID="0")
+    run(place, "eval.sbatch", "run/hf", "aime24", SLURM_JOB_NAME=job)
     assert [path.name for path in (place / "logs").iterdir()] == [folder]
     assert (place / "logs" / folder / "latest").resolve() == place / "logs" / folder / "7/attempt-0"
 
 
 def test_last_array_task_finds_a_repository_path_with_a_space(place):
-    run(place, "eval.sbatch", "run/hf", "aime24,math500", SLURM_ARRAY_TASK_ID="1")
-    assert calls(place) == [
-        "-m nemo_grpo.cli eval --model run/hf --out run/eval/math500 --benchmarks math500"
-    ]
+    run(place, "eval.sbatch", "run/hf", "aime24,math500", **array(1, 0, 1))
+    assert calls(place) == [evaluation("math500")]
+
+
+def array(task, first, last, step=1, count=None):
+    """Return Slurm's variables of one task of an array."""
+    count = (last - first) // step + 1 if count is None else count
+    values = {"ID": task, "MIN": first, "MAX": last, "STEP": step, "COUNT": count}
+    variables = {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in values.items()}
+    return {"SLURM_ARRAY_JOB_ID": "7", **variables}
+
+
+def evaluation(name):
+    return f"-m nemo_grpo.cli eval --model run/hf --out run/eval/{name} --benchmarks {name}"
+
+
+def test_evaluation_without_an_array_takes_every_benchmark(place):
+    done = run(place, "eval.sbatch", "run/hf", " aime24, math500", "--k", "4")
+    assert calls(place) == [f"{evaluation(name)} --k 4" for name in ("aime24", "math500")]
+    assert "no task" not in done.stdout
+
+
+def test_a_benchmark_that_fails_does_not_keep_the_next_from_its_result(place):
+    fails = """
+printf '%s\\n' "$*" >>"$CALLS"
+case $* in *aime24*) exit 3 ;; esac
+"""
+    write_programs(place / "bin", python=fails)
+    run(place, "eval.sbatch", "run/hf", "aime24,math500", code=3)
+    assert calls(place) == [evaluation("aime24"), evaluation("math500")]
+
+
+@pytest.mark.parametrize(
+    ("benchmarks", "variables", "said"),
+    [
+        ("a,b", array(0, 0, 0), "this array has no task for b: use --array=0-1"),
+        ("a,b,c", array(0, 0, 1), "this array has no task for c: use --array=0-2"),
+        ("a,b", array(1, 1, 2), "this array has no task for a: use --array=0-1"),
+        ("a,b,c", array(0, 0, 2, step=2), "this array has no task for b: use --array=0-2"),
+        ("a,b,c", array(0, 0, 2, count=2), "this array has 2 tasks for 3 benchmarks: use --array=0-2"),
+    ],
+)
+def test_benchmarks_without_a_task_of_the_array_are_named(place, benchmarks, variables, said):
+    done = run(place, "eval.sbatch", "run/hf", benchmarks, **variables)
+    assert said in done.stdout
+    assert len(calls(place)) == 1
+
+
+def test_array_task_without_a_benchmark_is_refused(place):
+    done = run(place, "eval.sbatch", "run/hf", "a,b", code=2, **array(2, 0, 2))
+    assert "array task 2, but only 2 benchmarks: use --array=0-1" in done.stdout
+    assert calls(place) == []
 
 
 def test_conversion_follows_links_and_resumes_another_jobs_conversion(place):
@@ -136,10 +184,74 @@ def test_every_kept_checkpoint_is_converted_or_the_one_that_is_named(place):
 
 def test_pipeline_chains_its_jobs_and_leaves_nothing_behind_when_a_stage_is_refused(place):
     assert run(place, "pipeline.sh", "x.yaml", "aime24").stdout == "train 11, convert 11, evaluate 11\n"
-    assert "--dependency=afterok:11 " in calls(place)[1], "the number alone, without the cluster's name"
+    assert "--dependency=afterok:11 " in calls(place)[2], "the number alone, without the cluster's name"
     done = run(place, "pipeline.sh", "x.yaml", "aime24", code=1, REFUSED="convert.sbatch")
     assert calls(place)[-1] == "scancel 11"
     assert "cancelled those before it: 11" in done.stderr
+
+
+def test_pipeline_checks_its_benchmarks_before_the_first_job(place):
+    run(place, "pipeline.sh", "x.yaml", "aime24,nosuch", "a=1", EVAL_ARGUMENTS="--k 4")
+    model = f"{place}/run/hf-latest"
+    checked = f"eval --check --model {model} --benchmarks aime24,nosuch --recipe x.yaml --k 4 a=1"
+    assert calls(place)[0] == f"-m nemo_grpo.cli {checked}"
+    refuses = 'case $* in *"launch settings"*) cat "$SETTINGS" ;; *) exit 2 ;; esac'
+    write_programs(place / "bin", python=refuses)
+    (place / "calls").write_text("")
+    run(place, "pipeline.sh", "x.yaml", "aime24,nosuch", code=2)
+    assert calls(place) == [], "nothing is submitted"
+
+
+def test_pipeline_of_a_run_that_saves_nothing_is_refused(place):
+    settings = (place / "settings").read_text().replace("SAVES=yes", "SAVES=")
+    (place / "settings").write_text(settings)
+    done = run(place, "pipeline.sh", "x.yaml", "aime24", code=2)
+    assert "nothing is saved, so there would be nothing to convert" in done.stderr
+    assert calls(place) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CONTAINER", "/images/a b.sqsh"), ("MOUNTS", "/a b:/a"), ("LOGS", "/tmp/a,b"), ("LOGS", "/tmp/a:b"),
+        ("LOGS", "/tmp/a b"),
+    ],
+)  # fmt: skip
+def test_job_refuses_paths_that_its_container_would_not_get(place, name, value):
+    repository = place / "repo"
+    (place / "my repo").rename(repository)
+    variables = {"CONTAINER": "x.sqsh", "NEMO_GRPO_ROOT": str(repository), name: value}
+    command = shlex.join([str(repository / "slurm/eval.sbatch"), "run/hf", "aime24"])
+    names = environment(place, "eval.sbatch", variables)
+    done = bash(f"bash {command}", check=False, cwd=place, env=names)
+    assert done.returncode == 2
+    assert "Pyxis takes no space" in done.stdout
+    assert calls(place) == []
+
+
+LIST = """
+source "$ROOT/slurm/lib/job.sh"
+RECIPE=$PWD/list.txt
+recipe_of_task
+echo "$JOB $RECIPE $(log_name "$RECIPE")"
+"""
+
+
+def test_task_of_an_array_takes_its_recipe_of_the_list(place):
+    """The number of an array's last task is the array's, which to Slurm means every task."""
+    (place / "list.txt").write_text("/out/recipes/a=1-s0.yaml\n/out/recipes/b-s0.yaml\n")
+    names = environment(place, "train.sbatch", {"ROOT": str(ROOT), "SLURM_JOB_NAME": "out"})
+    for task, expected in (
+        (0, "7_0 /out/recipes/a=1-s0.yaml a=1-s0"),
+        (1, "7_1 /out/recipes/b-s0.yaml b-s0"),
+    ):
+        variables = names | {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(task)}
+        assert bash(LIST, cwd=place, env=variables).stdout == f"{expected}\n"
+    missing = bash(LIST, cwd=place, env=variables | {"SLURM_ARRAY_TASK_ID": "2"}, check=False)
+    assert missing.returncode == 2
+    assert "list.txt has no recipe for array task 2" in missing.stdout
+    alone = bash(LIST.replace("list.txt", "x.yaml"), cwd=place, env=names).stdout
+    assert alone == f"7 {place}/x.yaml out\n"
 
 
 PREFLIGHT = """

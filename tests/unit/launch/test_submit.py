@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from unit.launch.shell import write_programs
 
 from nemo_grpo.cli import app
-from nemo_grpo.launch.submit import parse_time_limit, status_of
+from nemo_grpo.launch.submit import parse_time_limit, spare_seconds, status_of
 from nemo_grpo.support.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -70,6 +70,7 @@ def test_a_shipped_recipe_is_read_from_beside_the_job_scripts(monkeypatch, tmp_p
     [
         ("90", 5400), ("90:30", 5430), ("04:00:00", 14400), ("1-12", 129600), ("1-12:30", 131400),
         ("2-00:00:10", 172810), ("100:00:00", 360000), ("UNLIMITED", None), ("-1", None),
+        ("0", None), ("00:00:00", None), ("0-0", None),  # Slurm's other words for no limit
     ],
 )  # fmt: skip
 def test_time_is_read_as_slurm_reads_it(text, seconds):
@@ -77,9 +78,7 @@ def test_time_is_read_as_slurm_reads_it(text, seconds):
     assert (limit and limit.total_seconds()) == seconds
 
 
-@pytest.mark.parametrize(
-    "text", ["4h", "90min", "0", "tomorrow", "1:2:3:4", "", "00:00:00", "-5", "1-2:3:4:5"]
-)
+@pytest.mark.parametrize("text", ["4h", "90min", "tomorrow", "1:2:3:4", "", "-", "-5", "1-2:3:4:5"])
 def test_another_time_is_refused_before_slurm_sees_it(text):
     done = launch(QUICKSTART, "--dry-run", "--time", text)
     assert isinstance(done.exception, UserError)
@@ -139,6 +138,15 @@ def test_what_cannot_run_is_not_submitted(arguments, part, monkeypatch):
         ("wrap=true", "its own script"),
         *(("partition=a", "use --partition"), ("account=a", "use --account")),
         ("container-image=x", "use --container"),
+        *(
+            (f"signal={signal}", "does not save before its time limit; use signal=B:USR1@SECONDS")
+            for signal in (
+                *("USR1@600", "SIGUSR1@300", "R:USR1@300"),  # to the steps, not to the script
+                *("B:TERM@300", "B:USR2@300", "B:INT@300", "B:12@300"),
+                *("B:USR1@30", "B:USR1@45", "B:USR1@x"),  # later than the last moment of a save
+            )
+        ),
+        ("sig=B:TERM@300", "does not save before its time limit"),
     ],
 )
 def test_options_that_contradict_the_submission_are_refused(option, part):
@@ -154,12 +162,86 @@ def test_options_that_contradict_the_submission_are_refused(option, part):
         ("hold", "--hold"), ("qos=high", "--qos=high"), ("gres=tmpdisk:100", "--gres=tmpdisk:100"),
         ("export=ALL,A=1", "--export=ALL,A=1"), ("gpus-per-node=0", "--gpus-per-node=0"),
         ("signal=B:USR1@900", "--signal=B:USR1@900"), ("mem=64G", "--mem=64G"),
+        ("signal=B:10@46", "--signal=B:10@46"), ("signal=RB:SIGUSR1@300", "--signal=RB:SIGUSR1@300"),
+        ("signal=B:USR1", "--signal=B:USR1"), ("sig=B:USR1@900", "--signal=B:USR1@900"),
         ("gres-flags=x", "--gres-flags=x"),
     ],
 )  # fmt: skip
 def test_other_options_are_passed_on(option, passed):
     printed = shlex.split(launch(CLUSTER, "--sbatch", option, "--dry-run").stdout)
     assert printed.index(passed) < printed.index(f"{ROOT}/slurm/train.sbatch")
+
+
+def test_last_moment_of_a_save_is_the_job_scripts(monkeypatch):
+    assert "${SPARE_SECONDS:-45}" in (ROOT / "slurm/lib/parts.sh").read_text()
+    monkeypatch.delenv("SPARE_SECONDS", raising=False)
+    assert spare_seconds() == 45
+    done = launch(CLUSTER, "--sbatch", "signal=B:USR1@90", "--dry-run", SPARE_SECONDS="120")
+    assert "with more than 120 seconds" in str(done.exception)
+
+
+def test_signal_that_sbatch_takes_from_the_shell_is_checked_and_planned():
+    done = launch(QUICKSTART, "--dry-run", "--time", "01:00:00", SBATCH_SIGNAL="B:USR1@900")
+    assert "--signal=B:USR1@900" in done.stdout
+    short = launch(QUICKSTART, "--dry-run", "--time", "00:15:00", SBATCH_SIGNAL="B:USR1@900")
+    assert "900 s before the limit" in str(short.exception)
+    refused = launch(QUICKSTART, "--dry-run", SBATCH_SIGNAL="USR1@900")
+    assert "signal=USR1@900: " in str(refused.exception)
+
+
+def test_submission_of_a_run_that_saves_nothing_says_what_a_time_limit_costs():
+    off = launch(CLUSTER, "checkpointing.enabled=false", "--time", "04:00:00", "--dry-run")
+    assert off.stderr.count("nothing is saved, and a job that reaches its time limit loses everything") == 1
+    assert "the job is told to stop" in off.stderr
+    assert "told to save" not in off.stderr
+    on = launch(CLUSTER, "--time", "04:00:00", "--dry-run")
+    assert "nothing is saved" not in on.stderr
+    assert "the job is told to save and stop" in on.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--container", "/a b/x.sqsh"), "no space in an image's path"),
+        (("--container", "x.sqsh", "--logs", "/tmp/a b"), "no space, comma or colon in a path"),
+        (("--container", "x.sqsh", "--logs", "/tmp/a,b"), "no space, comma or colon in a path"),
+        (("--container", "x.sqsh", "--logs", "/tmp/a:b"), "no space, comma or colon in a path"),
+        (("--container", "x.sqsh", "--mounts", "/a b:/a"), "'/a b:/a' is not FROM:TO"),
+        (("--container", "x.sqsh", "--mounts", "/a,b:/a"), "'/a' is not FROM:TO"),
+        (("--container", "x.sqsh", "--mounts", "/a:b:/a:b"), "'/a:b:/a:b' is not FROM:TO"),
+        (("--container", "x.sqsh", "nemo_grpo.run_name=a,b"), "no space, comma or colon in a path"),
+    ],
+)
+def test_paths_that_pyxis_reads_as_others_are_refused(options, said):
+    done = launch(QUICKSTART, *options, "--dry-run")
+    assert isinstance(done.exception, UserError), done.output
+    assert said in str(done.exception)
+    without = [part for part in options if part not in ("--container", "x.sqsh", "/a b/x.sqsh")]
+    if "--mounts" not in without:
+        assert launch(QUICKSTART, *without, "--dry-run").exit_code == 0, "nothing is mounted"
+
+
+def test_files_that_the_container_does_not_see_are_named(tmp_path, monkeypatch):
+    """A recipe of NeMo-RL reaches its files through a link; the home folder is not mounted."""
+    elsewhere, here = tmp_path / "clone", tmp_path / "work"
+    for folder in (elsewhere, here):
+        folder.mkdir()
+    base = elsewhere / "base.yaml"
+    base.write_text("defaults: nemo_grpo://cluster-quickstart.yaml\ngrpo: {seed: 7}\n")
+    (here / "RL").symlink_to(elsewhere)
+    (here / "mine.yaml").write_text("defaults: RL/base.yaml\npolicy: {model_name: Qwen/Qwen2.5-0.5B}\n")
+    monkeypatch.chdir(here)
+    monkeypatch.delenv("HF_HOME", raising=False)
+    command = ("mine.yaml", "--container", "x.sqsh", "--dry-run")
+    bare = launch(*command).stderr
+    assert f"container: recipe {base} is not mounted: add --mounts {elsewhere}:{elsewhere}" in bare
+    assert "export HF_HOME=DIR" in bare
+    mounts = f"{elsewhere}:{elsewhere},/lustre:/lustre"
+    mounted = launch(*command, "--mounts", mounts, HF_HOME="/lustre/hf").stderr
+    assert "container: " not in mounted
+    moved = launch(*command, "--mounts", f"{elsewhere}:/other").stderr
+    assert f"recipe {base} is not mounted" in moved, "the recipe is read at its own path"
+    assert "container: " not in launch("mine.yaml", "--dry-run").stderr
 
 
 def test_submission_names_the_job_and_how_to_follow_it(monkeypatch):

@@ -137,6 +137,7 @@ def test_every_call_is_a_row_of_a_run_and_still_reaches_nemo_rl(recipe):
         logger.log_metrics(
             {"reward": torch.tensor(0.5), "texts": ["a"], "lr": 1}, 1, "train", step_metric="s"
         )
+    (recipe.checkpoint_dir / "step_1").mkdir(parents=True)
     with calling_back([RunRecord(recipe)], logger):  # resumed
         logger.log_metrics({"loss": 0.5}, 2, "train")
     assert rows(recipe) == [
@@ -150,6 +151,32 @@ def test_every_call_is_a_row_of_a_run_and_still_reaches_nemo_rl(recipe):
     assert logger.calls[0] == ({"accuracy": 0.25}, 0, "validation", {})
     assert logger.calls[1][1:] == (1, "train", {"step_metric": "s"})
     assert logger.calls[1][0]["texts"] == ["a"]
+
+
+def test_rows_of_steps_that_are_trained_again_are_dropped(recipe):
+    """Steps 1 to 13 are logged, the newest checkpoint is step 10's; the job that resumes logs 11 and 12."""
+    logger = Logger()
+    with calling_back([RunRecord(recipe)], logger):
+        for step in range(1, 14):
+            logger.log_metrics({"reward": step / 10}, step, "train")
+        logger.log_metrics({"accuracy": 0.77}, 13, "validation")
+    (recipe.checkpoint_dir / "step_10").mkdir(parents=True)
+    with calling_back([RunRecord(recipe)], logger):
+        for step in (11, 12):
+            logger.log_metrics({"reward": 0.0}, step, "train")
+    run = read_run(recipe.run_dir)
+    assert list(run.points("reward/mean")) == list(range(1, 13))
+    assert [run.points("reward/mean")[step] for step in (10, 11, 12)] == [1.0, 0.0, 0.0]
+    assert run.points("validation/accuracy") == {}, "of a policy that no longer exists"
+
+
+def test_rows_of_a_run_without_a_checkpoint_are_moved_aside(recipe):
+    for reward in (0.5, 0.25):
+        with calling_back([RunRecord(recipe)], logger := Logger()):
+            logger.log_metrics({"reward": reward}, 1, "train")
+    assert rows(recipe) == [{"step": 1, "reward/mean": 0.25}]
+    old = (recipe.run_dir / "metrics.old.jsonl").read_text()
+    assert json.loads(old) == {"step": 1, "reward/mean": 0.5}
 
 
 HOLDER = """

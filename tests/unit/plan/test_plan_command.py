@@ -1,17 +1,19 @@
 """``nemo-grpo plan`` as a user meets it, and shapes from config files."""
 
 import json
+import os
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from nemo_grpo.cli import app
+from nemo_grpo.cli import app, plan_tables
 from nemo_grpo.cli import plan as command
 from nemo_grpo.models import read_spec
 from nemo_grpo.plan import plan_recipe
-from nemo_grpo.plan.forecast import Assumptions
+from nemo_grpo.plan.forecast import Assumptions, as_dict
 from nemo_grpo.plan.hardware import PUBLISHED
 from nemo_grpo.plan.inputs import PRESETS, shape_of
 from nemo_grpo.recipe import load_recipe
@@ -85,7 +87,7 @@ def test_plan_shows_time_cost_and_uncertainty():
     for part in ("decode", "forward and backward", "refit", "bottleneck: ", "a median error of 11%", "($"):
         assert part in output
     assert "hold 85% of 26 published steps on H100" in output
-    assert "of 1000 tokens on average (mean 1000)" in output
+    assert "responses per step: 144, on average 1000 tokens long (as --lengths says)" in output
     assert "of 44 published steps, none of them on such GPUs" in run(SMALL, "--gpu", "b200")[1]
 
 
@@ -173,3 +175,57 @@ def test_the_model_of_an_earlier_stage_is_that_stages(tmp_path):
     code, output = run(tmp_path / "second.yaml")
     assert code == 0, output
     assert "of 1.78 B parameters" in output
+
+
+STOCK = f"""
+defaults: {RECIPES}/cluster-quickstart.yaml
+policy:
+  model_name: Qwen/Qwen2.5-7B
+  train_micro_batch_size: 1
+  logprob_batch_size: 2
+  megatron_cfg: {{tensor_model_parallel_size: 4, sequence_parallel: true}}
+cluster: {{gpus_per_node: 8}}
+"""
+
+
+def test_unequal_batches_at_tp_4_are_planned_with_a_note(tmp_path, monkeypatch):
+    """NVIDIA's own scripts switch NeMo-RL's check off, and memory and time do not depend on it."""
+    monkeypatch.delenv("NRL_IGNORE_TP_ACCURACY_CHECK", raising=False)
+    (tmp_path / "stock.yaml").write_text(STOCK)
+    output = run(tmp_path / "stock.yaml")[1]
+    assert "note: policy.logprob_batch_size=2 differs from train_micro_batch_size=1" in output
+    assert "bottleneck: " in output
+    with pytest.raises(UserError, match="NeMo-RL refuses to start"):
+        load_recipe(tmp_path / "stock.yaml")
+    assert "note: " not in run(tmp_path / "stock.yaml", "policy.logprob_batch_size=1")[1]
+
+
+def test_run_that_ends_with_its_data_has_no_cost_of_a_million_steps():
+    recipe = load_recipe(SMALL, ["grpo.max_num_steps=1000000"])
+    known = plan_recipe(recipe).forecast
+    work = replace(known.work, or_passes=" or 1 pass through the data")
+    scenario = replace(known.scenario, work=work)
+    unknown = replace(known, step=replace(known.step, scenario=scenario))
+    line = plan_tables.sentences(unknown, 2.0)[2]
+    hundred = known.of_steps(100)
+    assert line.startswith("run: 1000000 steps or 1 pass through the data, whichever ends first; every 100 ")
+    assert plan_tables.cost(hundred, 2.0) in line
+    assert hundred.gpu_hours == pytest.approx(known.gpu_hours / 10_000, rel=0.02)
+    assert plan_tables.cost(unknown, 2.0) == "-"
+    values = as_dict(unknown, 2.0)
+    assert [values[name] for name in ("run_seconds", "gpu_hours", "dollars")] == [None, None, None]
+    assert values["step_seconds"] == known.step.seconds
+
+
+def test_embedded_recipe_is_planned_for_the_machine_that_trains_it():
+    on_cpu = run(RECIPES / "quickstart.yaml", "nemo_grpo.engine.device=cpu")[1]
+    assert "on this machine's CPUs" in on_cpu
+    assert "h100" not in on_cpu
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    ranks = load_recipe(RECIPES / "quickstart.yaml").cluster.gpus_per_node
+    assert f"usable {0.92 * memory / ranks:.1f} GiB" in on_cpu
+    assert "time: predicted for the cluster engine alone" in on_cpu
+    on_gpu = run(RECIPES / "quickstart.yaml", "--gpu", "h200", "nemo_grpo.engine.device=cuda")[1]
+    assert "h200" in on_gpu
+    with pytest.raises(UserError, match="only the embedded engine trains on CPUs"):
+        run(SMALL, "--gpu", "cpu")

@@ -249,3 +249,12 @@ def test_a_microbatch_of_tokens_lets_an_update_be_any_multiple_of_the_ranks(name
     assert (
         load_recipe(RECIPES / f"{name}.yaml", [*small, *off, f"{by_tokens}=true"]).num_updates_per_step == 32
     )
+
+
+def test_cluster_recipe_that_saves_nothing_is_noted():
+    saves, saves_nothing = (
+        load_recipe("cluster-quickstart", [f"checkpointing.enabled={value}"]) for value in ("true", "false")
+    )
+    assert not [sentence for sentence in advice(saves) if "nothing is saved" in sentence]
+    [note] = [sentence for sentence in advice(saves_nothing) if "nothing is saved" in sentence]
+    assert "a job that reaches its time limit loses everything" in note

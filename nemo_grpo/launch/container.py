@@ -1,0 +1,117 @@
+"""Folders of a job in a container: paths that Pyxis can mount, and files that the container does not see."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from nemo_grpo.engine.resume import data_files
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.recipe.loader import OVERRIDE
+from nemo_grpo.support import shipped
+from nemo_grpo.support.errors import UserError
+
+SEPARATORS = re.compile(r"[\s,:]")
+"""Characters that srun and Pyxis read as the end of a path (NVIDIA/pyxis issue 133 for the space)."""
+
+
+def check_paths(root: Path, environment: Mapping[str, str], run_name: str) -> None:
+    """Refuse a container whose image or mounts Pyxis would read as other paths; nothing without a container.
+
+    Args: root: folder of the job scripts' repository.  environment: the job's CONTAINER, MOUNTS, LOGS.
+    """
+    image = environment.get("CONTAINER")
+    if not image:
+        return
+    if re.search(r"\s", image):
+        raise UserError(f"--container {image!r}: Pyxis takes no space in an image's path; rename its folder")
+    mounted = {
+        "the folder of the job scripts": root,
+        "this folder": Path.cwd(),
+        "--logs": _logs(environment) / run_name,
+    }
+    for name, folder in mounted.items():
+        if SEPARATORS.search(str(folder)):
+            raise UserError(
+                f"{name}, {str(folder)!r}, is mounted in the container, and Pyxis takes no space, comma or "
+                "colon in a path; rename it, or use another one"
+            )
+    for entry in _entries(environment):
+        if re.search(r"\s", entry) or entry.count(":") not in (1, 2):
+            raise UserError(
+                f"--mounts: {entry!r} is not FROM:TO or FROM:TO:FLAGS, with commas between several mounts "
+                "and no space, comma or colon in a path; rename the folder"
+            )
+
+
+def hidden_files(
+    recipe: Recipe, file: Path, root: Path, environment: Mapping[str, str]
+) -> Iterator[tuple[str, Path]]:
+    """Find what a job in this container reads or writes outside the folders that are mounted.
+
+    Args:   file: the recipe.  root, environment: see `check_paths`.
+    Yields: description, path with links resolved.
+    """
+    visible = [root.resolve(), Path.cwd().resolve(), _logs(environment).resolve()]
+    for entry in _entries(environment):
+        source, target = entry.split(":")[:2]
+        if source == target:
+            visible.append(Path(source).resolve())
+    for name, path in _used(recipe, file):
+        resolved = path.resolve()
+        if not any(resolved.is_relative_to(folder) for folder in visible):
+            yield name, resolved
+
+
+def hidden_cache(recipe: Recipe, environment: Mapping[str, str]) -> bool:
+    """Return True if the model comes from the Hub, and HF_HOME names no folder that the container keeps.
+
+    The home folder, with Hugging Face's default cache, is not mounted.
+    """
+    model, cache = recipe.policy.model_name, os.environ.get("HF_HOME")
+    if model is None or Path(model).is_dir():
+        return False
+    targets = [entry.split(":")[1] for entry in _entries(environment)]
+    return cache is None or not any(Path(cache).is_relative_to(target) for target in targets)
+
+
+def notes(recipe: Recipe, file: Path, root: Path, environment: Mapping[str, str]) -> list[str]:
+    """Describe what a job in this container would not find, one sentence each with the remedy."""
+    if not environment.get("CONTAINER"):
+        return []
+    sentences = [
+        f"{name} {path} is not mounted: add --mounts {path.parent}:{path.parent}, unless the image has it"
+        for name, path in hidden_files(recipe, file, root, environment)
+    ]
+    if hidden_cache(recipe, environment):
+        sentences.append(
+            f"policy.model_name={recipe.policy.model_name} is read through Hugging Face's cache, and the "
+            "home folder is not mounted: export HF_HOME=DIR, a folder that all nodes share, and add "
+            "--mounts DIR:DIR"
+        )
+    return sentences
+
+
+def _logs(environment: Mapping[str, str]) -> Path:
+    return Path(environment.get("LOGS") or "logs").absolute()
+
+
+def _entries(environment: Mapping[str, str]) -> list[str]:
+    return [entry for entry in environment.get("MOUNTS", "").split(",") if entry]
+
+
+def _used(recipe: Recipe, file: Path) -> Iterator[tuple[str, Path]]:
+    """List the files and folders of a recipe; those of the package come with it."""
+    package = shipped.folder("recipes").resolve()
+    written_in = {Path(name) for name in recipe.source.given.values() if name != OVERRIDE}
+    for path in sorted(written_in | {file.resolve()}):
+        if not path.is_relative_to(package):
+            yield "recipe", path
+    model = recipe.policy.model_name
+    if model is not None and Path(model).is_dir():
+        yield "policy.model_name", Path(model)
+    for path in data_files(recipe).values():
+        yield "data", path
+    yield "run folder", recipe.run_dir
+    if recipe.checkpointing.enabled:
+        yield "checkpointing.checkpoint_dir", recipe.checkpoint_dir
