@@ -76,20 +76,20 @@ def last_boxed(text: str) -> str | None:
 
 def _boxes(text: str) -> list[tuple[int, slice, int]]:
     """Find start, inside and end of complete boxes that are not empty, without those inside another."""
-    found: list[tuple[int, slice, int]] = []
+    boxes: list[tuple[int, slice, int]] = []
     open_braces: list[tuple[int, int] | None] = []  # of a box: its start and its inside's; None for no box
     for token in _TOKEN.finditer(text):
         if token["bare"] is not None:
-            found.append((token.start(), slice(*token.span("bare")), token.end()))
+            boxes.append((token.start(), slice(*token.span("bare")), token.end()))
         elif token[0][-1] == "{" and token[0] != "\\{":
             open_braces.append(token.span() if token["box"] else None)
         elif token[0] == "}" and open_braces and (opened := open_braces.pop()) is not None:
             inside = slice(opened[1], token.start())
             if token.start() - opened[1] > MAX_CHARS or text[inside].strip():
-                while found and found[-1][0] > opened[0]:
-                    found.pop()
-                found.append((opened[0], inside, token.end()))
-    return found
+                while boxes and boxes[-1][0] > opened[0]:
+                    boxes.pop()
+                boxes.append((opened[0], inside, token.end()))
+    return boxes
 
 
 def _whole_block(block: str) -> str | None:

@@ -73,9 +73,8 @@ class MathGrader(WorkerPool):
             self._verdicts[request] = verdict
             if verdict is None:
                 log.info("no verdict within the limits, so 0: %.60r against %.60r", answer, reference)
-                self._verdicts[pair] = (
-                    None  # `undecided` is asked about extracted answers, which are normalised
-                )
+                # `undecided` is asked about extracted answers, which are normalised.
+                self._verdicts[pair] = None
             while len(self._verdicts) > CACHE_SIZE:
                 self._verdicts.popitem(last=False)
         return verdict
