@@ -11,7 +11,7 @@ from nemo_grpo.tasks.rewards.math_grader import verdict_on_texts
 
 MOST_COMPARISONS = 200
 """Most pairs of different texts that a vote compares, not counting pairs of integers; 16 answers have 120
-pairs. A comparison takes about 25 ms."""
+pairs. A comparison takes about 15 ms of CPU time."""
 MOST_UNDECIDED = 2
 """Comparisons without a verdict after which a vote stops; each costs the grader's full time limit."""
 

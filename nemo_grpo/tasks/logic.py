@@ -26,7 +26,7 @@ from nemo_grpo.tasks.logic_puzzles import (
     role,
     solutions,
 )
-from nemo_grpo.tasks.response import last_answer, render_response
+from nemo_grpo.tasks.response import last_answer, outside_thinking, render_response
 from nemo_grpo.tasks.rewards.format_reward import FORMS, with_opened_think
 
 SPEAKER = "Assistant:"
@@ -88,7 +88,7 @@ class _Graded:
     config: LogicConfig
 
     def extract(self, response: str) -> str | None:
-        roles = parse_roles(last_answer(response) or "")
+        roles = self._roles(with_opened_think(response, self.config.think_is_open))
         if roles is None:
             return None
         return ", ".join(f"{name} {role(is_knight)}" for name, is_knight in sorted(roles.items()))
@@ -101,11 +101,14 @@ class _Graded:
         well_formed = FORMS[self.config.form](graded_part)
         answer = graded(reference or {}, last_answer(graded_part) or "")
         return {
-            "accuracy": float(all_right(reference, parse_roles(last_answer(response) or ""))),
+            "accuracy": float(all_right(reference, self._roles(response))),
             "format": well_formed,
             "format_signed": 1.0 if well_formed else -1.0,
             "answer": answer if well_formed else UNREADABLE,
         }
+
+    def _roles(self, response: str) -> Roles | None:
+        return parse_roles(last_answer(outside_thinking(response)) or "")
 
 
 class LogicFiles(_Graded, FileTask):

@@ -16,9 +16,9 @@ from pydantic import Field
 
 from nemo_grpo.tasks.base import Problem
 from nemo_grpo.tasks.jsonl import FileTask, FileTaskConfig, solution_of
-from nemo_grpo.tasks.rewards.final_answer import MAX_CHARS, MAX_DEPTH, final_answer, normalized
+from nemo_grpo.tasks.rewards.final_answer import MAX_CHARS, MAX_DEPTH, final_answer
 from nemo_grpo.tasks.rewards.format_reward import FORMS, Form, demonstrated_form, with_opened_think
-from nemo_grpo.tasks.rewards.latex import plain, readable
+from nemo_grpo.tasks.rewards.latex import normalized
 from nemo_grpo.tasks.rewards.math_grader import SHARED, answer_of
 
 log = logging.getLogger(__name__)
@@ -63,15 +63,22 @@ class MathematicalAnswers:
     config: Any
 
     def extract(self, response: str) -> str | None:
-        answer = final_answer(response)
+        answer = self._final_answer(response)
         return None if answer is None else normalized(answer)
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         """Score ``accuracy``: the final answer is the reference; ``format``: the response has the form."""
-        answer = final_answer(response)
+        answer = self._final_answer(response)
         correct = answer is not None and SHARED.equal(problem.answer, answer)
-        seen = with_opened_think(response, getattr(self.config, "think_is_open", False))
-        return {"accuracy": float(correct), "format": FORMS[self.config.form](seen)}
+        form = FORMS[self.config.form](self._with_opened_think(response))
+        return {"accuracy": float(correct), "format": form}
+
+    def _final_answer(self, response: str) -> str | None:
+        # An opened thought that the response does not close holds no answer.
+        return final_answer(self._with_opened_think(response))
+
+    def _with_opened_think(self, response: str) -> str:
+        return with_opened_think(response, getattr(self.config, "think_is_open", False))
 
     def same_answer(self, one: str, other: str) -> bool | None:
         """Compare two extracted answers as mathematics; see `MathGrader.same`."""
@@ -101,12 +108,15 @@ class MathFiles(MathematicalAnswers, FileTask):
 
 
 _SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Z]?[a-z]+(?:\s+[a-z]{2,}\s|:\s)")
+_UPRIGHT = re.compile(r"\\text\s*\{[^{}]*\}")
+"""Text beside a value, which math-verify leaves out."""
 
 
 def _can_be_given(reference: str) -> bool:
     """True if a response is likely to give a reference, as text or as mathematics."""
     reference = answer_of(reference)
-    is_sentence = re.search(r"\d", reference) and _SENTENCE.search(readable(plain(reference)))
+    words = _UPRIGHT.sub(" ", reference).replace("$", "")
+    is_sentence = re.search(r"\d", reference) and _SENTENCE.search(words)
     answer = final_answer(f"\\boxed{{{reference}}}")
     return answer is not None and normalized(answer) == normalized(reference) != "" and not is_sentence
 

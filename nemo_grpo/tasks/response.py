@@ -3,6 +3,7 @@
 import re
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_THINK_TAG = re.compile("(</?think>)")
 _WELL_FORMED = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
 
 
@@ -23,10 +24,19 @@ def last_answer(response: str) -> str | None:
 
 
 def outside_thinking(response: str) -> str:
-    """Cut out the thinking: from first ``<think>``, or the beginning, to last ``</think>``."""
-    thought, closed, rest = response.rpartition("</think>")
-    before, opened, _ = thought.partition("<think>")
-    return (before if closed and opened else "") + rest
+    """Cut out all thinking: closed, never closed, or opened by the prompt and so without ``<think>``."""
+    outside: list[str] = []
+    is_thinking = False
+    for piece in _THINK_TAG.split(response):
+        if piece == "<think>":
+            is_thinking = True
+        elif piece == "</think>":
+            if not is_thinking:
+                outside.pop()
+            is_thinking = False
+        elif not is_thinking:
+            outside.append(piece)
+    return "".join(outside)
 
 
 def normalize_answer(answer: str) -> str:
@@ -35,8 +45,8 @@ def normalize_answer(answer: str) -> str:
 
 
 def extract_answer(response: str) -> str | None:
-    """Return the last answer, normalised; None if there is none."""
-    answer = last_answer(response)
+    """Return the last answer outside the thinking, normalised; None if there is none."""
+    answer = last_answer(outside_thinking(response))
     return None if answer is None else normalize_answer(answer)
 
 

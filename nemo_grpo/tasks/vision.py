@@ -33,7 +33,8 @@ _COLORS = ("red", "green", "blue", "black")
 
 class _Vision(FileTask):
     def extract(self, response: str) -> str | None:
-        return extract_answer(response)
+        # An opened thought that the response does not close holds no answer.
+        return extract_answer(with_opened_think(response, self.config.think_is_open))
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         seen = with_opened_think(response, self.config.think_is_open)
@@ -51,21 +52,26 @@ class VisionGrounding(_Vision):
         self.check_answers(parse_box, "is not a box of 4 numbers")
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        reference, box = _boxes(problem, response)
+        reference, box = self._boxes(problem, response)
         giou = 0.0 if box is None else generalized_iou(reference, box) + 1
         return {**super().score(problem, response), "iou": _iou(reference, box), "giou": giou}
 
     def is_right(self, problem: Problem, response: str) -> bool:
-        iou = _iou(*_boxes(problem, response))
+        iou = _iou(*self._boxes(problem, response))
         return iou >= self.config.iou_threshold and iou > 0
 
     def overall(self, answered: Answered) -> dict[str, float]:
         """Return ``box_miou``, mean IoU of all responses, and ``box_ciou``, summed intersections / unions."""
-        pairs = [_boxes(problem, response) for problem, responses in answered for response in responses]
+        pairs = [self._boxes(problem, response) for problem, responses in answered for response in responses]
         areas = [shared_and_union(*pair) for pair in pairs]
         shared, union = (sum(column) for column in zip(*areas, strict=True))
         ious = [one / of if of > 0 else 0.0 for one, of in areas]
         return {"box_miou": sum(ious) / len(ious), "box_ciou": shared / union if union > 0 else 0.0}
+
+    def _boxes(self, problem: Problem, response: str) -> tuple[Box, Box | None]:
+        reference = parse_box(problem.answer)
+        assert reference is not None
+        return reference, parse_box(self.extract(response) or "")
 
 
 class VisionClassification(_Vision):
@@ -85,7 +91,7 @@ class VisionClassification(_Vision):
                 )
 
     def extract(self, response: str) -> str | None:
-        answer = extract_answer(response)
+        answer = super().extract(response)
         return None if answer is None else _label(answer)
 
     def is_right(self, problem: Problem, response: str) -> bool:
@@ -103,7 +109,7 @@ class VisionCounting(_Vision):
         self.check_answers(_count, "is not a whole number")
 
     def extract(self, response: str) -> str | None:
-        number = _count(extract_answer(response) or "")
+        number = _count(super().extract(response) or "")
         return None if number is None else str(number)
 
     def is_right(self, problem: Problem, response: str) -> bool:
@@ -236,12 +242,6 @@ def shared_and_union(a: Box, b: Box | None) -> tuple[float, float]:
 
 def _area(box: Box) -> float:
     return (box[2] - box[0]) * (box[3] - box[1])
-
-
-def _boxes(problem: Problem, response: str) -> tuple[Box, Box | None]:
-    reference = parse_box(problem.answer)
-    assert reference is not None
-    return reference, parse_box(extract_answer(response) or "")
 
 
 def _iou(reference: Box, box: Box | None) -> float:

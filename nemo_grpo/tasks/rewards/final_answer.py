@@ -2,15 +2,16 @@ r"""The final answer of a mathematical response, found in linear time for any te
 
 Searched outside the thinking: in the last complete ``<answer>`` block that is not empty, or, without one, in
 all of the text. There the complete ``\boxed{..}`` that closes last and is not empty counts, with those that
-``,``, ``and``, ``or`` or ``\quad`` joins to it. A block without a box gives its last ``$formula$``, else the
-text after ``answer is``, else all of its text.
+``,``, ``and``, ``or`` or ``\quad`` joins to it. A block without a box is read as a whole: all its
+``$formulas$`` are one list, unless a number stands beside them; without formulas the text after ``answer is``
+counts, else all of it.
 """
 
 import re
 from itertools import accumulate
 
 from nemo_grpo.tasks.response import last_answer, outside_thinking
-from nemo_grpo.tasks.rewards.latex import CONJUNCTION, WRAPPER, plain
+from nemo_grpo.tasks.rewards.latex import normalized
 
 MAX_CHARS = 1000
 """Longer texts are not answers: no reference is nearly as long, and graders would take long."""
@@ -18,8 +19,12 @@ MAX_DEPTH = 20
 """Maximum nesting of brackets, for the same reason."""
 
 _TOKEN = re.compile(
-    r"(?P<box>\\{1,2}(?:boxed|fbox)\s{0,5}\{)|\\boxed\s{1,5}(?P<bare>[^\s$\\{}]{1,50})|\\.|[{}]", re.DOTALL
+    r"(?P<box>\\{1,2}(?:boxed|fbox)\s{0,5}\{)"
+    r"|\\boxed(?:\s{1,5}|(?=[-+.]?\d))(?P<bare>[^\s$\\{}]{1,50})"
+    r"|\\.|[{}]",
+    re.DOTALL,
 )
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _JOINT = re.compile(
     r"(?=.*?(?:[,;]|and|or|\\q?quad))"
     r"(?:[\s$,;]|\\[()\[\],;:! ]|\\q?quad|\\text\s*\{[\s,]*(?:and|or)[\s,]*\}|and|or)+",
@@ -27,7 +32,8 @@ _JOINT = re.compile(
 )
 MAX_JOINT = 60
 """Characters between two boxes of a list."""
-_FORMULAS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+_FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$]+)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+"""A formula in its marks; a dollar sign before a digit is a price's."""
 
 
 def final_answer(response: str) -> str | None:
@@ -36,13 +42,15 @@ def final_answer(response: str) -> str | None:
     block = last_answer(response)
     answer = last_boxed(response if block is None else block)
     if answer is None and block is not None and "\\boxed" not in block:
-        answer = _last_formula(block)
+        answer = _whole_block(block.strip())
     if answer is None or len(answer) > MAX_CHARS:
         return None
-    answer = plain(answer)
+    answer = _BOX.sub("", answer).strip()  # else math-verify would take 5 from \boxed{\boxed{5} or 6}
+    if not normalized(answer):
+        return None
     steps = ((character in "([{") - (character in ")]}") for character in answer)
     depths = accumulate(steps, lambda depth, step: max(0, depth + step), initial=0)
-    return answer if 0 < len(answer) <= MAX_CHARS and max(depths) <= MAX_DEPTH else None
+    return answer if max(depths) <= MAX_DEPTH else None
 
 
 def last_boxed(text: str) -> str | None:
@@ -66,38 +74,31 @@ def last_boxed(text: str) -> str | None:
     return ", ".join(dict.fromkeys(reversed(insides))) or None
 
 
-def normalized(answer: str) -> str:
-    """Normalise: answers that differ in spelling (`plain`), spacing or an outer wrapper become equal."""
-    answer = re.sub(r"(?<!\d) | (?!\d)", "", CONJUNCTION.sub(",", plain(answer)))
-    answer = re.sub(r"([_^])\{(\w)\}", r"\1\2", answer)
-    return whole[1] if (whole := WRAPPER.fullmatch(answer)) else answer
-
-
 def _boxes(text: str) -> list[tuple[int, slice, int]]:
     """Find start, inside and end of complete boxes that are not empty, without those inside another."""
-    found: list[tuple[int, slice, int]] = []
+    boxes: list[tuple[int, slice, int]] = []
     open_braces: list[tuple[int, int] | None] = []  # of a box: its start and its inside's; None for no box
     for token in _TOKEN.finditer(text):
         if token["bare"] is not None:
-            found.append((token.start(), slice(*token.span("bare")), token.end()))
+            boxes.append((token.start(), slice(*token.span("bare")), token.end()))
         elif token[0][-1] == "{" and token[0] != "\\{":
             open_braces.append(token.span() if token["box"] else None)
         elif token[0] == "}" and open_braces and (opened := open_braces.pop()) is not None:
             inside = slice(opened[1], token.start())
             if token.start() - opened[1] > MAX_CHARS or text[inside].strip():
-                while found and found[-1][0] > opened[0]:
-                    found.pop()
-                found.append((opened[0], inside, token.end()))
-    return found
+                while boxes and boxes[-1][0] > opened[0]:
+                    boxes.pop()
+                boxes.append((opened[0], inside, token.end()))
+    return boxes
 
 
-def _last_formula(block: str) -> str:
-    block = block.replace("\\$", "")
-    for opening, closing in _FORMULAS:
-        end = block.rfind(closing)
-        while closing == "$" and end >= 0 and block[end + 1 : end + 2].isdigit():  # a price
-            end = block.rfind(closing, 0, end)
-        start = block.rfind(opening, 0, max(end, 0))
-        if start >= 0 and block[start + len(opening) : end].strip():
-            return block[start + len(opening) : end]
+def _whole_block(block: str) -> str | None:
+    """Read a block without a box; None: it is too long, so that its formulas are found in short time."""
+    if len(block) > MAX_CHARS:
+        return None
+    text = block.replace("\\$", "")
+    formulas = ["".join(filter(None, groups)).strip() for groups in _FORMULA.findall(text)]
+    has_number_beside = re.search(r"\d", _FORMULA.sub("", text))
+    if formulas and not has_number_beside:
+        return ", ".join(dict.fromkeys(formulas))
     return block.rpartition("answer is")[2]

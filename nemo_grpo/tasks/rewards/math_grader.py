@@ -1,17 +1,17 @@
-r"""Compares mathematical answers in expendable worker processes.
+r"""Compares mathematical answers: as texts, else by math-verify in expendable worker processes.
 
-An answer counts if it is the reference's text, or if all of it was read as mathematics and is equal; see
-`equality`. One that takes too much time or memory, or that crashes the worker, is wrong; see `worker_pool`.
+Equal texts are right. An answer that is no mathematics is compared as text only. Everything else is for
+math-verify, with the settings of NeMo-RL's environment (`worker.mathematics`). One that takes too much time
+or memory, or that crashes the worker, is wrong; see `worker_pool`.
 """
 
 import logging
-import math
 import re
 import sys
 from collections import OrderedDict
 
-from nemo_grpo.tasks.rewards.final_answer import last_boxed, normalized
-from nemo_grpo.tasks.rewards.latex import plain, readable, words_of
+from nemo_grpo.tasks.rewards.final_answer import last_boxed
+from nemo_grpo.tasks.rewards.latex import as_latex, normalized
 from nemo_grpo.tasks.rewards.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
@@ -19,15 +19,18 @@ log = logging.getLogger(__name__)
 CACHE_SIZE = 20_000
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,14}")
 """Integers, which are compared as texts, without a worker."""
-_DATE = re.compile(r"\d{4}-\d\d-\d\d|\d{1,2}/\d{1,2}/\d{4}|\d+(?:\.\d+){2,}")
-"""Dates, versions and addresses."""
-_RANGE = re.compile(r"\d+-\d+")
-_TIME = re.compile(r"(\d{1,2}):([0-5]\d)")
-"""Times, and ratios such as ``5:12``, which are in lowest terms."""
-_BASED = re.compile(r"(\w+)_(\w|\{\w+\})")
-_UNIT = re.compile(r"\\cdot \\variable\{unit0\w+\}")
-_LETTER = re.compile(r"\(?[A-J]\)?")
-_OPTION = re.compile(r"\(?([A-J])(?:[).:].*)?")
+_WORDS = re.compile(r"(?=.*[^\W\d_]{2})(?:[^\W\d_]|[\s,;.:'\"?])+")
+"""Letters of any alphabet, two of them side by side; a single letter is a variable."""
+_TIME_OR_RATIO = re.compile(r"\d ?: ?\d")
+_DATE = re.compile(r"(?<![\w.^{-])\d+([-/.])\d+(?:\1\d+)+(?![\w^])")
+"""Numbers with two slashes or dashes; two dots make a version or an address."""
+_OPTION = re.compile(
+    r"\([A-J]\)(?=[ \d]|$)"
+    r"|[A-J][).](?=[ \d]|$)"
+    r"|[A-J]:(?= ?(?:\d|[^\W\d_]{2}))"  # A: B is a ratio
+)
+"""An option with its mark, and perhaps its text: ``(A)``, ``A. 12``, ``A: twelve``."""
+_SEPARATOR = re.compile(r"[,;]|\b(?:and|or)\b")
 
 
 class MathGrader(WorkerPool):
@@ -40,7 +43,7 @@ class MathGrader(WorkerPool):
 
     def _forget(self) -> None:
         super()._forget()
-        self._known: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
+        self._verdicts: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
 
     def equal(self, reference: str, answer: str) -> bool:
         """True if the answer is the reference, as text or as mathematics; False for anything pathological."""
@@ -49,29 +52,31 @@ class MathGrader(WorkerPool):
     def undecided(self, reference: str, answer: str) -> bool:
         """True if the two were compared without a verdict in time."""
         with self._lock:
-            return self._known.get((normalized(answer_of(reference)), normalized(answer)), False) is None
+            return self._verdicts.get((normalized(answer_of(reference)), normalized(answer)), False) is None
 
     def same(self, reference: str, answer: str) -> bool | None:
         """Compare an answer with a reference, or with another answer; None: no verdict in time."""
-        reference, answer = plain(answer_of(reference)), plain(answer)
+        reference = answer_of(reference)
         pair = normalized(reference), normalized(answer)
         if pair[0] == pair[1]:
             return bool(pair[0])
-        if (verdict := verdict_on_texts(*pair)) is not None:
-            return verdict
-        request = readable(reference), readable(answer)
-        if not words_of(request[1]) <= words_of(request[0]):
-            return False
+        text_verdict = verdict_on_texts(*pair)
+        if text_verdict is not None:
+            return text_verdict
+        # math-verify reads the answer as it was written, as in NeMo-RL, not as it was normalised.
+        request = as_latex(reference), as_latex(answer)
         with self._lock:
-            if pair in self._known or request in self._known:
-                return self._known.get(pair, self._known.get(request))
+            if request in self._verdicts:
+                return self._verdicts[request]
         verdict = {b"1": True, b"0": False}.get(self.ask(request) or b"")
-        if verdict is None:
-            log.info("no verdict within the limits, so 0: %.60r against %.60r", answer, reference)
         with self._lock:
-            self._known[pair if verdict is None else request] = verdict
-            if len(self._known) > CACHE_SIZE:
-                self._known.popitem(last=False)
+            self._verdicts[request] = verdict
+            if verdict is None:
+                log.info("no verdict within the limits, so 0: %.60r against %.60r", answer, reference)
+                # `undecided` is asked about extracted answers, which are normalised.
+                self._verdicts[pair] = None
+            while len(self._verdicts) > CACHE_SIZE:
+                self._verdicts.popitem(last=False)
         return verdict
 
 
@@ -85,20 +90,29 @@ SHARED = MathGrader()
 
 
 def verdict_on_texts(reference: str, answer: str) -> bool | None:
-    """Compare two different normalised answers that are texts; None: they are mathematics.
+    """Compare two different normalised answers as texts; None: both are mathematics."""
+    if _INTEGER.fullmatch(reference) and _INTEGER.fullmatch(answer):
+        return False
+    if is_text(reference) or is_text(answer):
+        return compared_text(reference) == compared_text(answer)
+    return None
 
-    Words are equal whatever their case, an option such as ``B. 42`` is its letter, a range or a time may have
-    a unit, and a base may be left out. Integers, dates and versions are equal only to themselves.
-    """
-    texts = reference, answer
-    one, other = reference.casefold(), answer.casefold()
-    if all(len(text) > 1 and text.isalpha() for text in texts) and (one == other or len(one + other) > 4):
-        return one == other
-    time = _TIME.fullmatch(reference)
-    if _RANGE.fullmatch(reference) or (time and (time[2] < "10" or math.gcd(int(time[1]), int(time[2])) > 1)):
-        return _UNIT.sub("", readable(answer)) == reference
-    if based := _BASED.fullmatch(reference):
-        return based[1] == answer
-    if any(map(_LETTER.fullmatch, texts)) and all(map(_OPTION.fullmatch, texts)):
-        return _OPTION.sub(r"\1", reference) == _OPTION.sub(r"\1", answer)
-    return False if all(map(_INTEGER.fullmatch, texts)) or any(map(_DATE.fullmatch, texts)) else None
+
+def is_text(answer: str) -> bool:
+    """True for what is no mathematics: words, times, ratios, dates and options such as ``(B) 42``."""
+    return bool(
+        _WORDS.fullmatch(answer)
+        or _TIME_OR_RATIO.search(answer)
+        or _DATE.search(answer)
+        or _OPTION.match(answer)
+    )
+
+
+def compared_text(answer: str) -> str:
+    """Return an option's letter, or the words in one order, without case, spaces and full stops."""
+    option = _OPTION.match(answer)
+    if option:
+        return option[0].strip("().:")
+    parts = [re.sub(r"[\s'\"]|\.(?!\d)", "", part) for part in _SEPARATOR.split(answer)]
+    # The case of a single letter counts: the options A and B, the variables a and b.
+    return ",".join(sorted(part.casefold() if len(part) > 1 else part for part in parts if part))

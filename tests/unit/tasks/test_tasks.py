@@ -166,6 +166,28 @@ def test_score_reads_the_last_answer_without_regard_to_case_and_space():
 
 
 @pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("knights_knaves", "knight, knave"),
+        ("logic", "(1) Zoey is a knight"),
+        ("word_problems", "5"),
+        ("vision_counting", "5"),
+        ("vision_grounding", "(1,2),(30,40)"),
+    ],
+)
+def test_a_thought_that_is_never_closed_holds_no_answer(name, reference):
+    config = parse_task({"name": name})
+    problem, answer = Problem("x", "", reference), f"<answer>{reference}</answer>"
+    scores = [config.build().score(problem, f"<think>{end} {answer}") for end in ("so</think>", "so")]
+    assert [score["accuracy"] for score in scores] == [1.0, 0.0]
+    assert config.build().extract(f"<think>so {answer}") is None
+    if "think_is_open" in type(config).model_fields:
+        opened = config.model_copy(update={"think_is_open": True}).build()
+        scores = [opened.score(problem, f"{end} {answer}") for end in ("so</think>", "so")]
+        assert [score["accuracy"] for score in scores] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
     ("text", "answer"),
     [
         ("<answer>1</answer><answer>2", "1"),
