@@ -113,7 +113,7 @@ NUMERIC = ("divides", "is a multiple of", "is at most", "is below", "is at least
 DERIVED = {
     "chunk_unit": "ranks x sequences of a microbatch",
     "model_parallel_size": "TP x PP x CP",
-    "nemo_grpo.warm_start.width_unit": "2 x num_attention_heads",
+    "nemo_grpo.new_model.width_unit": "2 x num_attention_heads",
     "num_expert_ranks": "policy.megatron_cfg.expert_model_parallel_size x expert_tensor_parallel_size",
     "num_groups_ahead": "groups that rollouts may be ahead",
     "num_sequences_per_microbatch": "data-parallel ranks x policy.train_micro_batch_size, or 1 with packing",
