@@ -68,7 +68,7 @@ cluster-quickstart: nemo-rl-source venv venv-nemo-rl venv-vllm ## the quickstart
 	@for seed in $(SEEDS); do \
 	  run="grpo.seed=$$seed nemo_grpo.runs_dir=$(CLUSTER_RUNS)/runs nemo_grpo.run_name"; \
 	  [ -d $(CLUSTER_RUNS)/runs/nemo-rl-s$$seed/hf ] || $(ON_NEMO_RL) recipes/cluster-quickstart.yaml \
-	    --policy-of recipes/quickstart.yaml $$run=nemo-rl-s$$seed $(ARGS) || exit; \
+	    $$run=nemo-rl-s$$seed $(ARGS) || exit; \
 	  [ -d $(CLUSTER_RUNS)/runs/embedded-s$$seed/hf ] || $(BIN)/nemo-grpo train \
 	    recipes/cluster-quickstart-embedded.yaml $$run=embedded-s$$seed $(ARGS) || exit; \
 	done

@@ -7,7 +7,6 @@ replaced.
 
 import argparse
 import logging
-import shutil
 import signal
 import subprocess
 import sys
@@ -44,7 +43,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster_run", description=__doc__)
     parser.add_argument("recipe", type=Path, help="recipe with nemo_grpo.target: cluster")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--policy-of", type=Path, help="embedded recipe whose warm start to begin from")
     parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
     parser.add_argument("--nemo-rl", type=Path, help="NeMo-RL's source; default: NEMO_RL_SRC")
     parser.add_argument("--python", type=Path, help="Python of .venv-nemo-rl")
@@ -55,8 +53,6 @@ def main(argv: list[str] | None = None) -> int:
         stack = find_stack(given.nemo_rl, given.python, given.vllm_python)
         recipe = load_recipe(given.recipe, given.overrides)
         folder = prepare(recipe, given.recipe, given.overrides, stack, resume=given.resume)
-        if given.policy_of is not None:
-            write_policy(load_recipe(given.policy_of), Path(recipe.policy.model_name or ""))
         return train(load_recipe(folder / RECIPE), stack, folder)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -94,23 +90,6 @@ def full_size_overrides(recipe: Recipe) -> Iterator[Override]:
     }
     yield from (Override(key, value) for key, value in always.items())
     yield from replaced(recipe, CPU)
-
-
-def write_policy(embedded: Recipe, folder: Path) -> None:
-    """Write an embedded recipe's warm-started policy in BF16, as NeMo-RL trains and vLLM samples."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from nemo_grpo.engine.warm_start import starting_policy
-    from nemo_grpo.support.hf_folder import no_transformers_bars
-
-    if embedded.nemo_grpo.warm_start is None:
-        raise UserError("nemo_grpo.warm_start=null: --policy-of needs a recipe with a warm start")
-    source = starting_policy(embedded)
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
-    with no_transformers_bars():
-        AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(folder)
-    log.info("policy: %s, in BF16 from %s", folder, source)
 
 
 def train(recipe: Recipe, stack: Stack, folder: Path) -> int:

@@ -64,15 +64,11 @@ class Config:
     precision: str = "float32"
 
 
+TINY = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256}
+"""Sizes of the model with random weights that "tiny" trains."""
+
 CONFIGS = {
-    # random weights: one step at next to no learning rate
-    "tiny": Config(
-        *(4, 8, 32, 32, 10),
-        tuple(
-            f"nemo_grpo.warm_start.{override}"
-            for override in ("num_steps=1", "lr=1.0e-9", "hidden_size=64", "intermediate_size=128")
-        ),
-    ),
+    "tiny": Config(4, 8, 32, 32, 10),
     "quickstart": Config(16, 8, 40, 32, 3),
     # 135 million parameters, pretrained: python -m nemo_grpo.data.smollm2 .cache/smollm2
     "smollm2": Config(
@@ -110,10 +106,11 @@ def recipe_of(config: Config, folder: Path) -> Recipe:
 
 def run_ours(config: Config, folder: Path) -> None:
     """Train as `train` does between validations and checkpoints."""
-    from nemo_grpo.engine.run import begin
+    from nemo_grpo.engine.setup import set_up
     from nemo_grpo.engine.steps import reinforce
 
-    parts = begin(recipe_of(config, folder))
+    model, _ = json.loads((folder / INPUTS).read_text())
+    parts = set_up(recipe_of(config, folder), Path(model))
     task: Any = parts.task
     task.score = lambda _problem, response: {"accuracy": reward(response), "format": 0.0}
     turns, going = Turns(), True
@@ -201,12 +198,18 @@ def trainer_with(head: str) -> Any:
 
 def prepare(name: str, folder: Path) -> None:
     """Write `INPUTS`: the starting policy, and prompts as our side encodes them."""
-    from nemo_grpo.engine.warm_start import starting_policy
+    from nemo_grpo.engine.new_model import write_new_model
+    from nemo_grpo.recipe.own import NewModel
     from nemo_grpo.support.hf_folder import load_tokenizer
     from nemo_grpo.tasks import encode_prompt
 
     recipe = recipe_of(CONFIGS[name], folder)
-    task, source = recipe.task.build(), starting_policy(recipe)
+    task = recipe.task.build()
+    source = Path(recipe.policy.model_name or "")
+    if name == "tiny":
+        source = folder / "tiny"
+        source.mkdir()
+        write_new_model(NewModel(**TINY), task, source)
     tokenizer = load_tokenizer(source)
     problems = [task.train_problem(number, recipe.grpo.seed) for number in range(2000)]
     encoded = [encode_prompt(tokenizer, recipe.nemo_grpo.prompt, problem) for problem in problems]

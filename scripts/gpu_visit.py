@@ -127,7 +127,7 @@ def ceilings(out: Path, dry: bool) -> None:
 def killed(out: Path, dry: bool) -> None:
     """The quickstart, killed halfway and resumed: seconds a step on both sides, validations."""
     steps, runs = (4, out / "runs") if dry else (40, out / "runs")
-    small = ["nemo_grpo.warm_start.num_steps=2", "grpo.max_val_samples=8"] if dry else []
+    small = ["grpo.max_val_samples=8"] if dry else []
     command = [sys.executable, "-m", "nemo_grpo.cli", "train", QUICKSTART, f"grpo.max_num_steps={steps}"]
     command += [f"nemo_grpo.runs_dir={runs}", f"checkpointing.save_period={steps // 4}", *small]
     command += [f"grpo.val_period={steps // 2}"]
@@ -169,27 +169,34 @@ def last_step(metrics: Path) -> int:
 
 def steps(out: Path, dry: bool) -> None:
     """Steps in this process: seconds and peak memory by phase beside the plan's, and where the host waits."""
-    from nemo_grpo.engine.run import begin
+    from nemo_grpo.engine.new_model import write_new_model
+    from nemo_grpo.engine.setup import set_up
     from nemo_grpo.engine.steps import reinforce
     from nemo_grpo.plan import plan_recipe
     from nemo_grpo.recipe import load_recipe
+    from nemo_grpo.recipe.own import NewModel
 
-    made, small = f"nemo_grpo.runs_dir={out}/steps", "nemo_grpo.warm_start"
+    made = f"nemo_grpo.runs_dir={out}/steps"
     figures: dict[str, Any] = {}
     overrides = [made, "checkpointing.enabled=false", "grpo.val_at_start=false", "grpo.val_at_end=false"]
     overrides += ["nemo_grpo.export.hf=false", "grpo.val_period=0", "nemo_grpo.engine.diagnostics_period=0"]
     overrides += ["policy.precision=bfloat16", "loss_fn.reference_policy_kl_penalty=0.01"]
-    sizes = {"quickstart": [f"{small}.num_steps=2"]}
+    sizes: dict[str, list[str]] = {"quickstart": []}
     if not dry:
-        sizes["smollm2-135m"] = [
-            *(f"{small}.hidden_size=576", f"{small}.num_hidden_layers=30", f"{small}.num_attention_heads=9"),
-            *(f"{small}.num_key_value_heads=3", f"{small}.intermediate_size=1536"),
-            f"{small}.vocab_size=49152",
-            *(f"{small}.num_steps=2", f"{small}.batch_size=4", "grpo.num_prompts_per_step=8"),
-        ]
+        model = out / "smollm2-135m"
+        shape = NewModel(
+            vocab_size=49152,
+            hidden_size=576,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            intermediate_size=1536,
+        )
+        write_new_model(shape, load_recipe(ROOT / QUICKSTART).task.build(), model)
+        sizes["smollm2-135m"] = [f"policy.model_name={model}", "grpo.num_prompts_per_step=8"]
     for name, more in sizes.items():
         recipe = load_recipe(ROOT / QUICKSTART, [*overrides, *more, f"nemo_grpo.run_name={name}"])
-        run = begin(recipe)
+        run = set_up(recipe, Path(recipe.policy.model_name or ""))
         with peak_memory() as peaks:
             rows = [reinforce(run) for _ in range(2 if dry else 6)]
         laps = [key for key in rows[0] if key.startswith("time/")]

@@ -8,10 +8,11 @@ from transformers import AutoModelForCausalLM
 from nemo_grpo import TokenBatch, build_objective
 from nemo_grpo.core.batch import Sequences
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
-from nemo_grpo.engine.warm_start import starting_policy
+from nemo_grpo.engine.new_model import write_new_model
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
+from nemo_grpo.recipe.own import NewModel
 from nemo_grpo.support import shipped
 from nemo_grpo.variants import OBJECTIVES
 
@@ -48,11 +49,10 @@ def hf_model(family="qwen2-tied", num_layers=2):
     return model
 
 
-def warm_started(cache, **settings):
-    """The quickstart's starting policy with other settings of `WarmStart`."""
-    settings["cache_dir"] = cache
-    given = [f"nemo_grpo.warm_start.{name}={value}" for name, value in settings.items()]
-    return starting_policy(load_recipe(shipped.recipe_file("quickstart"), given))
+def new_model(folder, **sizes):
+    """A model of these sizes with random weights, and a tokenizer learnt from the quickstart's puzzles."""
+    task = load_recipe(shipped.recipe_file("quickstart")).task.build()
+    return write_new_model(NewModel(**sizes), task, folder)
 
 
 def policy_of(model, *sections, keep_reference=False, **more):

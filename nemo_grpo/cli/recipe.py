@@ -89,8 +89,11 @@ def _note(sentence: str) -> None:
 
 def _summary(recipe: Recipe) -> str:
     m = recipe.policy.megatron_cfg
+    model = recipe.policy.model_name or "new model"
+    if Path(model).is_absolute():
+        model = Path(model).name
     return (
-        f"{recipe.loss_fn.variant or recipe.loss_fn.title}, {recipe.policy.model_name or 'warm start'}, "
+        f"{recipe.loss_fn.variant or recipe.loss_fn.title}, {model}, "
         f"{recipe.grpo.max_num_steps} steps of {recipe.grpo.num_prompts_per_step} x "
         f"{recipe.grpo.num_generations_per_prompt}{recipe.or_passes}, TP {m.tensor_model_parallel_size} "
         f"PP {m.pipeline_model_parallel_size} CP {m.context_parallel_size} DP {recipe.data_parallel_size}"
@@ -201,10 +204,10 @@ def prompt(path: RecipeFile, overrides: Overrides = None) -> None:
             "policy.tokenizer.chat_template: NeMo-RL puts it in the place of the tokenizer's; look at "
             "train_data_step1.jsonl of a rehearsal (nemo-grpo rehearse)"
         )
-    if own.warm_start is not None:
-        from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
+    if own.new_model is not None:
+        from nemo_grpo.engine.task_tokenizer import build_tokenizer
 
-        tokenizer = build_tokenizer(task, own.warm_start.vocab_size, own.warm_start.seed)
+        tokenizer = build_tokenizer(task, own.new_model.vocab_size, own.new_model.seed)
     else:
         from nemo_grpo.support.hf_folder import load_tokenizer
 

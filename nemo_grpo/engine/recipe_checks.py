@@ -19,7 +19,6 @@ from nemo_grpo.tasks.jsonl import FileTaskConfig, listed_problems, not_held_out
 from nemo_grpo.tasks.scoring import Scorer
 
 WRITTEN_BY = {
-    ".cache/cluster-quickstart": "make cluster-quickstart",
     ".cache/smollm2": "python -m nemo_grpo.data.smollm2 .cache/smollm2",
 }
 """A model's folder in a shipped recipe -> the command that writes it."""

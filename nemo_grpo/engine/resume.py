@@ -28,7 +28,6 @@ PLACES = (
     "nemo_grpo.max_failed_rewards",
     "nemo_grpo.run_name",
     "nemo_grpo.runs_dir",
-    "nemo_grpo.warm_start.cache_dir",
     "policy.dynamic_batching.",
     "policy.generation.colocated.",
     "policy.generation.vllm_cfg.enable_expert_parallel",
@@ -165,7 +164,7 @@ def model_files(source: Path) -> dict[str, Path]:
 def resume_inputs(files: Mapping[str, Path], recipe: Recipe, *, has_reference: bool) -> dict[str, Path]:
     """Return the input files that a resumed run still reads: weights only with LoRA or a reference policy.
 
-    A warm start's config and tokenizer are not checked: made again, the config may name other versions.
+    A new model's config and tokenizer are not checked: made again, the config may name other versions.
     """
     weights = has_reference or recipe.policy.megatron_cfg.lora_in_use is not None
     side = recipe.policy.model_name is not None

@@ -7,21 +7,15 @@ from nemo_grpo.engine.checks import check
 from nemo_grpo.engine.launch import launch
 from nemo_grpo.engine.loop import train
 from nemo_grpo.engine.megatron import parallel
+from nemo_grpo.engine.new_model import starting_model
 from nemo_grpo.engine.saving import TrainingAborted
-from nemo_grpo.engine.setup import Parts, set_up
+from nemo_grpo.engine.setup import set_up
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
-from nemo_grpo.engine.warm_start import starting_policy
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import RewardsFailed
 
 log = logging.getLogger(__name__)
-
-
-def begin(recipe: Recipe, *, resume: bool = False) -> Parts:
-    """Check a recipe, find or make its starting policy, and set the run up for `train`."""
-    began_as = check(recipe, resume=resume)
-    return set_up(recipe, starting_policy(recipe), resume=resume, began_as=began_as)
 
 
 def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int:
@@ -34,8 +28,10 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
         check(recipe, resume=resume)  # once, before any rank starts
         return launch(arguments, recipe.world_size)
     try:
-        parts = begin(recipe, resume=resume)
-        finished = train(parts)
+        began_as = check(recipe, resume=resume)
+        with starting_model(recipe) as source:
+            parts = set_up(recipe, source, resume=resume, began_as=began_as)
+            finished = train(parts)
     except (TrainingAborted, RewardsFailed, RetrieverError, FloatingPointError) as error:
         log.error("%s", error)
         return 1

@@ -21,7 +21,7 @@ OWN_KEYS = {
 }
 """Keys that every job sets itself -> the remedy."""
 
-START = ("policy.model_name", "nemo_grpo.warm_start", "nemo_grpo.task", "nemo_grpo.prompt")
+START = ("policy.model_name", "nemo_grpo.new_model", "nemo_grpo.task", "nemo_grpo.prompt")
 """Keys of model and task, which must be the same for all runs unless a sweep varies them."""
 VALIDATION = (
     "grpo.max_val_samples",

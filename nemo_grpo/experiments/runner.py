@@ -13,7 +13,6 @@ from nemo_grpo.engine.checks import check_machine
 from nemo_grpo.engine.recipe_checks import check_recipe, remedies
 from nemo_grpo.engine.resume import PLACES, check_inputs, check_same_run, model_files
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
-from nemo_grpo.engine.warm_start import starting_policy
 from nemo_grpo.experiments.jobs import RUNS, Job, Status, naming, one_per_setting
 from nemo_grpo.experiments.results import Results, baseline_of, is_complete, write_results
 from nemo_grpo.recipe.recipe import RECIPE_FILE
@@ -30,7 +29,7 @@ ANOTHER_OUT = "choose another --out"
 def run_experiment(
     jobs: Sequence[Job], out: Path, *, num_parallel: int, command: str, baseline: str | None = None
 ) -> tuple[Results, int]:
-    """Make the shared starting policies, run the jobs, write the results.
+    """Run the jobs and write the results.
 
     Args:    out: folder of everything.  command: this command line, for the record.
              baseline: see `results.baseline_of`.
@@ -41,12 +40,6 @@ def run_experiment(
     if missing := check_settings(jobs):
         raise UserError("; ".join(remedies(missing)))
     check_unchanged(jobs)
-    started = []
-    for job in jobs:  # make each policy once, before several runs do
-        own = job.recipe.nemo_grpo
-        if own.warm_start is not None and (start := (own.warm_start, own.task, own.prompt)) not in started:
-            started.append(start)
-            log.info("start: %s", starting_policy(job.recipe))
     ended = run_jobs(jobs, out, num_parallel)
     results = write_results(jobs, ended, out, command, baseline=baseline)
     states = {ended[job.name].state if job.name in ended else "interrupted" for job in jobs}

@@ -185,14 +185,15 @@ PRESETS: dict[str, ModelSpec] = {spec.name: spec for spec in _published()}
 
 
 def shape_of(recipe: Recipe, config_file: Path | None = None, others: Iterable[Recipe] = ()) -> ModelSpec:
-    """Find the shape of a recipe's model: in a config.json, a local folder, the table, or the warm start.
+    """Find the shape of a recipe's model: in a config.json, a local folder, the table, or its new_model.
 
     Args:   others: recipes, one of whose runs may export the model that this one starts from.
     """
-    name, warm_start = recipe.policy.model_name, recipe.nemo_grpo.warm_start
-    if config_file is None and name is None and warm_start is not None:
-        config = {"model_type": "qwen2", "tie_word_embeddings": True, **warm_start.model_dump()}
-        return read_spec(config, "warm start")
+    name = recipe.policy.model_name
+    new_model = recipe.nemo_grpo.new_model
+    if config_file is None and name is None and new_model is not None:
+        config = {"model_type": "qwen2", "tie_word_embeddings": True, **new_model.model_dump()}
+        return read_spec(config, "new model")
     assert name is not None
     local = config_file or Path(name) / "config.json"
     longest = recipe.policy.hf_config_overrides.get("max_position_embeddings")

@@ -32,7 +32,7 @@ ONLY_WITH_NEMO_GYM = (
 
 ROWS: tuple[Row, ...] = (
     Limit(
-        "nemo_grpo.warm_start",
+        "nemo_grpo.new_model",
         UNSET,
         "its model is made inside the embedded engine, and NeMo-RL loads a Hugging Face model; set it "
         "to null and name one in policy.model_name",

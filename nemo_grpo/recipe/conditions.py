@@ -3,8 +3,16 @@
 from nemo_grpo.recipe.recipe import Recipe
 
 
-def starts_without_warm_start(recipe: Recipe) -> bool:
-    return recipe.nemo_grpo.warm_start is None
+def makes_no_new_model(recipe: Recipe) -> bool:
+    return recipe.nemo_grpo.new_model is None
+
+
+def makes_a_new_model(recipe: Recipe) -> bool:
+    return recipe.nemo_grpo.new_model is not None
+
+
+def learns_from_rewards(recipe: Recipe) -> bool:
+    return not recipe.loss_fn.learns_from_demonstrations
 
 
 # data and environments

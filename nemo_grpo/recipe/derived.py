@@ -5,8 +5,8 @@ from nemo_grpo.recipe.rows import Number
 
 
 def _width_unit(recipe: Recipe) -> int | None:
-    warm_start = recipe.nemo_grpo.warm_start
-    return None if warm_start is None else warm_start.width_unit
+    new_model = recipe.nemo_grpo.new_model
+    return None if new_model is None else new_model.width_unit
 
 
 CHUNK_UNIT = Number("ranks x sequences of a microbatch", lambda recipe: recipe.chunk_unit)

@@ -183,7 +183,7 @@ def environments_of_the_data_are_configured(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.ALL)
 def task_settings_need_a_task(recipe: Recipe) -> Iterator[str]:
     own = recipe.nemo_grpo
-    for key in ("prompt", "rewards", "warm_start") if own.task is None else ():
+    for key in ("prompt", "rewards", "new_model") if own.task is None else ():
         if getattr(own, key) != type(own).model_fields[key].get_default(call_default_factory=True):
             yield (
                 f"nemo_grpo.{key}: without nemo_grpo.task prompts and rewards are those of NeMo-RL's data "

@@ -17,6 +17,7 @@ from omegaconf.errors import (
 )
 from omegaconf.resolvers import oc
 
+from nemo_grpo.support import shipped
 from nemo_grpo.support.dotted import leaves, parents, scalars, value_of
 from nemo_grpo.support.errors import UNREADABLE, UserError, first_line, shown
 
@@ -40,13 +41,18 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
 """NeMo-RL's resolvers, so that a file means the same to both engines."""
 
 _REFERENCE = re.compile(r"\$\{(\.*)(\w[\w.]*)\}")
-_READ_FROM_ENVIRONMENT = list[str]()
-"""Names of the variables that ``${oc.env:...}`` has read."""
+_READ_FROM_THIS_MACHINE = list[str]()
+"""Names that ``${oc.env:...}`` and ``${shipped_model:...}`` have read."""
 
 
 def _environment_variable(name: str, *default: Any) -> Any:
-    _READ_FROM_ENVIRONMENT.append(name)
+    _READ_FROM_THIS_MACHINE.append(name)
     return oc.env(name, *default)
+
+
+def _shipped_model(name: str) -> str:
+    _READ_FROM_THIS_MACHINE.append(name)
+    return str(shipped.model(name))
 
 
 def register_resolvers() -> None:
@@ -58,13 +64,17 @@ def register_resolvers() -> None:
         if not OmegaConf.has_resolver(name):
             register(name, function)
     register("oc.env", _environment_variable, replace=True)
+    register("shipped_model", _shipped_model, replace=True)
 
 
 class Resolved(NamedTuple):
     """Settings without references.
 
-    Attributes: tree: nested.  references: texts that come from environment variables and may be secrets, in
-        their unresolved form. Numbers are not among them: a run's record must show the ones it used.
+    Attributes:
+        tree: nested.
+        references: texts that come from this machine, in their unresolved form: environment variables, which
+            may be secrets, and folders of the package, which another installation has elsewhere. Numbers are
+            not among them: a run's record must show the ones it used.
     """
 
     tree: Tree
@@ -103,12 +113,12 @@ def _resolved(tree: Mapping[str, Any], config: DictConfig) -> tuple[Tree, Tree]:
             values[name], below = _resolved(value, config[name])
             references |= {name: below} if below else {}
         elif _refers(value):
-            _READ_FROM_ENVIRONMENT.clear()
+            _READ_FROM_THIS_MACHINE.clear()
             node = config[name]  # resolves it
             is_node = OmegaConf.is_config(node)
             found = OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if is_node else node
             values[name] = found
-            if _READ_FROM_ENVIRONMENT and any(isinstance(scalar, str) for scalar in scalars(found)):
+            if _READ_FROM_THIS_MACHINE and any(isinstance(scalar, str) for scalar in scalars(found)):
                 references[name] = value
         else:
             values[name] = copy.deepcopy(value)

@@ -34,9 +34,25 @@ ROWS: tuple[Row, ...] = (
     Limit(
         "policy.model_name",
         NOT_NULL,
-        "no model; name a folder or a Hub model, or set nemo_grpo.warm_start",
+        "no model; name a folder or a Hub model, or, to train a new one on demonstrations "
+        "(loss_fn.variant=sft), give its sizes in nemo_grpo.new_model",
         Scope.ALL,
-        when=conditions.starts_without_warm_start,
+        when=conditions.makes_no_new_model,
+    ),
+    Limit(
+        "policy.model_name",
+        UNSET,
+        "the run makes a model of nemo_grpo.new_model's sizes; set one of the two to null",
+        Scope.ALL,
+        when=conditions.makes_a_new_model,
+    ),
+    Limit(
+        "nemo_grpo.new_model",
+        UNSET,
+        "a new model gives no response that a reward could tell apart; train it with loss_fn.variant=sft "
+        "first, and name its export in policy.model_name",
+        Scope.ALL,
+        when=conditions.learns_from_rewards,
     ),
     Limit(
         "nemo_grpo.target",

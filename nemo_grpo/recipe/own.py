@@ -25,8 +25,9 @@ class OwnSection(BaseModel):
     )
 
 
-class WarmStart(OwnSection):
-    """A small model made for the run: random weights, then supervised training on the task's solutions."""
+class NewModel(OwnSection):
+    """Sizes of a Qwen2 with random weights, from which a supervised run starts; its tokenizer is learnt from
+    the task's texts."""
 
     vocab_size: int = Field(default=512, gt=0)
     """Maximum vocabulary of the tokenizer, which is trained on the task's texts."""
@@ -42,16 +43,8 @@ class WarmStart(OwnSection):
     """Width of the feed-forward layers."""
     max_position_embeddings: int = Field(default=512, gt=0)
     """Longest sequence."""
-    num_steps: int = Field(default=120, ge=0)
-    """Supervised updates; 0: random weights."""
-    batch_size: int = Field(default=64, gt=0)
-    """Examples per supervised update."""
-    lr: float = Field(default=3e-3, gt=0)
-    """Peak learning rate of the supervised training."""
     seed: int = Field(default=0, ge=0)
-    """Seed of weights and examples; not grpo.seed, so that seeds share one start."""
-    cache_dir: str = ".cache/warm_start"
-    """Cache folder of finished models, keyed by all of the above and the task."""
+    """Seed of the weights and of the problems that the tokenizer is learnt from."""
 
     @property
     def width_unit(self) -> int:
@@ -120,8 +113,8 @@ class NemoGRPOSection(OwnSection):
     end the run. 1: never."""
     trust_remote_code: bool = False
     """Run the Python code that a model or tokenizer brings; on NeMo-RL, which runs it unasked."""
-    warm_start: WarmStart | None = None
-    """A model made for the run instead of policy.model_name; null: none."""
+    new_model: NewModel | None = None
+    """Sizes of the model that a supervised run makes where policy.model_name is null."""
     engine: Engine = Field(default_factory=Engine)
     """Embedded engine."""
     evaluation: Evaluation = Field(default_factory=Evaluation)

@@ -13,7 +13,7 @@ class Tokenizer(Section):
     """The tokenizer."""
 
     name: str | None = None
-    """Folder or Hub name; null: that of nemo_grpo.warm_start; not given: policy.model_name."""
+    """Folder or Hub name; null: that of nemo_grpo.new_model; not given: policy.model_name."""
     chat_template: str | None = "default"
     """Jinja text or file; default: the tokenizer's; null: NeMo-RL's plain concatenation."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -160,7 +160,7 @@ class Policy(Section):
     """The model, its batches and its engines."""
 
     model_name: str | None
-    """Hugging Face folder or Hub name; null: the model of nemo_grpo.warm_start."""
+    """Hugging Face folder or Hub name; null: a model of nemo_grpo.new_model's sizes."""
     tokenizer: Tokenizer = Field(default_factory=Tokenizer)
     """Tokenizer."""
     train_global_batch_size: int = Field(gt=0)

@@ -20,16 +20,16 @@ NO_ROOM_FOR_THE_PROMPT = "it leaves no room for the prompt; lower one or raise t
 
 ROWS: tuple[Row, ...] = (
     Relation(
-        "nemo_grpo.warm_start.hidden_size",
+        "nemo_grpo.new_model.hidden_size",
         IS_MULTIPLE_OF,
         WIDTH_UNIT,
         "the rotary embedding turns pairs; use a multiple",
         Scope.ALL,
     ),
     Relation(
-        "nemo_grpo.warm_start.num_attention_heads",
+        "nemo_grpo.new_model.num_attention_heads",
         IS_MULTIPLE_OF,
-        "nemo_grpo.warm_start.num_key_value_heads",
+        "nemo_grpo.new_model.num_key_value_heads",
         "change one of them",
         Scope.ALL,
     ),
@@ -55,21 +55,21 @@ ROWS: tuple[Row, ...] = (
         Scope.ALL,
     ),
     Relation(
-        "nemo_grpo.warm_start.num_key_value_heads",
+        "nemo_grpo.new_model.num_key_value_heads",
         IS_MULTIPLE_OF,
         "policy.megatron_cfg.tensor_model_parallel_size",
         "change one of them",
         Scope.ALL,
     ),
     Relation(
-        "nemo_grpo.warm_start.num_hidden_layers",
+        "nemo_grpo.new_model.num_hidden_layers",
         IS_MULTIPLE_OF,
         "policy.megatron_cfg.pipeline_model_parallel_size",
         "change one of them",
         Scope.ALL,
     ),
     Relation(
-        "nemo_grpo.warm_start.max_position_embeddings",
+        "nemo_grpo.new_model.max_position_embeddings",
         IS_AT_LEAST,
         "policy.max_total_sequence_length",
         "no sequence may be longer; raise it",

@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.rollout import Group, assemble
-from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
+from nemo_grpo.engine.task_tokenizer import build_tokenizer
 from nemo_grpo.models import COMPUTED, ModelSpec
 from nemo_grpo.plan.inputs import PRESETS, shape_of
 from nemo_grpo.recipe import Recipe

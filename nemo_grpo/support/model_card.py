@@ -111,7 +111,7 @@ def write_card(folder: Path, training: Training, source: Path, *, is_adapter: bo
     from huggingface_hub import ModelCard, ModelCardData
 
     (name, known), variant = base_model(training, source), training.value(str, "loss_fn.variant")
-    made = not training.value(str, "policy.model_name") and training.value(dict, "nemo_grpo.warm_start")
+    made = not training.value(str, "policy.model_name") and training.value(dict, "nemo_grpo.new_model")
     license = (
         known.get("license_name") or known.get("license") or "the base model's, which was not known here"
     )

@@ -71,6 +71,20 @@ def beside(file: Path, name: str) -> Path:
     return found
 
 
+def model(name: str) -> Path:
+    """Find the shipped model of a name, such as ``quickstart``: a Hugging Face folder.
+
+    Raises: UserError: there is none of this name.
+    """
+    root = folder("recipes") / "policies"
+    names = sorted(path.parent.name for path in root.glob("*/config.json"))
+    if name not in names:
+        raise UserError(
+            f"${{shipped_model:{name}}}: no such model comes with the package{did_you_mean(name, names)}"
+        )
+    return (root / name).resolve()
+
+
 def _bare(name: str) -> str:
     """Strip scheme (of which a `Path` keeps one slash) and ending from a name."""
     return re.sub(f"^{SCHEME[:-1]}/*", "", name).removesuffix(".yaml")

@@ -75,7 +75,6 @@ BROKEN: dict[str, list[str]] = {
         "$G.val_top_p=0.9",
         "$G.val_top_k=50",
     ],
-    "embedded $WARM={}; policy.model_name=null; policy.tokenizer.name=null": ["nemo_grpo.warm_start=null"],
     "embedded grpo.stop_at_validation_metric=accuracy; grpo.stop_at_validation_threshold=0.5": [
         "grpo.stop_at_validation_threshold=null"
     ],
@@ -88,13 +87,16 @@ BROKEN: dict[str, list[str]] = {
     ],
     f"embedded {WHOLE_GROUPS}; $MBS=1": ["$GBS=2"],
     "embedded $TP=2; $GPUS=2; $MBS=1": ["$GPUS=3"],
-    "embedded $WARM={}": [
-        "$WARM.hidden_size=130",
-        "$WARM.num_attention_heads=1; $WARM.hidden_size=64",
-        "$WARM.max_position_embeddings=32",
+    "sft": [
+        "$NEW=null",
+        "policy.model_name=some/model",
+        "loss_fn.variant=grpo; grpo.num_generations_per_prompt=2",
+        "$NEW.hidden_size=130",
+        "$NEW.num_attention_heads=1; $NEW.hidden_size=64",
+        "$NEW.max_position_embeddings=32",
     ],
-    "embedded $WARM={}; $TP=2; $GPUS=2; $MBS=4": ["$WARM.num_key_value_heads=1"],
-    "embedded $WARM={}; $PP=2; $GPUS=2; $MBS=4": ["$WARM.num_hidden_layers=3"],
+    "sft $TP=2; $GPUS=2": ["$NEW.num_key_value_heads=1"],
+    "sft $PP=2; $GPUS=2": ["$NEW.num_hidden_layers=3"],
     "embedded $PACK": [
         "$PACKING.algorithm=best_fit",
         "$PACKING.train_mb_tokens=32",
@@ -145,7 +147,7 @@ BROKEN: dict[str, list[str]] = {
     ],
     # NeMo-RL
     "cluster": [
-        "nemo_grpo.warm_start={}",
+        "nemo_grpo.new_model={}",
         "checkpointing.keep_top_k=null",
         "checkpointing.checkpoint_dir=null",
         "logger.log_dir=null",

@@ -22,10 +22,9 @@ loss_fn:
 defaults: nemo_grpo://quickstart.yaml
 policy:
   model_name: null
-nemo_grpo:
-  warm_start: null
 """,
-        "policy.model_name=null: no model; name a folder or a Hub model, or set nemo_grpo.warm_start",
+        "policy.model_name=null: no model; name a folder or a Hub model, or, to train a new one on "
+        "demonstrations (loss_fn.variant=sft), give its sizes in nemo_grpo.new_model",
     ),
     "updates that do not divide the step": (
         """
@@ -210,14 +209,16 @@ grpo:
 """,
         "grpo.num_generations_per_prompt=2: sft trains on one demonstration per prompt; use 1",
     ),
-    "a warm start on the cluster": (
+    "a new model for reinforcement": (
         """
-defaults: nemo_grpo://cluster-quickstart.yaml
+defaults: nemo_grpo://quickstart.yaml
+policy:
+  model_name: null
 nemo_grpo:
-  warm_start: {}
+  new_model: {}
 """,
-        "nemo_grpo.warm_start={..}: its model is made inside the embedded engine, and NeMo-RL loads a "
-        "Hugging Face model; set it to null and name one in policy.model_name",
+        "nemo_grpo.new_model={..}: a new model gives no response that a reward could tell apart; train it "
+        "with loss_fn.variant=sft first, and name its export in policy.model_name",
     ),
     "validation at another temperature": (
         """

@@ -11,7 +11,7 @@ from test_documents import ROOT, blocks
 
 pytestmark = pytest.mark.slow
 TRAIN = ["nemo_grpo.cli", "train", "recipes/quickstart.yaml", "grpo.max_num_steps=1"]
-TRAIN += ["nemo_grpo.warm_start.num_steps=2", "grpo.val_period=0"]
+TRAIN += ["grpo.val_period=0"]
 ADDITIONS = {
     "variant": (
         ("CONTRIBUTING.md", "## Add a variant"),

@@ -40,7 +40,7 @@ SMALL = [  # 8 responses per step in one update of two microbatches, on one rank
     *("policy.generation.max_new_tokens=16", "policy.sequence_packing.enabled=false"),
 ]
 BASES: dict[str, tuple[str, list[str]]] = {
-    "embedded": ("quickstart", [*SMALL, "policy.model_name=some/model", "nemo_grpo.warm_start=null"]),
+    "embedded": ("quickstart", [*SMALL, "policy.model_name=some/model"]),
     "cluster": (
         "cluster-quickstart",
         [*SMALL, "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=false"],
@@ -65,7 +65,7 @@ BASES: dict[str, tuple[str, list[str]]] = {
     ),
     "shown": ("erpo/sft-qwen2.5-7b-1n8g", []),
 }
-M, G, WARM = "policy.megatron_cfg", "policy.generation", "nemo_grpo.warm_start"
+M, G, NEW = "policy.megatron_cfg", "policy.generation", "nemo_grpo.new_model"
 SHORT = {
     "M": M, "G": G, "V": f"{G}.vllm_cfg", "OPT": f"{M}.optimizer", "PEFT": f"{M}.peft", "FP8": f"{M}.fp8_cfg",
     "TP": f"{M}.tensor_model_parallel_size", "PP": f"{M}.pipeline_model_parallel_size",
@@ -79,7 +79,7 @@ SHORT = {
     "MOST_DRAWS": "grpo.dynamic_sampling_max_gen_batches",
     "OVERLAP": f"{M}.distributed_data_parallel_config.overlap_param_gather",
     "CORRECTED": "loss_fn.use_importance_sampling_correction=true", "SHAPING": "grpo.reward_shaping",
-    "WARM": WARM, "SCHEDULER": f"{M}.scheduler",
+    "NEW": NEW, "SCHEDULER": f"{M}.scheduler",
     "APART": f"{G}.colocated={{enabled: false, resources: {{gpus_per_node: 1, num_nodes: 1}}}}",
     "PLANE": "++data_plane.enabled=true",
     "AUTHOR": "loss_fn.variant=cw_grpo; loss_fn.author_compat=true",

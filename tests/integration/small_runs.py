@@ -9,14 +9,14 @@ import torch
 from processes import ROOT
 from toy_policies import weights_of
 
+from nemo_grpo.engine.checks import check
 from nemo_grpo.engine.loop import train
-from nemo_grpo.engine.run import begin
-from nemo_grpo.recipe import load_recipe
+from nemo_grpo.engine.setup import Parts, set_up
+from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.jsonl import write_problems
 
 QUICKSTART = ROOT / "recipes/quickstart.yaml"
-# A warm start just long enough that some responses have the right format, and therefore groups carry signal.
 TINY = [
     "grpo.num_prompts_per_step=4",
     "grpo.num_generations_per_prompt=4",
@@ -29,11 +29,6 @@ TINY = [
     "nemo_grpo.rewards={format: 1.0, accuracy: 1.0}",
     "grpo.max_val_samples=4",
     "grpo.val_num_generations_per_prompt=2",
-    "nemo_grpo.warm_start.num_steps=100",
-    "nemo_grpo.warm_start.batch_size=16",
-    "nemo_grpo.warm_start.intermediate_size=256",
-    "nemo_grpo.warm_start.seed=1",  # with which groups carry signal, and no ratio of two updates is clipped
-    "nemo_grpo.warm_start.max_position_embeddings=256",  # whatever length a test gives the sequences
 ]
 NO_VALIDATION = ["grpo.val_period=0"]
 AT_THE_ENDS = [*NO_VALIDATION, "grpo.val_at_start=true", "grpo.val_at_end=true"]
@@ -45,14 +40,15 @@ TP2_PP2 = [
 ]
 
 
-def arguments(folder: Path, cache: Path, name: str, *overrides: str) -> list[str]:
+def arguments(folder: Path, name: str, *overrides: str) -> list[str]:
     """Overrides of a tiny run in ``folder/name``."""
-    places = (
-        f"nemo_grpo.runs_dir={folder}",
-        f"nemo_grpo.run_name={name}",
-        f"nemo_grpo.warm_start.cache_dir={cache}",
-    )
-    return [*TINY, *places, *overrides]
+    return [*TINY, f"nemo_grpo.runs_dir={folder}", f"nemo_grpo.run_name={name}", *overrides]
+
+
+def begin(recipe: Recipe, *, resume: bool = False) -> Parts:
+    """Check a recipe and set its run up, as `run_recipe` does."""
+    began_as = check(recipe, resume=resume)
+    return set_up(recipe, Path(recipe.policy.model_name or ""), resume=resume, began_as=began_as)
 
 
 def math_files(folder: Path, problems: list[Problem], held_out: list[Problem], more: str = "") -> str:

@@ -16,7 +16,7 @@ from processes import ROOT, nemo_grpo, output_of, python
 from safetensors.torch import load_file
 from wheels import SHIPPED, build_wheel, copy_sources, install
 
-QUICK = ["grpo.max_num_steps=1", "nemo_grpo.warm_start.num_steps=2", "grpo.val_at_start=false"]
+QUICK = ["grpo.max_num_steps=1", "grpo.val_at_start=false"]
 
 
 @pytest.fixture(scope="module")

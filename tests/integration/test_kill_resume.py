@@ -50,10 +50,10 @@ def newest_step(run: Path) -> int:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_killed_run_ends_bit_equal_to_an_unbroken_one(tmp_path, cache, name):
+def test_killed_run_ends_bit_equal_to_an_unbroken_one(tmp_path, name):
     recipe, more = RUNS[name]
     draw, options = random.Random(1), [*LONG, *more]
-    whole, broken = (arguments(tmp_path, cache, name, *options) for name in ("whole", "broken"))
+    whole, broken = (arguments(tmp_path, name, *options) for name in ("whole", "broken"))
     output_of(nemo_grpo("train", recipe, *whole))
     run, newest, inside = tmp_path / "broken", 0, 0
     for number in range(NUM_KILLS):
@@ -82,7 +82,6 @@ SHORT = (
     "policy.generation.max_new_tokens=8",
     "checkpointing.save_period=1",
     "logger.tensorboard_enabled=false",
-    "nemo_grpo.warm_start.num_steps=2",
     "grpo.max_num_steps=40",
 )
 
@@ -99,7 +98,7 @@ def compare(folder: Path) -> subprocess.Popen[str]:
         folder / "out",
         *SHORT,
     ]
-    return nemo_grpo(*line, f"nemo_grpo.warm_start.cache_dir={folder / 'cache'}")
+    return nemo_grpo(*line)
 
 
 def test_a_killed_comparison_takes_its_runs_with_it_and_is_continued(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks, slow_but
 from safetensors.torch import load_file
-from small_runs import AT_THE_ENDS, QUICKSTART, arguments, rows
+from small_runs import AT_THE_ENDS, QUICKSTART, arguments, begin, rows
 from test_megatron_policy import (
     assert_reference_comes_and_goes,
     assert_resumes_exactly,
@@ -35,7 +35,6 @@ from nemo_grpo.engine import loop
 from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.policy_checkpoint import begin_save, load_policy
-from nemo_grpo.engine.run import begin
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
@@ -208,9 +207,9 @@ def lora_recipe(recipe):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, cache):
+def whole(tmp_path_factory):
     """The parts of a run that has ended."""
-    parts = begin(load_recipe(QUICKSTART, arguments(tmp_path_factory.mktemp("whole"), cache, "run", *RUN)))
+    parts = begin(load_recipe(QUICKSTART, arguments(tmp_path_factory.mktemp("whole"), "run", *RUN)))
     loop.train(parts)
     return parts
 

@@ -1,13 +1,12 @@
 """docs/own.md, done as it says, with a tiny model as ``model``."""
 
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from processes import ROOT, nemo_grpo, output_of, python
 from small_runs import rows
-from toy_policies import warm_started
+from toy_policies import new_model
 
 sys.path.append(str(ROOT / "tests/contract"))
 from test_documents import blocks
@@ -19,12 +18,11 @@ PAGE = ROOT / "docs/own.md"
 def folder(tmp_path_factory):
     """The page's files and the model, in a folder far from the repository."""
     folder = tmp_path_factory.mktemp("own")
-    model = warm_started(
-        folder / "cache",
+    new_model(
+        folder / "model",
         vocab_size=300, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=48, max_position_embeddings=512, num_steps=3, batch_size=4,
+        intermediate_size=48, max_position_embeddings=512,
     )  # fmt: skip
-    shutil.copytree(model, folder / "model")
     for language in ("python", "yaml"):
         for block in blocks(PAGE, language):
             (folder / block.partition("\n")[0].removeprefix("# ")).write_text(block)

@@ -12,7 +12,7 @@ from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support.errors import UserError
 
-QUICK = ["nemo_grpo.warm_start.num_steps=2", "grpo.val_at_start=false", "checkpointing.save_period=1"]
+QUICK = ["grpo.val_at_start=false", "checkpointing.save_period=1"]
 INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("wandb", "mlflow")}
 
 

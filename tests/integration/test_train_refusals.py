@@ -5,12 +5,11 @@ import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
-from small_runs import NO_VALIDATION, QUICKSTART, arguments, math_files
+from small_runs import NO_VALIDATION, QUICKSTART, arguments, begin, math_files
 from transformers import AutoTokenizer
 
 from nemo_grpo import UserError, cli
 from nemo_grpo.engine.loop import train
-from nemo_grpo.engine.run import begin
 from nemo_grpo.tasks import Problem
 
 
@@ -22,7 +21,7 @@ from nemo_grpo.tasks import Problem
             "policy.megatron_cfg.fp8_cfg.enabled=true; policy.precision=bfloat16",
             "FP8 needs a CUDA GPU and torch finds none; use false",
         ),
-        ("policy.model_name=/nowhere/model; nemo_grpo.warm_start=null", "model_name='/nowhere/model' is not"),
+        ("policy.model_name=/nowhere/model", "model_name='/nowhere/model' is not"),
         ("nemo_grpo.task.name=vision_counting", "vision_counting: its images need the cluster"),
     ],
 )
@@ -33,7 +32,7 @@ def test_what_the_engine_cannot_do_is_refused_before_anything_is_made(recipe, ov
 
 
 def assert_refused(recipe, model, message, *overrides):
-    r = recipe(f"policy.model_name={model}", "nemo_grpo.warm_start=null", *overrides)
+    r = recipe(f"policy.model_name={model}", *overrides)
     with pytest.raises(UserError, match=message):
         begin(r)
     assert not r.run_dir.exists()
@@ -68,7 +67,7 @@ def test_a_tokenizer_needs_no_padding_token(recipe, model):
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     file.write_text(json.dumps(settings))
-    source = f"policy.model_name={model}", "nemo_grpo.warm_start=null"
+    source = f"policy.model_name={model}"
     parts = begin(recipe(*source, *NO_VALIDATION, "grpo.max_num_steps=1"))
     assert parts.tokenizer.pad_token_id is None
     assert train(parts)
@@ -91,10 +90,10 @@ def test_a_long_prompt_anywhere_in_the_files_is_refused_before_the_run(recipe, m
     ],
 )
 def test_refusals_are_one_line_with_exit_code_2_and_nothing_is_made(
-    tmp_path, cache, monkeypatch, capsys, override, message
+    tmp_path, monkeypatch, capsys, override, message
 ):
     monkeypatch.setattr(
-        sys, "argv", ["nemo-grpo", "train", str(QUICKSTART), *arguments(tmp_path, cache, "cli", override)]
+        sys, "argv", ["nemo-grpo", "train", str(QUICKSTART), *arguments(tmp_path, "cli", override)]
     )
     with pytest.raises(SystemExit) as end:
         cli.main()

@@ -18,14 +18,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from ranks import run_ranks
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from small_runs import NO_VALIDATION, QUICKSTART, arguments, rows, weights_after
+from small_runs import NO_VALIDATION, QUICKSTART, arguments, begin, rows, weights_after
 from toy_policies import assert_equal, weights_of
 
 from nemo_grpo import UserError, cli
 from nemo_grpo.engine import loop
 from nemo_grpo.engine.checkpoint_store import WEIGHTS
 from nemo_grpo.engine.loop import train
-from nemo_grpo.engine.run import begin, run_recipe
+from nemo_grpo.engine.run import run_recipe
 from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.signals import EXIT_INTERRUPTED
@@ -84,7 +84,7 @@ def test_a_finished_run_has_nothing_left_resumes_without_warnings_and_can_be_ext
 
 @pytest.mark.parametrize("overrides", [[], ["loss_fn.variant=erpo"], LORA], ids=["all", "reference", "lora"])
 def test_a_run_resumes_with_what_it_still_uses_of_its_model(recipe, model, overrides):
-    r = recipe(f"policy.model_name={model}", "nemo_grpo.warm_start=null", *overrides)
+    r = recipe(f"policy.model_name={model}", *overrides)
     begin(r).folder.close()
     weights = shutil.copy(model / "model.safetensors", model.parent)
     save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, model / "model.safetensors")
@@ -143,8 +143,8 @@ def commanded(line: list[str], interrupted_in: int = 0) -> tuple[int, str]:
     return end.value.code, said.getvalue()
 
 
-def test_sigterm_saves_and_resume_ends_like_an_unbroken_run(tmp_path, cache, unbroken):
-    overrides = arguments(tmp_path, cache, "cli", "checkpointing.save_period=100", *MOVING)
+def test_sigterm_saves_and_resume_ends_like_an_unbroken_run(tmp_path, unbroken):
+    overrides = arguments(tmp_path, "cli", "checkpointing.save_period=100", *MOVING)
     line = ["train", str(QUICKSTART), *overrides]
     run = tmp_path / "cli"
     ((code, said),) = run_ranks(1, commanded, line, 3)
@@ -191,9 +191,9 @@ def test_a_save_under_way_outlives_an_error_of_the_next_step(recipe, monkeypatch
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory, cache):
+def unbroken(tmp_path_factory):
     """The weights after four steps that nothing has stopped."""
-    return weights_after(arguments(tmp_path_factory.mktemp("unbroken"), cache, "run", *MOVING))
+    return weights_after(arguments(tmp_path_factory.mktemp("unbroken"), "run", *MOVING))
 
 
 def gone(error):

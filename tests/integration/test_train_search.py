@@ -5,13 +5,12 @@ import torch
 import torch.distributed as dist
 from processes import ROOT
 from ranks import run_ranks
-from small_runs import AT_THE_ENDS, DP2, arguments, assert_same_rows, lines_of, rows, weights_after
+from small_runs import AT_THE_ENDS, DP2, arguments, assert_same_rows, begin, lines_of, rows, weights_after
 from toy_policies import hf_model, policy_of
 
 from nemo_grpo import UserError, build_objective
 from nemo_grpo.engine import rollout
 from nemo_grpo.engine.rollout import Group, Scored, assemble
-from nemo_grpo.engine.run import begin
 from nemo_grpo.evaluate.runner import _judge
 from nemo_grpo.evaluate.sampling import Completion
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
@@ -72,7 +71,6 @@ SMALL = [
     "policy.generation.max_new_tokens=64",
     "nemo_grpo.rewards={format: 1.0, answer: 1.0}",
     "nemo_grpo.task.hops=[1]",
-    "nemo_grpo.warm_start.num_steps=60",
 ]
 
 
@@ -88,10 +86,10 @@ def test_a_corpus_that_is_missing_ends_the_run_before_it_begins(recipe, tmp_path
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, cache):
+def alone(tmp_path_factory):
     """The folder of a run of two steps, and the weights after it."""
     folder = tmp_path_factory.mktemp("search")
-    line = arguments(folder, cache, "alone", *SMALL, "grpo.max_num_steps=2")
+    line = arguments(folder, "alone", *SMALL, "grpo.max_num_steps=2")
     (weights,) = run_ranks(1, weights_after, line, recipe=SEARCH_QA)
     return folder / "alone", weights
 
@@ -107,8 +105,8 @@ def test_a_run_searches_and_learns(alone):
     assert any("<information>[1] " in sample["response"] for sample in samples)
 
 
-def test_two_ranks_hold_the_same_conversations_as_one(tmp_path, cache, alone):
-    line = arguments(tmp_path, cache, "both", *SMALL, "grpo.max_num_steps=2", *AT_THE_ENDS, *DP2)
+def test_two_ranks_hold_the_same_conversations_as_one(tmp_path, alone):
+    line = arguments(tmp_path, "both", *SMALL, "grpo.max_num_steps=2", *AT_THE_ENDS, *DP2)
     for weights in run_ranks(2, weights_after, line, recipe=SEARCH_QA):
         torch.testing.assert_close(weights, alone[1], rtol=1e-4, atol=2e-4)
     keys = ("reward/mean", "length/mean", "episode/num_turns", "episode/num_searches", "loss/total")

@@ -22,7 +22,6 @@ nemo_grpo:
   runs_dir: {folder}
   rewards: {{format: 1.0, accuracy: 1.0}}
   evaluation: {{num_problems: 4, num_samples: 2}}
-  warm_start: {{intermediate_size: 256, num_steps: 100, batch_size: 16, cache_dir: {folder}/cache}}
 """
 ENVIRONMENT = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
 

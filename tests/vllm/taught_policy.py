@@ -1,26 +1,28 @@
-"""A warm start's policy, made without megatron-core, which vLLM's environment does not have; vLLM on it."""
+"""A policy that has seen demonstrations, made without megatron-core, which is not beside vLLM; vLLM on it."""
 
 from itertools import count
 
 import torch
 
 from nemo_grpo.engine.demonstrations import demonstrated
-from nemo_grpo.engine.warm_start import build_model
-from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
-from nemo_grpo.recipe.own import WarmStart
+from nemo_grpo.engine.new_model import build_model
+from nemo_grpo.engine.task_tokenizer import build_tokenizer
+from nemo_grpo.recipe.own import NewModel
 from nemo_grpo.rehearsal.model import Encoder, pretrain
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator
 from nemo_grpo.sampling.requests import SamplingParams
 from nemo_grpo.tasks.base import stream
 
-SMALL = WarmStart(
+NUM_STEPS = 40
+BATCH_SIZE = 16
+SMALL = NewModel(
     vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-    intermediate_size=96, max_position_embeddings=512, num_steps=40, batch_size=16, lr=3e-3, seed=0,
+    intermediate_size=96, max_position_embeddings=512, seed=0,
 )  # fmt: skip
 """Heads of 32, the least that vLLM takes on a CPU."""
 
 
-def taught(config, task, prompt, folder):
+def taught(config, task, prompt, folder, num_steps=NUM_STEPS, batch_size=BATCH_SIZE):
     tokenizer = build_tokenizer(task, config.vocab_size, config.seed)
     policy = build_model(config, tokenizer)
     limit, key = config.max_position_embeddings, "max_position_embeddings"
@@ -30,7 +32,7 @@ def taught(config, task, prompt, folder):
         )
         for i in count()
     )
-    pretrain(policy, demonstrations, Encoder(tokenizer, prompt), config.num_steps, config.batch_size)
+    pretrain(policy, demonstrations, Encoder(tokenizer, prompt), num_steps, batch_size)
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.vllm
 def test_greedy_conversations_are_the_decoders(tmp_path):
     own = load_recipe("quickstart_search_qa").nemo_grpo
     task = own.task.build()
-    model = taught(own.warm_start, task, own.prompt, tmp_path)
+    sizes = load_recipe("quickstart_search_qa-sft").nemo_grpo.new_model
+    model = taught(sizes, task, own.prompt, tmp_path, num_steps=230, batch_size=64)
     tokenizer = load_tokenizer(model)
     prompts = [encode_prompt(tokenizer, own.prompt, problem) for problem in task.validation_problems(32)]
     generators = vllm_of(model, max_model_len=256), DecoderGenerator(model)

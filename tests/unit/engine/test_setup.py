@@ -15,7 +15,6 @@ from nemo_grpo.engine.checks import check_fp8_fits_the_model
 from nemo_grpo.engine.learning import TrainingState
 from nemo_grpo.engine.loop import save_if_due
 from nemo_grpo.engine.megatron import parallel
-from nemo_grpo.engine.run import begin
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support import shipped
 from nemo_grpo.support.hf_folder import end_tokens
@@ -79,7 +78,7 @@ def test_policy_gets_the_recipes_settings(given):
 def test_widths_of_the_model_that_fp8_cannot_have_are_refused(tmp_path):
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 400}
     AutoConfig.for_model("qwen2", hidden_size=40, intermediate_size=64, **sizes).save_pretrained(tmp_path)
-    of_model = f"policy.model_name={tmp_path}", "nemo_grpo.warm_start=null", "policy.precision=bfloat16"
+    of_model = f"policy.model_name={tmp_path}", "policy.precision=bfloat16"
     check_fp8_fits_the_model(recipe(*of_model))
     fp8 = "policy.megatron_cfg.fp8_cfg={enabled: true, fp8_recipe: tensorwise}"
     with pytest.raises(UserError, match=r"the model's hidden_size = 40 is not a multiple of 16"):
@@ -90,7 +89,7 @@ def test_a_launch_of_another_number_of_ranks_is_refused_before_they_meet(tmp_pat
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(parallel, "initialize", Mock(side_effect=AssertionError("the ranks meet")))
     with pytest.raises(UserError, match=r"are 1 ranks, but 2 were launched; make them agree"):
-        begin(recipe(f"nemo_grpo.runs_dir={tmp_path}"))
+        setup.set_up(recipe(f"nemo_grpo.runs_dir={tmp_path}"), shipped.model("quickstart"))
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_seeds_that_are_added_start_from_the_same_model(tmp_path, command):
     weights = tmp_path / "model" / "model.safetensors"
     weights.parent.mkdir()
     weights.write_text("first")
-    model = [f"policy.model_name={weights.parent}", "nemo_grpo.warm_start=null"]
+    model = [f"policy.model_name={weights.parent}"]
     jobs = make_jobs(settings_of(["grpo"], model), [0, 1], tmp_path / "out")
     run_jobs(jobs[:1], tmp_path / "out", 1, command(0))
     keep_inputs(jobs[0].folder, model_files(weights.parent))

@@ -47,7 +47,7 @@ def test_jobs_have_folders_and_seeds_of_their_own_and_seeds_go_last(tmp_path):
     named = [(job.name, job.recipe.grpo.seed) for job in jobs]
     assert named == [("grpo-s0", 0), ("gpg-s0", 0), ("grpo-s7", 7), ("gpg-s7", 7)]
     assert jobs[3].folder == tmp_path / "runs" / "gpg-s7"
-    assert len({job.recipe.nemo_grpo.warm_start for job in jobs}) == 1
+    assert len({job.recipe.policy.model_name for job in jobs}) == 1
 
 
 def test_variants_that_do_not_exist_or_come_twice_are_refused():
@@ -93,7 +93,7 @@ def test_runs_go_below_out_whatever_its_name_means_in_yaml(name):
 @pytest.mark.parametrize(
     ("override", "refused"),
     [
-        ("nemo_grpo.warm_start.num_steps=7", r"nemo_grpo\.warm_start of b .* one model on one task"),
+        ("policy.model_name=other/model", r"policy\.model_name of b .* one model on one task"),
         ("policy.generation.temperature=3", r"val_temperature of b \(3\.0\) .* alike; add"),
         ("grpo.max_val_samples=16", r"grpo\.max_val_samples of b \(16\) .* alike; add"),
     ],
@@ -104,7 +104,8 @@ def test_settings_that_start_or_are_validated_differently_are_refused(tmp_path, 
     with pytest.raises(UserError, match=refused):
         make_jobs(settings, [0], tmp_path)
     key = override.partition("=")[0]  # which may differ where a sweep varies it
-    varied = load_sweep(write_sweep(tmp_path, f"  grids: [{{{key}: [1, 2]}}]\n"))
+    values = "[a, b]" if key == "policy.model_name" else "[1, 2]"
+    varied = load_sweep(write_sweep(tmp_path, f"  grids: [{{{key}: {values}}}]\n"))
     assert len(make_jobs(varied.settings, [0], tmp_path)) == 2
 
 

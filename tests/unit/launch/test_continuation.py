@@ -168,15 +168,15 @@ from nemo_grpo.variants.base import RatioConfig
 class Wrong(RatioConfig):
     def terms(self, prepared): raise ValueError("no loss")
 """
-LOSS, NO_START = "loss.py:Wrong", "nemo_grpo.warm_start=null"
+LOSS = "loss.py:Wrong"
 FAULTS = {
     "reward": (["nemo_grpo.rewards={mine.py:nothing: 1.0}"], "a str instead of a number"),
     "loss": (["~loss_fn", f"loss_fn.variant={LOSS}"], "no loss"),
     "data": (["nemo_grpo.task.train_files=[gone.jsonl]"], "gone.jsonl is missing"),
     "adapters": (["policy.megatron_cfg.peft={enabled: true, target_modules: [v_proj]}"], "use [linear_qkv]"),
-    "Megatron": ([NO_START, "policy.model_name=megatron"], "convert it with `nemo-grpo convert megatron-"),
-    "Hub name": ([NO_START, "policy.model_name=Qwen/Qwen2.5-0.5B"], "`hf download Qwen/Qwen2.5-0.5B --local"),
-    "no model": ([NO_START, "policy.model_name=models/x/y"], "'models/x/y' is not a folder; give a"),
+    "Megatron": (["policy.model_name=megatron"], "convert it with `nemo-grpo convert megatron-"),
+    "Hub name": (["policy.model_name=Qwen/Qwen2.5-0.5B"], "`hf download Qwen/Qwen2.5-0.5B --local"),
+    "no model": (["policy.model_name=models/x/y"], "'models/x/y' is not a folder; give a"),
 }
 EMBEDDED = "quickstart"
 COMMANDS = {

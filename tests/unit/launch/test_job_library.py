@@ -257,5 +257,5 @@ def test_settings_survive_a_shell_whatever_the_names(tmp_path):
 @pytest.mark.parametrize("name", ["Qwen/not-on-this-machine", "no such/model name"])
 def test_model_that_is_not_here_keeps_its_name(name, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    overrides = [f"policy.model_name={name}", "nemo_grpo.warm_start=null"]
+    overrides = [f"policy.model_name={name}"]
     assert sourced(shell_settings(load_recipe("quickstart", overrides)), "MODEL") == name

@@ -30,7 +30,7 @@ def test_what_the_model_builder_refuses_is_refused_at_check(family, change, mess
     config.write_text(text)
     for name, text in (("model.safetensors", ""), ("tokenizer.json", "{}")):
         (tmp_path / name).write_text(text)
-    overrides = [f"policy.model_name={tmp_path}", "nemo_grpo.warm_start=null"]
+    overrides = [f"policy.model_name={tmp_path}"]
     result = CliRunner().invoke(app, ["recipe", "check", "recipes/quickstart.yaml", *overrides])
     if message is None:
         assert "is not supported" not in result.output

@@ -44,7 +44,7 @@ def test_prompt_is_printed_as_the_model_sees_it():
     question = task.train_problem(0, 3).question
     assert (code, output) == (0, f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\nWell\n")
     with pytest.raises(UserError, match="cannot read the tokenizer in no/model"):
-        run("prompt", QUICKSTART, "nemo_grpo.warm_start=null", "policy.model_name=no/model")
+        run("prompt", QUICKSTART, "policy.model_name=no/model")
 
 
 def test_check_reports_all_wrong_recipes_with_exit_code_2(tmp_path):
@@ -66,7 +66,7 @@ def test_check_applies_overrides_and_says_what_the_recipes_engine_cannot_train()
     assert f"ok     {cluster}" in output
     code, output = run("check", QUICKSTART, "loss_fn.variant=gpg", "grpo.max_num_steps=7")
     assert code == 0
-    assert "gpg, warm start, 7 steps of 16 x 8" in output
+    assert "gpg, quickstart, 7 steps of 16 x 8" in output
     assert "note gpg without" in output
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
+from nemo_grpo.engine.task_tokenizer import build_tokenizer
 from nemo_grpo.models import family_for
 from nemo_grpo.plan.inputs import shape_of
 from nemo_grpo.recipe import load_recipe

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from nemo_grpo.engine.warm_start_tokenizer import build_tokenizer
+from nemo_grpo.engine.task_tokenizer import build_tokenizer
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import PRESETS, Problem, Prompt, chat_messages, encode_prompt, parse_task
 from nemo_grpo.tasks.prompts import check_vocabulary, encode_many

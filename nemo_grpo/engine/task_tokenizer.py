@@ -1,4 +1,4 @@
-"""The tokenizer of a warm-started policy, trained on its task's texts."""
+"""Tokenizer of a new model, learnt from its task's texts."""
 
 import random
 
@@ -23,8 +23,9 @@ SPLIT_PATTERN = (
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 SEED_OFFSET = 1 << 31
-"""Added to the warm start's seed, so that a run does not begin with its warm start's problems."""
+"""Added to the seed, so that the tokenizer is not learnt from the problems that a run begins with."""
 NUM_CORPUS_PROBLEMS = 2000
+"""Problems whose texts the tokenizer is learnt from."""
 
 
 def build_tokenizer(task: Task, vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
@@ -32,7 +33,7 @@ def build_tokenizer(task: Task, vocab_size: int, seed: int) -> PreTrainedTokeniz
     tags = tags_of(task)
     if vocab_size < 256 + len(tags) + 3:
         raise UserError(
-            f"nemo_grpo.warm_start.vocab_size={vocab_size} is too small: 256 bytes and {len(tags) + 3} tags "
+            f"nemo_grpo.new_model.vocab_size={vocab_size} is too small: 256 bytes and {len(tags) + 3} tags "
             f"need at least {256 + len(tags) + 3}"
         )
     rng = random.Random(seed)
