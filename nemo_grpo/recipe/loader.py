@@ -19,6 +19,8 @@ from nemo_grpo.support.errors import UserError, reading, shown
 
 _PARSER_ERRORS = (yaml.YAMLError, OmegaConfBaseException)
 
+STOCK_FOLDER = "/examples/configs/"
+"""Folder of NeMo-RL's recipes in its repository."""
 OVERRIDE = "an override"
 """Value in `Written.given` of a key that an override set."""
 
@@ -27,7 +29,7 @@ class Written(NamedTuple):
     """Settings as their writer left them: files merged, overrides applied, interpolations unresolved.
 
     Attributes: tree: nested.  given: key -> the file that gave its value, or `OVERRIDE`.
-        stock: files that set no loss_fn.variant, nor do their defaults: NeMo-RL's.
+        stock: NeMo-RL's files, see `_is_stock`.
     """
 
     tree: Tree
@@ -95,8 +97,20 @@ def _read(path: Path, including: tuple[Path, ...]) -> Written:
             )
         below = _read(file, (*including, resolved)).over(below)
     merged = Written(tree, {key: str(resolved) for key, _ in leaves(tree)}).over(below)
-    is_stock = is_missing(merged.tree, "loss_fn.variant")
-    return merged._replace(stock=below.stock | {str(resolved)}) if is_stock else merged
+    if _is_stock(resolved, merged.tree, is_base=bool(including)):
+        merged = merged._replace(stock=below.stock | {str(resolved)})
+    return merged
+
+
+def _is_stock(path: Path, tree: Tree, *, is_base: bool) -> bool:
+    """True for a file of NeMo-RL's: without a variant, and a base of another file or in NeMo-RL's folder.
+
+    A file with a variant is its writer's, wherever it lies. So is the recipe that a command names: with
+    loss_fn.variant as an override it has none in the file.
+    """
+    if not is_missing(tree, "loss_fn.variant"):
+        return False
+    return is_base or STOCK_FOLDER in path.as_posix()
 
 
 def _read_yaml(path: Path) -> Tree:
