@@ -44,8 +44,8 @@ def compare(
 
     A variant's recipe is RECIPE-<variant>.yaml beside the recipe, else the recipe with that variant; what the
     recipe sets of loss_fn then holds for every variant that has the parameter. Settings that differ are
-    printed, and stand in table.md. Repeat the command to continue: finished runs stay, others are resumed. A run that fails does
-    not stop the others.
+    printed, and stand in table.md. Repeat the command to continue: finished runs stay, others are resumed.
+    A run that fails does not stop the others.
 
     Examples:
       nemo-grpo compare recipes/quickstart.yaml --variants grpo,cw_grpo,tr_grpo,erpo,gpg --seeds 3 --jobs 2

@@ -19,6 +19,8 @@ from nemo_grpo.support.errors import UserError, reading, shown
 
 _PARSER_ERRORS = (yaml.YAMLError, OmegaConfBaseException)
 
+REWARDS = "nemo_grpo.rewards"
+"""Section whose names are files and functions, with dots."""
 STOCK_FOLDER = "/examples/configs/"
 """Folder of NeMo-RL's recipes in its repository."""
 OVERRIDE = "an override"
@@ -164,7 +166,9 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> Tree:
 def parse_override(override: str) -> tuple[str, Any]:
     """Split ``key=value`` into the dotted key and the value, typed as YAML types it."""
     key, separator, text = override.removeprefix("++").partition("=")
-    if not separator or not all(key.split(".")):
+    section, name = _section_and_name(key)
+    names = [*section.split("."), name] if section else [name]
+    if not separator or not all(names):
         raise UserError(f"override {override!r} must be key=value, ++key=value or ~key, such as grpo.seed=1")
     with reading(f"override {shown(override)}: the value", "valid YAML", "quote it", *_PARSER_ERRORS):
         value = copy.deepcopy(_parsed_value(text))
@@ -179,22 +183,38 @@ def _parsed_value(text: str) -> Tree:
     return cast(Tree, value)
 
 
+def _section_and_name(key: str) -> tuple[str, str]:
+    """Split a dotted key into its section and the name in it.
+
+    A reward's name has dots of its own: the key that a refused --resume prints is
+    ``nemo_grpo.rewards.my_rewards.py:brevity``.
+    """
+    if key.startswith(f"{REWARDS}."):
+        return REWARDS, key.removeprefix(f"{REWARDS}.")
+    section, _, name = key.rpartition(".")
+    return section, name
+
+
 def _set(tree: Tree, key: str, value: Any) -> None:
-    for section in parents(key):
-        below = value_of(tree, section)
-        above, _, name = section.rpartition(".")
-        is_null = below is None and name in (value_of(tree, above, {}) if above else tree)
+    section, name = _section_and_name(key)
+    for above in [*parents(section), section] if section else []:
+        below = value_of(tree, above)
+        outer, _, inner = above.rpartition(".")
+        is_null = below is None and inner in (value_of(tree, outer, {}) if outer else tree)
         if below is None and not (is_known(key) or is_null):
             raise UserError(unknown_key_message(key, value))
         if below is not None and not isinstance(below, dict):
             raise UserError(
-                f"{key}={shown(value)}: {section} is {shown(below)}, not a section; set {section} instead"
+                f"{key}={shown(value)}: {above} is {shown(below)}, not a section; set {above} instead"
             )
-    set_value(tree, key, value)
+        if below is None:
+            set_value(tree, above, {})
+    holder = value_of(tree, section) if section else tree
+    holder[name] = value
 
 
 def _delete(tree: Tree, key: str) -> None:
-    section, _, name = key.rpartition(".")
+    section, name = _section_and_name(key)
     node = value_of(tree, section) if section else tree
     if not isinstance(node, dict) or name not in node:
         raise UserError(f"~{key}: the recipe has no {key} to remove; look at `nemo-grpo recipe resolve`")

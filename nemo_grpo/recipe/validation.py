@@ -63,7 +63,13 @@ def load_recipe_dict(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> 
 
 def _load(written: Written) -> Recipe:
     host.refuse_other_algorithms(written.tree)
-    tree, references = resolve(written.tree)
+    try:
+        tree, references = resolve(written.tree)
+    except UserError as error:
+        # A misspelt key often is the reason: policy.model_name_or_path leaves model_name at the base's ???.
+        if unknown := unknown_key_errors(written.tree):
+            raise RecipeErrors([*unknown, str(error)]) from None
+        raise
     known = Resolved(_with_derived_defaults(tree, references), references)
     if errors := dotted_key_errors(tree):
         raise RecipeErrors(errors, known)
