@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,11 @@ import yaml
 from nemo_grpo.models import ModelSpec, read_spec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.support.errors import UserError, did_you_mean
-from nemo_grpo.support.model_folder import read_config
+from nemo_grpo.support.model_folder import read_config, with_config_overrides
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
+    from nemo_grpo.recipe.policy_sections import Policy
 
 
 VLLM_SEQUENCES = 1024
@@ -195,7 +196,7 @@ def shape_of(recipe: Recipe, config_file: Path | None = None, others: Iterable[R
     name, warm_start = recipe.policy.model_name, recipe.nemo_grpo.warm_start
     if config_file is None and name is None and warm_start is not None:
         config = {"model_type": "qwen2", "tie_word_embeddings": True, **warm_start.model_dump()}
-        return read_spec(config, "warm start")
+        return read_spec(with_config_overrides(config, recipe.policy.hf_config_overrides), "warm start")
     assert name is not None
     local = config_file or Path(name) / "config.json"
     overrides = recipe.policy.hf_config_overrides
