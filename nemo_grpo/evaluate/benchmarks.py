@@ -88,6 +88,9 @@ def load_benchmarks(config: EvalConfig) -> list[Benchmark]:
     return loaded
 
 
+COLUMNS = "nemo_grpo.task.columns"
+
+
 def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
     """Load a data set by name, a JSONL or Parquet file, or ``recipe``: a recipe's held-out problems."""
     path = None if item == RECIPE else _path_of(item, config.data_dir)
@@ -104,7 +107,13 @@ def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
         assert config.section is not None
         problems = task.validation_problems(config.num_problems or config.section.evaluation.num_problems)
         return Benchmark(RECIPE, task, problems, prompt, prompt_name, by_recipe)
-    read = read_problems([path], with_images=base.needs_images, columns=getattr(base, "columns", {}))
+    try:
+        read = read_problems([path], with_images=base.needs_images, columns=getattr(base, "columns", {}))
+    except UserError as error:
+        if by_recipe or COLUMNS not in str(error):
+            raise
+        # without a recipe, this command has no such key
+        raise UserError(str(error).replace(COLUMNS, f"in a recipe that --recipe names {COLUMNS}")) from None
     problems = read[: config.num_problems]
     if not problems:
         raise UserError(f"--benchmarks {item}: {path} holds no problems")
