@@ -50,8 +50,8 @@ def _repetitions(problems: Sequence[Problem]) -> Iterator[str]:
         answers.setdefault(repr((question_of(problem), problem.history)), set()).add(problem.answer.strip())
     if len(answers) < len(problems):
         yield (
-            f"nemo_grpo.task.train_files: {len(problems)} problems are {len(answers)} different questions, so "
-            "an epoch repeats some; remove the repeated rows if that is not meant"
+            f"nemo_grpo.task.train_files: {len(problems)} problems are {len(answers)} different questions, "
+            "so an epoch repeats some; remove the repeated rows if that is not meant"
         )
     unclear = {question for question, given in answers.items() if len(given) > 1}
     if unclear:
@@ -73,8 +73,8 @@ def _unread_forms(recipe: Recipe, problems: Sequence[Problem]) -> Iterator[str]:
         yield (
             f"nemo_grpo.task.train_files: {asked.count(form)} of {len(looked_at)} questions ask for "
             f"{form!r}, which the task never reads as an answer: accuracy and format stay 0; "
-            f"`nemo-grpo data prepare {PREPARED[form]}` writes that data set without the instruction, or take "
-            "it out of your file and let nemo_grpo.prompt ask for \\boxed{}"
+            f"`nemo-grpo data prepare {PREPARED[form]}` writes that data set without the instruction, or "
+            "take it out of your file and let nemo_grpo.prompt ask for \\boxed{}"
         )
 
 
@@ -98,9 +98,9 @@ def _think_tags(recipe: Recipe, problem: Problem) -> Iterator[str]:
         )
     if opens is False and is_open:
         yield (
-            f"nemo_grpo.task.think_is_open=true: the prompt does not end with {OPENING}, by the chat template "
-            f"of {folder} or nemo_grpo.prompt.response_prefix, so a tag that a response opens itself is its "
-            "second; set nemo_grpo.task.think_is_open=false, or end the prefix with the tag"
+            f"nemo_grpo.task.think_is_open=true: the prompt does not end with {OPENING}, neither by the chat "
+            f"template of {folder} nor by nemo_grpo.prompt.response_prefix, so a tag that a response opens "
+            "itself is its second; set nemo_grpo.task.think_is_open=false, or end the prefix with the tag"
         )
 
 

@@ -73,7 +73,7 @@ class ModelSpec:
 
     @property
     def longest_sequence(self) -> int:
-        """Positions that the model can take: with scaled rotary parameters a multiple of those it was made for.
+        """Positions that the model can take; scaled rotary parameters multiply those it was made for.
 
         vLLM computes the same from config.json (`_get_and_verify_max_len`). Gemma 3 states the scaled length.
         """

@@ -29,6 +29,8 @@ OF_THE_ROLLOUTS = (
 )
 """Keys of ``loss_fn`` that correct for how the recipe samples and scores: asynchronous rollouts, FP8. They
 belong to its engines and are kept with every variant."""
+OTHER_DRIVERS = {"env.sliding_puzzle_game": "examples/run_grpo_sliding_puzzle.py"}
+"""Section of a recipe whose data NeMo-RL makes in a driver of their own -> that driver."""
 SKIP_REFERENCE = "grpo.skip_reference_policy_logprobs_calculation"
 
 OTHER_ALGORITHMS = {
@@ -52,6 +54,12 @@ def refuse_other_algorithms(tree: Mapping[str, Any]) -> None:
     for section, (name, remedy) in OTHER_ALGORITHMS.items():
         if section in tree:
             raise UserError(f"{section}: this is a recipe for NeMo-RL's {name}, not for GRPO; {remedy}")
+    for section, driver in OTHER_DRIVERS.items():
+        if keeps_its_data(tree) and value_of(tree, section) is not None:
+            raise UserError(
+                f"{section}: NeMo-RL trains this recipe from {driver}, which makes its problems; every other "
+                f"driver would train on data.train instead. Use that script, or remove {section}"
+            )
 
 
 def adapted(tree: Mapping[str, Any], is_stock: Callable[[str], bool]) -> tuple[Tree, list[str]]:

@@ -31,18 +31,19 @@ class Written(NamedTuple):
     """Settings as their writer left them: files merged, overrides applied, interpolations unresolved.
 
     Attributes: tree: nested.  given: key -> the file that gave its value, or `OVERRIDE`.
-        stock: NeMo-RL's files, see `_is_stock`.
+        stock: NeMo-RL's files, see `_is_stock`.  order: all files, bases first.
     """
 
     tree: Tree
     given: Mapping[str, str]
     stock: frozenset[str] = frozenset()
+    order: tuple[str, ...] = ()
 
     def over(self, base: "Written") -> "Written":
         """Merge these settings onto others, see `merge`."""
         tree, given = merge(base.tree, self.tree), {**base.given, **self.given}
         left = {key: given[key] for key, _ in leaves(tree) if key in given}
-        return Written(tree, left, base.stock | self.stock)
+        return Written(tree, left, base.stock | self.stock, (*base.order, *self.order))
 
     def with_overrides(self, overrides: Iterable[str]) -> "Written":
         """Apply overrides in order, see `apply_overrides`."""
@@ -53,7 +54,13 @@ class Written(NamedTuple):
             key: self.given.get(key, OVERRIDE) if keys.isdisjoint((*parents(key), key)) else OVERRIDE
             for key, _ in leaves(tree)
         }
-        return Written(tree, given, self.stock)
+        return Written(tree, given, self.stock, self.order)
+
+    def is_above(self, key: str, other: str) -> bool:
+        """True if a key's value was set after another's: by an override, or a file on top of its file."""
+        places = [*self.order, OVERRIDE]
+        first, second = self.given.get(key), self.given.get(other)
+        return first in places and second in places and places.index(first) > places.index(second)
 
     def is_stock(self, key: str) -> bool:
         """True for a value that came from NeMo-RL's own files."""
@@ -98,7 +105,8 @@ def _read(path: Path, including: tuple[Path, ...]) -> Written:
                 f"a shipped recipe is {shipped.SCHEME}base/embedded.yaml or the like"
             )
         below = _read(file, (*including, resolved)).over(below)
-    merged = Written(tree, {key: str(resolved) for key, _ in leaves(tree)}).over(below)
+    given = {key: str(resolved) for key, _ in leaves(tree)}
+    merged = Written(tree, given, order=(str(resolved),)).over(below)
     if _is_stock(resolved, merged.tree, is_base=bool(including)):
         merged = merged._replace(stock=below.stock | {str(resolved)})
     return merged

@@ -229,3 +229,9 @@ def test_training_without_shuffling_keeps_the_order_of_the_files():
     assert sorted(orders[0][:6]) == in_file
     with pytest.raises(UserError, match=r"data\.shuffle=false: \w+ makes its problems and has no file"):
         load_recipe("quickstart", ["++data.shuffle=false"])
+
+
+def test_eval_without_a_recipe_says_where_the_columns_are_named(here):
+    write_rows("dapo.jsonl", [{"prompt": "1?", "reward_model": {"ground_truth": "1"}}])
+    with pytest.raises(UserError, match=r"write in a recipe that --recipe names nemo_grpo\.task\.columns: \{"):
+        load_benchmark("dapo.jsonl", EvalConfig(here))

@@ -273,3 +273,37 @@ def test_the_end_of_the_data_is_said_where_it_may_end_the_run(passes, said, tmp_
     )
     assert f"10 steps of 4 x 4 or {said} through the data, TP 1" in check
     assert f"run: 10 steps or {said} through the data, validations and checkpoints take at most" in plan
+
+
+def test_a_recipe_of_another_driver_of_nemo_rls_is_refused_with_its_name(recipe, tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump(merge(STOCK, {"env": {"sliding_puzzle_game": {"cfg": {}}}}))
+    )
+    with pytest.raises(
+        UserError, match=r"^env\.sliding_puzzle_game: .* from examples/run_grpo_sliding_puzzle"
+    ):
+        load_recipe(tmp_path / "mine.yaml")
+
+
+def test_an_environment_that_no_data_set_names_is_noted_if_it_was_added_on_top(recipe, tmp_path):
+    unread = "env.code: no data set of the recipe names this environment"
+    recipe()
+    more = tmp_path / "more.yaml"
+    for data, is_noted in (({}, True), ({"default": {"env_name": "code"}}, False)):
+        tree = {"defaults": "stock.yaml", "env": {"code": {"num_workers": 2}}, "data": data}
+        more.write_text(yaml.safe_dump(tree))
+        said = "\n".join(advice(load_recipe(more)))
+        assert (unread in said) == is_noted
+        assert "env.math" not in said  # a base's, from which this recipe chooses
+    assert unread in "\n".join(advice(recipe("++env.code={num_workers: 2}")))
+
+
+def test_settings_of_the_stock_loss_without_effect_or_with_a_fault_are_noted(recipe):
+    assert advice(recipe()) == []
+    (nll,) = advice(recipe("++loss_fn.positive_example_nll_weight=0.1"))
+    assert nll.startswith("loss_fn.positive_example_nll_weight=0.1 has no effect")
+    (sampling,) = advice(recipe("++grpo.use_dynamic_sampling=true"))
+    assert "drops the only correct response of a group" in sampling
+    without = ["++grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false"]
+    assert advice(recipe(*without)) == []
+    assert "only correct" not in "\n".join(advice(recipe("++grpo.use_dynamic_sampling=true", variant="grpo")))
