@@ -229,8 +229,9 @@ class Recipe(BaseModel):
         task = self.nemo_grpo.task
         if task is None:
             raise UserError("nemo_grpo.task is missing; this command needs one: data and env are NeMo-RL's")
-        in_order = isinstance(task, FileTaskConfig) and value_of(self, "data.shuffle") is False
-        return task.in_file_order() if in_order else task
+        if isinstance(task, FileTaskConfig) and value_of(self, "data.shuffle") is False:
+            return task.in_file_order()
+        return task
 
     @property
     def run_dir(self) -> Path:

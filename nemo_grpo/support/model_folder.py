@@ -146,8 +146,10 @@ def with_config_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any
     changed = dict(config)
     for key, value in overrides.items():
         below = changed.get(key)
-        is_nested = key.endswith("_config") and isinstance(below, Mapping) and isinstance(value, Mapping)
-        changed[key] = {**below, **value} if is_nested else value
+        if key.endswith("_config") and isinstance(below, Mapping) and isinstance(value, Mapping):
+            changed[key] = {**below, **value}
+        else:
+            changed[key] = value
     return changed
 
 

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
 from nemo_grpo.engine.recipe_checks import check_data, missing_files, remedies
+from nemo_grpo.evaluate.benchmarks import load_benchmark
+from nemo_grpo.evaluate.config import EvalConfig
 from nemo_grpo.launch.preflight import Job, recipe_and_data
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support.errors import UserError
@@ -233,5 +235,7 @@ def test_training_without_shuffling_keeps_the_order_of_the_files():
 
 def test_eval_without_a_recipe_says_where_the_columns_are_named(here):
     write_rows("dapo.jsonl", [{"prompt": "1?", "reward_model": {"ground_truth": "1"}}])
-    with pytest.raises(UserError, match=r"write in a recipe that --recipe names nemo_grpo\.task\.columns: \{"):
-        load_benchmark("dapo.jsonl", EvalConfig(here))
+    with pytest.raises(
+        UserError, match=r"write in a recipe that --recipe names nemo_grpo\.task\.columns: \{"
+    ):
+        load_benchmark("dapo.jsonl", EvalConfig(model=str(here), data_dir=here))
