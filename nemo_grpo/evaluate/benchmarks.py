@@ -102,18 +102,18 @@ def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
         )
     options = TASK_OPTIONS.get(prompt_name, {})
     known = {key: value for key, value in options.items() if key in type(base).model_fields}
-    task = base.model_copy(update=known).build()
-    if path is None:
-        assert config.section is not None
-        problems = task.validation_problems(config.num_problems or config.section.evaluation.num_problems)
-        return Benchmark(RECIPE, task, problems, prompt, prompt_name, by_recipe)
     try:
-        read = read_problems([path], with_images=base.needs_images, columns=getattr(base, "columns", {}))
+        task = base.model_copy(update=known).build()
     except UserError as error:
         if by_recipe or COLUMNS not in str(error):
             raise
         # without a recipe, this command has no such key
         raise UserError(str(error).replace(COLUMNS, f"in a recipe that --recipe names {COLUMNS}")) from None
+    if path is None:
+        assert config.section is not None
+        problems = task.validation_problems(config.num_problems or config.section.evaluation.num_problems)
+        return Benchmark(RECIPE, task, problems, prompt, prompt_name, by_recipe)
+    read = read_problems([path], with_images=base.needs_images, columns=getattr(base, "columns", {}))
     problems = read[: config.num_problems]
     if not problems:
         raise UserError(f"--benchmarks {item}: {path} holds no problems")
