@@ -42,9 +42,10 @@ def compare(
 ) -> None:
     """Train several variants over seeds from one start, and compare them, paired by seed.
 
-    A variant's recipe is RECIPE-<variant>.yaml beside the recipe, else the recipe with the variant's
-    defaults. Repeat the command to continue: finished runs stay, others are resumed. A run that fails does
-    not stop the others.
+    A variant's recipe is RECIPE-<variant>.yaml beside the recipe, else the recipe with that variant; what the
+    recipe sets of loss_fn then holds for every variant that has the parameter. Settings that differ are
+    printed, and stand in table.md. Repeat the command to continue: finished runs stay, others are resumed.
+    A run that fails does not stop the others.
 
     Examples:
       nemo-grpo compare recipes/quickstart.yaml --variants grpo,cw_grpo,tr_grpo,erpo,gpg --seeds 3 --jobs 2
@@ -126,6 +127,7 @@ def make_runs(
 def _submit(runs: Sequence[Job], out: Path, slurm: Slurm, baseline: str | None, dry_run: bool) -> None:
     from nemo_grpo.experiments.cluster import prepare_array, recipe_file, submit_experiment
 
+    show_differences(runs)
     if dry_run:
         array = prepare_array(runs, out, slurm, dry_run=True)
         if array is not None:
@@ -159,6 +161,7 @@ def _run(runs: Sequence[Job], out: Path, num_parallel: int, baseline: str | None
     from nemo_grpo.engine.recipe_checks import remedies
     from nemo_grpo.experiments.runner import check_settings, run_experiment
 
+    show_differences(runs)
     if dry_run:
         for sentence in remedies(check_settings(runs)):
             typer.echo(sentence, err=True)
@@ -169,6 +172,20 @@ def _run(runs: Sequence[Job], out: Path, num_parallel: int, baseline: str | None
     show_results(found)
     typer.echo(", ".join(map(str, found.files)))
     raise typer.Exit(code)
+
+
+def show_differences(runs: Sequence[Job]) -> None:
+    """Print the settings that differ between the runs, before any of them starts."""
+    from rich.table import Table
+
+    from nemo_grpo.experiments.results import settings_that_differ
+
+    head, rows = settings_that_differ(runs)
+    table = Table(*head, box=None)
+    for row in rows:
+        table.add_row(*row)
+    if rows:  # standard output has the runs of a dry run, one a line
+        wide_console(stderr=True).print(table, "")
 
 
 def show_results(found: Results) -> None:

@@ -294,12 +294,13 @@ def split_items(items: list[str], verb: str) -> tuple[list[Path], list[str]]:
     return paths, [item for item in items if is_override(item)]
 
 
-def wide_console() -> Console:
+def wide_console(*, stderr: bool = False) -> Console:
     """Make a console as wide as the terminal or COLUMNS; in a pipe or file, wide enough for whole names."""
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)
+    console = Console(stderr=stderr)
+    has_width = console.is_terminal or "COLUMNS" in os.environ
+    return console if has_width else Console(width=WIDTH, stderr=stderr)
 
 
 def is_override(item: str) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_grpo.data import SOURCES
+from nemo_grpo.engine.data_checks import data_notes
 from nemo_grpo.engine.resume import check_continuation
 from nemo_grpo.models import COMPUTED, read_spec, refuse_uncomputed
 from nemo_grpo.plan.rules import shape_problems
@@ -14,8 +15,8 @@ from nemo_grpo.recipe.recipe import RECIPE_FILE
 from nemo_grpo.recipe.validation import RecipeErrors
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.extensions import is_reference
-from nemo_grpo.support.model_folder import check_no_other_weights, hf_config, how_to_get
-from nemo_grpo.tasks.jsonl import FileTaskConfig, listed_problems, not_held_out
+from nemo_grpo.support.model_folder import check_no_other_weights, hf_config, how_to_get, is_hub_name
+from nemo_grpo.tasks.jsonl import FileTaskConfig, check_columns, listed_problems, not_held_out
 from nemo_grpo.tasks.scoring import Scorer
 
 WRITTEN_BY = {
@@ -170,6 +171,7 @@ def check_data(recipe: Recipe) -> Findings:
     if lacking or not isinstance(task, FileTaskConfig):
         return Findings(errors, prepared)
     try:
+        check_columns(task)
         _draw(recipe)
         read = {key: listed_problems(task, key) for key in ("train_files", "validation_files")}
     except UserError as error:
@@ -180,7 +182,7 @@ def check_data(recipe: Recipe) -> Findings:
     if kept:
         epochs = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step / len(kept)
         found += f": {epochs:.3g} epochs of training"
-    return Findings(notes=tuple(_notes(recipe, len(trained), len(kept))), found=found)
+    return Findings(notes=tuple(data_notes(recipe, trained, kept)), found=found)
 
 
 def _draw(recipe: Recipe) -> None:
@@ -210,6 +212,12 @@ def remedies(missing: Iterable[str]) -> Iterator[str]:
             folders.setdefault(str(Path(file).parent), []).append(Path(file).stem)
         elif remedy := _model_remedy(Path(file)):
             yield f"policy.model_name={file} is missing; {remedy}"
+        elif is_hub_name(file) and not Path(file).suffix:
+            name = file.rpartition("/")[2]
+            yield (
+                f"nemo_grpo.task: {file} is no file; of a data set on the Hub write one with datasets: "
+                f"`load_dataset({file!r}, split='train').to_parquet('{name}.parquet')`, and name that"
+            )
         else:
             yield (
                 f"nemo_grpo.task: {file} is missing; correct the path, or write it: of problems, JSON lines "
@@ -219,18 +227,4 @@ def remedies(missing: Iterable[str]) -> Iterator[str]:
         yield (
             f"nemo_grpo.task: {len(names)} of its files are missing in {folder}; write them with "
             f"`nemo-grpo data prepare {' '.join(names)} --out {folder}`"
-        )
-
-
-def _notes(recipe: Recipe, trained: int, kept: int) -> Iterator[str]:
-    prompts = recipe.grpo.num_prompts_per_step
-    if kept and prompts > kept:
-        yield (
-            f"grpo.num_prompts_per_step={prompts}: nemo_grpo.task.train_files has {kept} problems, so a step "
-            f"trains on some of them twice; use {kept} or fewer"
-        )
-    if kept < trained:
-        yield (
-            f"nemo_grpo.task.train_files: {trained - kept} of {trained} problems are in validation_files, "
-            f"too; training leaves them out and has {kept}"
         )

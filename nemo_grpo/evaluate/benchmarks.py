@@ -88,6 +88,9 @@ def load_benchmarks(config: EvalConfig) -> list[Benchmark]:
     return loaded
 
 
+COLUMNS = "nemo_grpo.task.columns"
+
+
 def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
     """Load a data set by name, a JSONL or Parquet file, or ``recipe``: a recipe's held-out problems."""
     path = None if item == RECIPE else _path_of(item, config.data_dir)
@@ -108,7 +111,10 @@ def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
     try:  # before the task reads the file and names the recipe's key for it
         read = read_problems([path], with_images=base.needs_images, columns=getattr(base, "columns", {}))
     except UserError as error:
-        raise UserError(f"--benchmarks {item}: {error}") from None
+        message = str(error)
+        if not by_recipe:  # without a recipe, this command has no such key
+            message = message.replace(COLUMNS, f"in a recipe that --recipe names {COLUMNS}")
+        raise UserError(f"--benchmarks {item}: {message}") from None
     task = adapted.build()
     problems = read[: config.num_problems]
     if not problems:

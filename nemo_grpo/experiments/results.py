@@ -16,9 +16,10 @@ from nemo_grpo.report.paired import (
     sentences,
 )
 from nemo_grpo.report.report import PLOTS, write_group_report
-from nemo_grpo.report.runs import METRICS_FILE, RunGroup, json_lines, read_run
+from nemo_grpo.report.runs import METRICS_FILE, NOT_A_SETTING, RunGroup, json_lines, read_run
 from nemo_grpo.report.summary import markdown, markdown_table, note, records, stuck_runs
-from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.dotted import leaves
+from nemo_grpo.support.errors import UserError, did_you_mean, shown
 
 REPORT, TABLE, RESULTS = "report.html", "table.md", "results.json"
 
@@ -48,6 +49,23 @@ def finished_groups(jobs: Sequence[Job], ended: Mapping[str, Status]) -> list[Ru
 
 def _is_finished(job: Job, ended: Mapping[str, Status]) -> bool:
     return job.name in ended and ended[job.name].state == "finished"
+
+
+def settings_that_differ(jobs: Sequence[Job]) -> tuple[list[str], list[list[str]]]:
+    """Tabulate the keys whose values differ between the settings' recipes, a row per key.
+
+    A variant's own parameters are empty for a variant without them.
+
+    Returns: (head, rows), as `report.summary.markdown_table` takes them; no rows if nothing differs.
+    """
+    by_label = {job.setting.label: dict(leaves(job.recipe.to_dict())) for job in jobs}
+    keys = sorted({key for settings in by_label.values() for key in settings} - set(NOT_A_SETTING))
+    rows = []
+    for key in keys:
+        values = [shown(settings[key]) if key in settings else "" for settings in by_label.values()]
+        if len(set(values)) > 1:
+            rows.append([key, *values])
+    return ["settings that differ", *by_label], rows
 
 
 @dataclass(frozen=True)
@@ -106,7 +124,9 @@ def write_results(
         (out / PLOTS / FOREST).unlink(missing_ok=True)
     table = f"{markdown(found.groups)}\n" if found.groups else ""
     table += f"{markdown_table(*paired_table(found.paired, baseline))}\n" if found.paired else ""
-    (out / TABLE).write_text(f"```\n{command}\n```\n\n{table}{found.notes()}")
+    head, rows = settings_that_differ(jobs)
+    settings = f"\n{markdown_table(head, rows)}" if rows else ""
+    (out / TABLE).write_text(f"```\n{command}\n```\n\n{table}{found.notes()}{settings}")
     results = {
         "command": command,
         "settings": records(found.groups),

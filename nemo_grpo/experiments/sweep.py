@@ -24,9 +24,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_grpo.experiments.jobs import Setting, overlap, override_key
+from nemo_grpo.recipe.host import keeps_its_data
 from nemo_grpo.recipe.loader import load_tree
 from nemo_grpo.support import shipped
 from nemo_grpo.support.errors import UNREADABLE, UserError, did_you_mean
+from nemo_grpo.variants import variant_class
+from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 
 FOLDER = Path("recipes") / "sweeps"
 SECTION, LABEL = "sweep", "label"
@@ -152,12 +155,26 @@ def _recipe_of(variant: str | None, recipe: Path) -> tuple[Path, tuple[str, ...]
     """Find the recipe of a variant, and the overrides that make it the variant's.
 
     It is the given recipe if that has the variant already; else ``<stem>-<variant>.yaml`` beside it; else the
-    given recipe with the variant's defaults for ``loss_fn``.
+    given recipe with the variant, whose parameters keep the values that the recipe sets. Otherwise a KL
+    penalty, say, would hold in one arm of a comparison and not in the others.
     """
-    if variant is None or variant == load_tree(recipe).get("loss_fn", {}).get("variant"):
+    if variant is None:
+        return recipe, ()
+    tree = load_tree(recipe)
+    loss = tree.get("loss_fn") or {}
+    if not isinstance(loss, dict) or variant == loss.get("variant"):
         return recipe, ()
     overlay = recipe.with_name(f"{recipe.stem}-{variant.replace('/', '-')}{recipe.suffix}")
-    return (overlay, ()) if overlay.is_file() else (recipe, ("~loss_fn", f"{VARIANT}={variant}"))
+    if overlay.is_file():
+        return overlay, ()
+    try:
+        parameters = set(variant_class(variant, VARIANT).model_fields)
+    except UserError:  # `make_jobs` refuses it by the setting's name
+        return recipe, (f"{VARIANT}={variant}",)
+    if keeps_its_data(tree):  # a recipe of NeMo-RL's: `host` converts its own loss's keys
+        parameters |= NeMoRLLoss.keys().keys()
+    removals = [f"~loss_fn.{key}" for key in loss if key not in parameters]
+    return recipe, (*removals, f"{VARIANT}={variant}")
 
 
 def _override(key: str, value: Any) -> str:

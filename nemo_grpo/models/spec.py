@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+EXTENDING = ("dynamic", "linear", "yarn")
+"""Kinds of rotary scaling whose factor multiplies the positions of a model."""
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -67,6 +70,18 @@ class ModelSpec:
     sliding_window: int | None = None
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
     is_bridged: bool = True
+
+    @property
+    def longest_sequence(self) -> int:
+        """Positions that the model can take; scaled rotary parameters multiply those it was made for.
+
+        vLLM computes the same from config.json (`_get_and_verify_max_len`). Gemma 3 states the scaled length.
+        """
+        rope_type, factor = self.rope.get("rope_type"), self.rope.get("factor")
+        if rope_type not in EXTENDING or factor is None or self.model_type.startswith("gemma3"):
+            return self.max_position_embeddings
+        original = self.rope.get("original_max_position_embeddings") or self.max_position_embeddings
+        return max(self.max_position_embeddings, int(factor * original))
 
     @property
     def num_sparse_layers(self) -> int:

@@ -84,7 +84,7 @@ def setup_data(
     tokenizer = getattr(encoder, "tokenizer", encoder)
     refuse_special_tags(tokenizer, tags_of(task))
     encode = prompt_encoder(own.prompt, encoder, run.has_images, config.data["max_input_seq_length"])
-    config.data["shuffle"] = False  # a task's training stream is already shuffled
+    config.data["shuffle"] = False  # `train_problem` orders the problems, by the recipe's data.shuffle
     data = TaskDataset(lambda index: task.train_problem(index, grpo.seed), num_prompts(run), encode, task)
     validation = TaskDataset(held_out.__getitem__, len(held_out), encode, task) if held_out else None
     shared = {

@@ -43,7 +43,10 @@ def model_config(run: ClusterRun) -> Any:
     try:
         declared, _ = PretrainedConfig.get_config_dict(name)
         refused = not trusted and "auto_map" in {*declared, *get_tokenizer_config(tokenizer)}
-        config = None if refused else AutoConfig.from_pretrained(name, trust_remote_code=trusted)
+        config = None
+        if not refused:
+            overrides = run.recipe.policy.hf_config_overrides  # as NeMo-RL's workers and vLLM apply them
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trusted, **overrides)
     except (OSError, ValueError) as error:
         raise UserError(
             f"policy.model_name={name} has no config.json that transformers can read ({first_line(error)}); "

@@ -10,7 +10,7 @@ import inspect
 import logging
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from nemo_grpo.nemorl.nemo_rl_batches import gym_environments, set_names, set_up
 from nemo_grpo.nemorl.policy import data_plane_of, policy_factory
 from nemo_grpo.nemorl.pretrained import load_tokenizer, model_config, remove_remains
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
+from nemo_grpo.nemorl.stall import StallDump
 from nemo_grpo.nemorl.start_checks import check_async_save, check_data_plane, check_ray_address
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.support.dotted import value_of
@@ -154,7 +155,12 @@ def train(run: ClusterRun, ready: Ready) -> int:
     parts, recipe = ready.parts, run.recipe
     try:
         adding = [RolloutCheck(recipe), RewardMetrics(ready.environments), ready.validation_sets]
+        stalls = StallDump()
+        is_watched = ready.controller is not None  # by NeMo-RL and `watched_loop`
+        if not is_watched:
+            adding.append(stalls)
         with (
+            nullcontext() if is_watched else stalls.watching(),
             stop_after_step(recipe.grpo) as ending,
             calling_back(
                 [*adding, RunRecord(recipe), ready.side_files, ending], parts.logger, parts.checkpointer

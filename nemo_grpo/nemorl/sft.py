@@ -37,7 +37,7 @@ def set_up(run: ClusterRun, problems: TaskProblems, tokenizer: Any) -> Parts:
     shown = Demonstrations(recipe, problems.task, tokenizer)
     shown.check()
     held_out = [shown.held_out(problem) for problem in problems.held_out]
-    config.data["shuffle"] = False  # a task's training stream is already shuffled
+    config.data["shuffle"] = False  # `train_problem` orders the problems, by the recipe's data.shuffle
     number = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step
     data = DemonstrationDataset(shown.training, number, tokenizer)
     validation = DemonstrationDataset(held_out.__getitem__, len(held_out), tokenizer) if held_out else None

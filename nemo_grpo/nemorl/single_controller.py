@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.host_api import CONTROLLER, CONTROLLER_ACTOR, CONTROLLER_CONFIG, SINGLE_CONTROLLER
 from nemo_grpo.nemorl.loss import loss_of
 from nemo_grpo.nemorl.policy import has_no_gradient, policy_factory
+from nemo_grpo.nemorl.stall import dump_after
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError
 
@@ -272,7 +272,7 @@ async def watched_loop(interval_s: float, stall_timeout_s: float) -> AsyncIterat
 
     async def answer() -> None:
         while True:
-            faulthandler.dump_traceback_later(stall_timeout_s, exit=True, file=sys.__stderr__ or 2)
+            dump_after(stall_timeout_s, ends=True)
             await asyncio.sleep(interval_s)
 
     task = asyncio.create_task(answer())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,11 @@ import yaml
 from nemo_grpo.models import ModelSpec, read_spec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.support.errors import UserError, did_you_mean
-from nemo_grpo.support.model_folder import read_config
+from nemo_grpo.support.model_folder import read_config, with_config_overrides
 
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
+    from nemo_grpo.recipe.policy_sections import Policy
 
 
 VLLM_SEQUENCES = 1024
@@ -171,21 +172,24 @@ def _sampling(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _published() -> Iterator[ModelSpec]:
-    """Read the table `models.yaml`, and put each name's length where its config.json has it."""
+def _published() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read the table `models.yaml`: yields names and config.jsons, with each name's length in its place."""
     for entry in yaml.safe_load(Path(__file__).with_name("models.yaml").read_text()).values():
         for name, longest in entry["names"].items():
             config = copy.deepcopy(entry["config"])
             config.get("text_config", config)["max_position_embeddings"] = longest
-            yield read_spec(config, name)
+            yield name, config
 
 
-PRESETS: dict[str, ModelSpec] = {spec.name: spec for spec in _published()}
+_CONFIGS = dict(_published())
+PRESETS: dict[str, ModelSpec] = {name: read_spec(config, name) for name, config in _CONFIGS.items()}
 """Name on the Hub -> shape of the model."""
 
 
 def shape_of(recipe: Recipe, config_file: Path | None = None, others: Iterable[Recipe] = ()) -> ModelSpec:
     """Find the shape of a recipe's model: in a config.json, a local folder, the table, or its new_model.
+
+    policy.hf_config_overrides count in all of them.
 
     Args:   others: recipes, one of whose runs may export the model that this one starts from.
     """
@@ -193,21 +197,27 @@ def shape_of(recipe: Recipe, config_file: Path | None = None, others: Iterable[R
     new_model = recipe.nemo_grpo.new_model
     if config_file is None and name is None and new_model is not None:
         config = {"model_type": "qwen2", "tie_word_embeddings": True, **new_model.model_dump()}
-        return read_spec(config, "new model")
+        return read_spec(with_config_overrides(config, recipe.policy.hf_config_overrides), "new model")
     assert name is not None
     local = config_file or Path(name) / "config.json"
-    longest = recipe.policy.hf_config_overrides.get("max_position_embeddings")
-    changed: dict[str, Any] = {"max_position_embeddings": longest} if isinstance(longest, int) else {}
+    overrides = recipe.policy.hf_config_overrides
     if config_file is not None or local.is_file():
-        return replace(read_spec(read_config(local), name), **changed)
+        return read_spec(with_config_overrides(read_config(local), overrides), name)
     if name not in PRESETS:
         for other in others:
             if other.run_dir != recipe.run_dir and Path(name).is_relative_to(other.run_dir / "hf"):
-                return replace(shape_of(other), name=f"{name}, of {other.nemo_grpo.run_name}", **changed)
+                shape = shape_of(other.model_copy(update={"policy": _with_overrides(other, overrides)}))
+                return replace(shape, name=f"{name}, of {other.nemo_grpo.run_name}")
         is_folder = name.startswith((".", "/")) or name.count("/") != 1
         near = "" if is_folder else did_you_mean(name, PRESETS)
         raise UserError(
             f"policy.model_name={name}: neither a folder with a config.json nor in the planner's table"
             f"{near}; give --model-config FILE"
         )
-    return replace(PRESETS[name], **changed)
+    return read_spec(with_config_overrides(_CONFIGS[name], overrides), name) if overrides else PRESETS[name]
+
+
+def _with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Policy:
+    """Copy a recipe's policy with the overrides of a recipe that starts from its export."""
+    of_both = {**recipe.policy.hf_config_overrides, **overrides}
+    return recipe.policy.model_copy(update={"hf_config_overrides": of_both})

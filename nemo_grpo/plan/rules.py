@@ -72,10 +72,13 @@ def expert_parallel_divides_the_experts(shape: ModelSpec, setup: PlanInput) -> I
 
 @rule(Scope.SHAPE)
 def sequences_fit_the_model(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
-    if setup.max_length > shape.max_position_embeddings:
+    # the embedded engine's samplers end at max_position_embeddings, whatever the rotary scaling
+    longest = shape.max_position_embeddings if setup.embedded else shape.longest_sequence
+    if setup.max_length > longest:
+        scaled = "" if longest == shape.max_position_embeddings else f", {longest} with its rotary scaling"
         yield (
             f"policy.max_total_sequence_length={setup.max_length} exceeds "
-            f"max_position_embeddings={shape.max_position_embeddings} of {shape.name}; lower it"
+            f"max_position_embeddings={shape.max_position_embeddings} of {shape.name}{scaled}; lower it"
         )
 
 

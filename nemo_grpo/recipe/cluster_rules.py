@@ -1,7 +1,7 @@
 """Rules on recipes for NeMo-RL that need arithmetic or a look-up; see `registry`."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from nemo_grpo.recipe.host import has_images
 from nemo_grpo.recipe.recipe import Recipe
@@ -9,7 +9,7 @@ from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.schema import V0_7_0, lacking
 from nemo_grpo.recipe.sections import GENERATION, OVERLAP, VLLM, AsyncGRPO, AsyncRL
 from nemo_grpo.recipe.tables import rows
-from nemo_grpo.support.dotted import parents
+from nemo_grpo.support.dotted import leaves, parents, value_of
 from nemo_grpo.support.errors import as_yaml, did_you_mean, shown
 
 TP_CHECK_OFF = "NRL_IGNORE_TP_ACCURACY_CHECK"
@@ -166,6 +166,54 @@ def training_metric_is_one_of_every_run(recipe: Recipe) -> Iterator[str]:
         yield (
             f"checkpointing.metric_name={name} is not a metric of every run, and NeMo-RL stops at the first "
             f"save if a step lacks it{did_you_mean(metric, TRAINING_METRICS)}"
+        )
+
+
+@rule(Scope.ADVICE)
+def data_name_the_environments_that_a_recipe_adds(recipe: Recipe) -> Iterator[str]:
+    """Report sections of ``env`` that nothing uses, added on top of the data that name another.
+
+    Not those below: NeMo-RL's bases list environments from which the recipes on top of them choose.
+    """
+    if recipe.nemo_grpo.task is not None or recipe.env.should_use_nemo_gym:
+        return
+    written = recipe.source
+    naming = [key for key in written.given if key.startswith("data.") and key.endswith(".env_name")]
+    named = {str(value_of(recipe.settings, key)) for key in naming}
+    for section in (recipe.data.train, recipe.data.validation):
+        if isinstance(section, list):  # of several data sets, whose keys no override can name
+            named |= {str(data_set.get("env_name")) for data_set in section if isinstance(data_set, Mapping)}
+    for name, section in recipe.env.settings.items():
+        if name in named or not isinstance(section, Mapping):
+            continue
+        keys = [f"env.{name}.{key}" for key, _ in leaves(section)]
+        if naming and any(all(written.is_above(key, data_key) for data_key in naming) for key in keys):
+            yield (
+                f"env.{name}: no data set of the recipe names this environment, so nothing reads it; the "
+                f"data name {', '.join(sorted(named))}. Set data.default.env_name={name}, or remove it"
+            )
+
+
+@rule(Scope.ADVICE)
+def positive_examples_reach_the_loss(recipe: Recipe) -> Iterator[str]:
+    """NeMo-RL's loss reads "rewards", which no GRPO trainer of 7ea279abf puts into its batches."""
+    weight = getattr(recipe.loss_fn, "positive_example_nll_weight", 0)
+    if recipe.loss_fn.is_stock and weight:
+        yield (
+            f"loss_fn.positive_example_nll_weight={weight} has no effect: NeMo-RL's loss needs the rewards, "
+            "which its GRPO trainers do not pass on (loss_functions.py of 7ea279abf); leave it out"
+        )
+
+
+@rule(Scope.ADVICE)
+def dynamic_sampling_keeps_single_successes(recipe: Recipe) -> Iterator[str]:
+    """NeMo-RL keeps a response if the std of the others is not 0; the variants keep whole groups."""
+    g = recipe.grpo
+    if recipe.loss_fn.is_stock and g.use_dynamic_sampling and g.use_leave_one_out_baseline:
+        yield (
+            "grpo.use_leave_one_out_baseline=true with grpo.use_dynamic_sampling=true: NeMo-RL then drops "
+            "the only correct response of a group, and the only wrong one, since the others' std is 0; set "
+            "use_leave_one_out_baseline=false, or name a loss_fn.variant, which keeps whole groups"
         )
 
 

@@ -20,8 +20,18 @@ ESTIMATOR = ("normalize_rewards", "use_leave_one_out_baseline")
 """Settings of NeMo-RL's own advantage estimator, under ``grpo`` and ``grpo.adv_estimator``."""
 VISION_PROCESSOR = "vlm_hf_data_processor"
 """NeMo-RL's processor of data with images, audio or video."""
-CLIP = (("ratio_clip_min", "ratio_clip_max"), ("ratio_clip_c",), ("sequence_level_importance_ratios",))
-"""Keys of a clip, by group; a group that NeMo-RL's files leave at its defaults yields to the variant's."""
+OF_THE_ROLLOUTS = (
+    "force_on_policy_ratio",
+    "use_importance_sampling_correction",
+    "truncated_importance_sampling_type",
+    "truncated_importance_sampling_ratio",
+    "truncated_importance_sampling_ratio_min",
+)
+"""Keys of ``loss_fn`` that correct for how the recipe samples and scores: asynchronous rollouts, FP8. They
+belong to its engines and are kept with every variant."""
+OTHER_DRIVERS = {"env.sliding_puzzle_game": "examples/run_grpo_sliding_puzzle.py"}
+"""Section of a recipe whose data NeMo-RL makes in a driver of their own -> that driver."""
+SKIP_REFERENCE = "grpo.skip_reference_policy_logprobs_calculation"
 
 OTHER_ALGORITHMS = {
     "distillation": ("distillation", "use NeMo-RL's own script"),
@@ -32,8 +42,6 @@ OTHER_ALGORITHMS = {
     "sft": ("supervised training", "use NeMo-RL's own script, or loss_fn.variant=sft with a nemo_grpo.task"),
 }
 """Section that names one of NeMo-RL's other algorithms -> (its name, remedy)."""
-
-KL_PENALTY = "reference_policy_kl_penalty"
 
 
 def keeps_its_data(tree: Mapping[str, Any]) -> bool:
@@ -46,6 +54,12 @@ def refuse_other_algorithms(tree: Mapping[str, Any]) -> None:
     for section, (name, remedy) in OTHER_ALGORITHMS.items():
         if section in tree:
             raise UserError(f"{section}: this is a recipe for NeMo-RL's {name}, not for GRPO; {remedy}")
+    for section, driver in OTHER_DRIVERS.items():
+        if keeps_its_data(tree) and value_of(tree, section) is not None:
+            raise UserError(
+                f"{section}: NeMo-RL trains this recipe from {driver}, which makes its problems; every other "
+                f"driver would train on data.train instead. Use that script, or remove {section}"
+            )
 
 
 def adapted(tree: Mapping[str, Any], is_stock: Callable[[str], bool]) -> tuple[Tree, list[str]]:
@@ -67,7 +81,8 @@ def adapted(tree: Mapping[str, Any], is_stock: Callable[[str], bool]) -> tuple[T
         return adapted, []
     if config.is_stock:
         return adapted, []
-    return adapted, [*_replace_loss(loss, config, is_stock), *_replace_advantages(adapted, config)]
+    notes = [*_replace_loss(loss, config, is_stock), *_replace_advantages(adapted, config)]
+    return adapted, [*notes, *_score_the_reference(adapted, config, is_stock)]
 
 
 def _name_the_run(tree: Tree) -> None:
@@ -81,30 +96,52 @@ def _name_the_run(tree: Tree) -> None:
 
 
 def _replace_loss(loss: Tree, config: Any, is_stock: Callable[[str], bool]) -> Iterator[str]:
-    """Remove keys of NeMo-RL's own loss; keys that the variant shares keep their values."""
-    variant, of_the_stock = loss["variant"], NeMoRLLoss.keys()
-    by_tokens, own = loss.pop("token_level_loss", None), config.model_fields["aggregation"].default
-    if by_tokens is False and own == "token_mean":
-        loss.setdefault("aggregation", "sequence_mean")
-    used = loss.get("aggregation", own)
-    if by_tokens is not None and used != ("token_mean" if by_tokens else "sequence_mean"):
-        yield _replaced("loss_fn.token_level_loss", by_tokens, f"{variant} has loss_fn.aggregation={used}")
+    """Keep the writer's own parameters, and let those of NeMo-RL's files give way to the variant's defaults.
+
+    One rule for all parameters, the KL penalty included: a comparison of variants would otherwise mix a
+    paper's values with those of whichever NeMo-RL file the recipe builds on.
+    """
+    variant, stock_defaults = loss["variant"], NeMoRLLoss.keys()
     if config.stock_switch:
         loss.pop(config.stock_switch, None)
-    for keys in (*CLIP, (KL_PENALTY,)):
-        there = [key for key in keys if key in loss]
-        unset = keys in CLIP and all(
-            is_stock(f"loss_fn.{key}") and loss[key] == of_the_stock[key] for key in there
-        )
-        for key in there:
-            value, field = loss.pop(key) if unset else loss[key], config.model_fields.get(key)
-            if field is not None and value == of_the_stock[key] != field.default:
-                yield _at_default(key, value, variant, field.default, unset)
-    for key in [key for key in loss if key in of_the_stock and key not in config.model_fields]:
-        if loss[key] == of_the_stock[key] and (is_stock(f"loss_fn.{key}") or loss[key] in (None, False)):
-            del loss[key]
-        elif key not in REFUSED_STOCK_KEYS:
+    changes, can_be_kept = list[str](), False
+    if is_stock("loss_fn.token_level_loss"):
+        by_tokens = loss.pop("token_level_loss")
+        form = "token_mean" if by_tokens else "sequence_mean"
+        used = loss.get("aggregation", config.model_fields["aggregation"].default)
+        if used != form:
+            changes.append(f"token_level_loss={as_yaml(by_tokens)} -> aggregation={used}")
+            can_be_kept = True
+    else:
+        yield from _replace_own_reduction(loss, config)
+    for key in [key for key in loss if key in stock_defaults and key not in ("variant", *OF_THE_ROLLOUTS)]:
+        field = config.model_fields.get(key)
+        if is_stock(f"loss_fn.{key}"):
+            value = loss.pop(key)
+            default = stock_defaults[key] if field is None else field.default
+            if value != default:
+                changes.append(f"{key}={as_yaml(value)} -> {as_yaml(default) if field else 'none'}")
+                can_be_kept = can_be_kept or field is not None
+        elif field is None and loss[key] == stock_defaults[key] and loss[key] in (None, False):
+            del loss[key]  # off, as in the variant
+        elif field is None and key not in REFUSED_STOCK_KEYS:
             yield _replaced(f"loss_fn.{key}", loss.pop(key), f"{variant} has no such term")
+    if changes:
+        remedy = "; write a key that it has beside loss_fn.variant to keep a value" if can_be_kept else ""
+        yield f"loss_fn: values of NeMo-RL's files give way to {variant}'s own: {', '.join(changes)}{remedy}"
+
+
+def _replace_own_reduction(loss: Tree, config: Any) -> Iterator[str]:
+    """Convert the writer's ``token_level_loss`` to an aggregation where the paper takes the token mean."""
+    by_tokens, default = loss.pop("token_level_loss", None), config.model_fields["aggregation"].default
+    if by_tokens is None:
+        return
+    if by_tokens is False and default == "token_mean":
+        loss.setdefault("aggregation", "sequence_mean")
+    used = loss.get("aggregation", default)
+    if used != ("token_mean" if by_tokens else "sequence_mean"):
+        variant = loss["variant"]
+        yield _replaced("loss_fn.token_level_loss", by_tokens, f"{variant} has loss_fn.aggregation={used}")
 
 
 def _replace_advantages(tree: Tree, config: Any) -> Iterator[str]:
@@ -125,13 +162,19 @@ def _replace_advantages(tree: Tree, config: Any) -> Iterator[str]:
             set_value(tree, place, used)
 
 
-def _at_default(key: str, value: Any, variant: str, default: Any, unset: bool) -> str:
-    """Explain a value at NeMo-RL's default where the variant's default differs."""
-    given, own = f"loss_fn.{key}={as_yaml(value)}", f"{variant}'s {as_yaml(default)}"
-    if not unset:
-        return f"{given} is NeMo-RL's default and kept, in place of {own}"
-    keep = "" if value is False else "; write it beside loss_fn.variant to keep it"
-    return f"{given} comes from NeMo-RL's files and gives way to {own}{keep}"
+def _score_the_reference(tree: Tree, config: Any, is_stock: Callable[[str], bool]) -> Iterator[str]:
+    """Let NeMo-RL's files no longer skip the reference policy where the variant's own penalty needs it.
+
+    They skip it because their own penalty is 0, and that has given way.
+    """
+    penalty, field = "reference_policy_kl_penalty", config.model_fields.get("reference_policy_kl_penalty")
+    own = field is not None and penalty not in tree["loss_fn"] and field.default > 0
+    if own and value_of(tree, SKIP_REFERENCE) is True and is_stock(SKIP_REFERENCE):
+        set_value(tree, SKIP_REFERENCE, False)
+        yield (
+            f"{SKIP_REFERENCE}=true of NeMo-RL's files gives way to false: {tree['loss_fn']['variant']} has "
+            f"loss_fn.{penalty}={as_yaml(field.default)}"
+        )
 
 
 def _replaced(key: str, value: Any, instead: str) -> str:

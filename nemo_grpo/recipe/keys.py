@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from nemo_grpo.recipe.own import NemoGRPOSection
-from nemo_grpo.recipe.schema import entries, free_form, nemo_rl_keys, unread_keys
+from nemo_grpo.recipe.schema import HEAD, V0_7_0, entries, free_form, nemo_rl_keys, unread_keys
 from nemo_grpo.support.aliases import advice_on, advice_on_verl
 from nemo_grpo.support.dotted import leaves, parents
 from nemo_grpo.support.errors import did_you_mean, shown
@@ -23,6 +23,15 @@ CHECKED_ELSEWHERE = ("nemo_grpo.task.", "nemo_grpo.rewards.")
 
 OURS = ("loss_fn", "nemo_grpo")
 """Sections whose keys the variants, the tasks and our own models check."""
+
+
+LATER = {
+    "checkpointing.load_replay_buffer": 3583,
+    "grpo.length_penalty": 3604,
+    "policy.generation.fault_tolerance": 3505,
+    "policy.megatron_cfg.zero_train_gen_mismatch": 3208,
+}
+"""Keys and sections of a NeMo-RL later than those recorded -> the pull request that adds it."""
 
 
 @cache
@@ -72,6 +81,11 @@ def unknown_key_errors(tree: Mapping[str, Any]) -> list[str]:
 def unknown_key_message(key: str, value: Any) -> str:
     """Write ``key=value: rule; remedy`` for a key that a recipe cannot have."""
     bad = next((part for part in [*parents(key), key] if not is_known(part)), key)
+    if bad in LATER:
+        return (
+            f"{key}={shown(value)}: {bad} is of a later NeMo-RL (its pull request {LATER[bad]}) than "
+            f"{V0_7_0} and {HEAD}, which this package knows and which would run without it; leave it out"
+        )
     parent, _, name = bad.rpartition(".")
     siblings = _names_below(parent)
     where = f"is not a key of {parent}" if parent else "is not a section of a recipe"

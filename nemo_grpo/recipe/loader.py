@@ -19,6 +19,10 @@ from nemo_grpo.support.errors import UserError, reading, shown
 
 _PARSER_ERRORS = (yaml.YAMLError, OmegaConfBaseException)
 
+REWARDS = "nemo_grpo.rewards"
+"""Section whose names are files and functions, with dots."""
+STOCK_FOLDER = "/examples/configs/"
+"""Folder of NeMo-RL's recipes in its repository."""
 OVERRIDE = "an override"
 """Value in `Written.given` of a key that an override set."""
 
@@ -27,18 +31,19 @@ class Written(NamedTuple):
     """Settings as their writer left them: files merged, overrides applied, interpolations unresolved.
 
     Attributes: tree: nested.  given: key -> the file that gave its value, or `OVERRIDE`.
-        stock: files that set no loss_fn.variant, nor do their defaults: NeMo-RL's.
+        stock: NeMo-RL's files, see `_is_stock`.  order: all files, bases first.
     """
 
     tree: Tree
     given: Mapping[str, str]
     stock: frozenset[str] = frozenset()
+    order: tuple[str, ...] = ()
 
     def over(self, base: "Written") -> "Written":
         """Merge these settings onto others, see `merge`."""
         tree, given = merge(base.tree, self.tree), {**base.given, **self.given}
         left = {key: given[key] for key, _ in leaves(tree) if key in given}
-        return Written(tree, left, base.stock | self.stock)
+        return Written(tree, left, base.stock | self.stock, (*base.order, *self.order))
 
     def with_overrides(self, overrides: Iterable[str]) -> "Written":
         """Apply overrides in order, see `apply_overrides`."""
@@ -49,7 +54,13 @@ class Written(NamedTuple):
             key: self.given.get(key, OVERRIDE) if keys.isdisjoint((*parents(key), key)) else OVERRIDE
             for key, _ in leaves(tree)
         }
-        return Written(tree, given, self.stock)
+        return Written(tree, given, self.stock, self.order)
+
+    def is_above(self, key: str, other: str) -> bool:
+        """True if a key's value was set after another's: by an override, or a file on top of its file."""
+        places = [*self.order, OVERRIDE]
+        first, second = self.given.get(key), self.given.get(other)
+        return first in places and second in places and places.index(first) > places.index(second)
 
     def is_stock(self, key: str) -> bool:
         """True for a value that came from NeMo-RL's own files."""
@@ -94,9 +105,22 @@ def _read(path: Path, including: tuple[Path, ...]) -> Written:
                 f"a shipped recipe is {shipped.SCHEME}base/embedded.yaml or the like"
             )
         below = _read(file, (*including, resolved)).over(below)
-    merged = Written(tree, {key: str(resolved) for key, _ in leaves(tree)}).over(below)
-    is_stock = is_missing(merged.tree, "loss_fn.variant")
-    return merged._replace(stock=below.stock | {str(resolved)}) if is_stock else merged
+    given = {key: str(resolved) for key, _ in leaves(tree)}
+    merged = Written(tree, given, order=(str(resolved),)).over(below)
+    if _is_stock(resolved, merged.tree, is_base=bool(including)):
+        merged = merged._replace(stock=below.stock | {str(resolved)})
+    return merged
+
+
+def _is_stock(path: Path, tree: Tree, *, is_base: bool) -> bool:
+    """True for a file of NeMo-RL's: without a variant, and a base of another file or in NeMo-RL's folder.
+
+    A file with a variant is its writer's, wherever it lies. So is the recipe that a command names: with
+    loss_fn.variant as an override it has none in the file.
+    """
+    if not is_missing(tree, "loss_fn.variant"):
+        return False
+    return is_base or STOCK_FOLDER in path.as_posix()
 
 
 def _read_yaml(path: Path) -> Tree:
@@ -150,7 +174,9 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> Tree:
 def parse_override(override: str) -> tuple[str, Any]:
     """Split ``key=value`` into the dotted key and the value, typed as YAML types it."""
     key, separator, text = override.removeprefix("++").partition("=")
-    if not separator or not all(key.split(".")):
+    section, name = _section_and_name(key)
+    names = [*section.split("."), name] if section else [name]
+    if not separator or not all(names):
         raise UserError(f"override {override!r} must be key=value, ++key=value or ~key, such as grpo.seed=1")
     with reading(f"override {shown(override)}: the value", "valid YAML", "quote it", *_PARSER_ERRORS):
         value = copy.deepcopy(_parsed_value(text))
@@ -165,22 +191,38 @@ def _parsed_value(text: str) -> Tree:
     return cast(Tree, value)
 
 
+def _section_and_name(key: str) -> tuple[str, str]:
+    """Split a dotted key into its section and the name in it.
+
+    A reward's name has dots of its own: the key that a refused --resume prints is
+    ``nemo_grpo.rewards.my_rewards.py:brevity``.
+    """
+    if key.startswith(f"{REWARDS}."):
+        return REWARDS, key.removeprefix(f"{REWARDS}.")
+    section, _, name = key.rpartition(".")
+    return section, name
+
+
 def _set(tree: Tree, key: str, value: Any) -> None:
-    for section in parents(key):
-        below = value_of(tree, section)
-        above, _, name = section.rpartition(".")
-        is_null = below is None and name in (value_of(tree, above, {}) if above else tree)
+    section, name = _section_and_name(key)
+    for above in [*parents(section), section] if section else []:
+        below = value_of(tree, above)
+        outer, _, inner = above.rpartition(".")
+        is_null = below is None and inner in (value_of(tree, outer, {}) if outer else tree)
         if below is None and not (is_known(key) or is_null):
             raise UserError(unknown_key_message(key, value))
         if below is not None and not isinstance(below, dict):
             raise UserError(
-                f"{key}={shown(value)}: {section} is {shown(below)}, not a section; set {section} instead"
+                f"{key}={shown(value)}: {above} is {shown(below)}, not a section; set {above} instead"
             )
-    set_value(tree, key, value)
+        if below is None:
+            set_value(tree, above, {})
+    holder = value_of(tree, section) if section else tree
+    holder[name] = value
 
 
 def _delete(tree: Tree, key: str) -> None:
-    section, _, name = key.rpartition(".")
+    section, name = _section_and_name(key)
     node = value_of(tree, section) if section else tree
     if not isinstance(node, dict) or name not in node:
         raise UserError(f"~{key}: the recipe has no {key} to remove; look at `nemo-grpo recipe resolve`")

@@ -14,9 +14,11 @@ from nemo_grpo.recipe.megatron_sections import Switch
 from nemo_grpo.recipe.own import NemoGRPOSection
 from nemo_grpo.recipe.policy_sections import Policy
 from nemo_grpo.recipe.sections import AsyncRL, Checkpointing, Cluster, Data, Environments, GRPOSection, Logger
+from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.extensions import texts_of
 from nemo_grpo.tasks import TaskConfig
+from nemo_grpo.tasks.jsonl import FileTaskConfig
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import VariantConfig
 
@@ -224,9 +226,12 @@ class Recipe(BaseModel):
     @property
     def task(self) -> TaskConfig:
         """The task.  Raises: UserError: the recipe keeps NeMo-RL's own data and has none."""
-        if self.nemo_grpo.task is None:
+        task = self.nemo_grpo.task
+        if task is None:
             raise UserError("nemo_grpo.task is missing; this command needs one: data and env are NeMo-RL's")
-        return self.nemo_grpo.task
+        if isinstance(task, FileTaskConfig) and value_of(self, "data.shuffle") is False:
+            return task.in_file_order()
+        return task
 
     @property
     def run_dir(self) -> Path:

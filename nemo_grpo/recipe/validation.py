@@ -16,7 +16,7 @@ from nemo_grpo.recipe.registry import Scope
 from nemo_grpo.recipe.registry import messages as function_messages
 from nemo_grpo.recipe.schema import EXPECTED, kind_named, type_errors
 from nemo_grpo.recipe.tables import table_messages
-from nemo_grpo.support.dotted import is_missing, set_value, value_of
+from nemo_grpo.support.dotted import is_missing, leaves, set_value, value_of
 from nemo_grpo.support.errors import UserError, shown
 
 DERIVED_DEFAULTS = {
@@ -39,6 +39,8 @@ DERIVED_DEFAULTS = {
     "nemo_grpo.evaluation.top_p": "policy.generation.val_top_p",
 }
 """Missing key -> the key whose value it takes, in this order."""
+MAPPING = "a mapping"
+"""Value in `Written.given` of a key that no file gave."""
 FOLLOW_VAL_PERIOD = ("val_at_start", "val_at_end")
 """Keys of ``grpo`` whose null means true if grpo.val_period is above 0."""
 
@@ -59,12 +61,19 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 def load_recipe_dict(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
     """Validate a nested mapping without ``defaults`` like `load_recipe`."""
-    return _load(Written(dict(tree), {}).with_overrides(overrides))
+    given = {key: MAPPING for key, _ in leaves(tree)}
+    return _load(Written(dict(tree), given, order=(MAPPING,)).with_overrides(overrides))
 
 
 def _load(written: Written) -> Recipe:
     host.refuse_other_algorithms(written.tree)
-    tree, references = resolve(written.tree)
+    try:
+        tree, references = resolve(written.tree)
+    except UserError as error:
+        # A misspelt key often is the reason: policy.model_name_or_path leaves model_name at the base's ???.
+        if unknown := unknown_key_errors(written.tree):
+            raise RecipeErrors([*unknown, str(error)]) from None
+        raise
     known = Resolved(_with_derived_defaults(tree, references), references)
     if errors := dotted_key_errors(tree):
         raise RecipeErrors(errors, known)

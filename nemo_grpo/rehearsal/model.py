@@ -20,6 +20,7 @@ from nemo_grpo.recipe.host import has_images
 from nemo_grpo.rehearsal import vision
 from nemo_grpo.rehearsal.tiny_data import ToyTask
 from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.model_folder import with_config_overrides
 from nemo_grpo.tasks import Problem, Prompt, chat_messages, encode_prompt
 from nemo_grpo.tasks.prompts import PROMPTS_CHECKED
 
@@ -111,7 +112,9 @@ def _config_file(recipe: Recipe) -> dict[str, Any]:
     name = recipe.policy.model_name or ""
     cached = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
     path = Path(cached) if isinstance(cached, str) else Path(name) / "config.json"
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    return with_config_overrides(json.loads(path.read_text()), recipe.policy.hf_config_overrides)
 
 
 class _Corpus(ToyTask):

@@ -140,6 +140,22 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def with_config_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply a recipe's policy.hf_config_overrides to a config.json, as transformers and vLLM do.
+
+    A value replaces the whole value of its key; a nested configuration, such as text_config, is updated key
+    by key.
+    """
+    changed = dict(config)
+    for key, value in overrides.items():
+        below = changed.get(key)
+        if key.endswith("_config") and isinstance(below, Mapping) and isinstance(value, Mapping):
+            changed[key] = {**below, **value}
+        else:
+            changed[key] = value
+    return changed
+
+
 def _depth(value: Any) -> int:
     """Count the levels of nested objects and lists."""
     depth, level = 0, [value]

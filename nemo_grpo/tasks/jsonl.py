@@ -5,11 +5,11 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, Strict, field_validator
+from pydantic import Field, PrivateAttr, Strict, field_validator
 
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.base import (
@@ -21,7 +21,7 @@ from nemo_grpo.tasks.base import (
     stream,
 )
 from nemo_grpo.tasks.response import render_response
-from nemo_grpo.tasks.rows import Columns, Key, problem_of, read_rows
+from nemo_grpo.tasks.rows import Columns, Key, has_column, problem_of, read_rows
 
 VALIDATION_FILES = "nemo_grpo.task.validation_files"
 STRATA = ("num_people", "task", "level")
@@ -37,7 +37,14 @@ class FileTaskConfig(TaskConfig):
     """Files of the held-out problems, whose questions training drops. Each is a validation set, named by its
     file, or ``{name: file}``."""
     columns: dict[Key, str] = Field(default_factory=dict)
-    """Columns by other names, {question: prompt, answer: reward_model.ground_truth}."""
+    """Columns of files without question and answer, {question: prompt, answer: reward_model.ground_truth}."""
+    _keeps_order: bool = PrivateAttr(False)
+
+    def in_file_order(self) -> Self:
+        """Copy the parameters, for a task that trains in the files' order: data.shuffle=false."""
+        copied = self.model_copy()
+        copied._keeps_order = True
+        return copied
 
     @field_validator("validation_files")
     @classmethod
@@ -76,7 +83,10 @@ class FileTaskConfig(TaskConfig):
 
 
 class FileTask:
-    """A finite set of problems: training goes through all of them in a new order in every epoch."""
+    """A finite set of problems: training goes through all of them in a new order in every epoch.
+
+    With data.shuffle=false every epoch has the files' order.
+    """
 
     def __init__(self, config: FileTaskConfig) -> None:
         self.config: Any = config
@@ -101,6 +111,8 @@ class FileTask:
                 f"than {VALIDATION_FILES}"
             )
         epoch, position = divmod(index, len(self.train))
+        if self.config._keeps_order:
+            return self.train[position]
         return self.train[_shuffled(len(self.train), seed, epoch)[position]]
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
@@ -124,8 +136,8 @@ class FileTask:
 
 def not_held_out(problems: Iterable[Problem], held_out: Iterable[Problem]) -> list[Problem]:
     """Return the problems that training keeps: those with other questions than the held-out ones."""
-    questions = set(map(_normalized, held_out))
-    return [problem for problem in problems if _normalized(problem) not in questions]
+    questions = set(map(question_of, held_out))
+    return [problem for problem in problems if question_of(problem) not in questions]
 
 
 def solution_of(problem: Problem) -> str:
@@ -244,6 +256,21 @@ def _with_images(problem: Problem, path: Path, where: str) -> Problem:
     return replace(problem, metadata={**problem.metadata, "images": [str(image) for image in found]})
 
 
-def _normalized(problem: Problem) -> tuple[str, str]:
-    question = " ".join(problem.question.split())
-    return question, repr((problem.history, problem.metadata.get("images")))
+def question_of(problem: Problem) -> tuple[str, str]:
+    """Return what makes two problems the same question: its text up to white space, and its images.
+
+    Not the turns before it: a system text in one of two files would hide that a held-out question is trained
+    on.
+    """
+    return " ".join(problem.question.split()), repr(problem.metadata.get("images"))
+
+
+def check_columns(config: FileTaskConfig) -> None:
+    """Refuse a mapped column that no file has: the files' own question and answer would be read instead."""
+    rows = [row for file in config.files for _, row in islice(read_rows(Path(file)), 1)]
+    for key, column in config.columns.items():
+        if rows and not any(has_column(row, column) for row in rows):
+            raise UserError(
+                f"nemo_grpo.task.columns.{key}={column}: no file has this column; the first has "
+                f"{', '.join(rows[0])}"
+            )

@@ -46,6 +46,8 @@ _WORKED = re.compile(r"(|.*\s)####(?!#)([^\n]*)\s*", re.DOTALL)
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Read the rows of a file, numbered from 1; blank lines of JSONL are skipped."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; {_how_to_write(path)}")
     try:
         yield from _parquet(path) if path.suffix == PARQUET else _json_lines(path)
     except OSError as error:
@@ -53,6 +55,18 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             f"{path}: {error.strerror or first_line(error)}; `nemo-grpo data prepare NAME --out DIR` writes "
             "such files"
         ) from error
+
+
+def _how_to_write(folder: Path) -> str:
+    """Name the line that writes a file of a folder's problems."""
+    is_dict, is_set = ((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
+    if not (is_dict or is_set):
+        return "name its files"
+    split = '["train"]' if is_dict else ""
+    return (
+        f"write a file with datasets: `load_from_disk({str(folder)!r}){split}.to_parquet({folder.name!r} + "
+        "'.parquet')`, and name that"
+    )
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -116,7 +130,7 @@ def problem_of(row: Row, columns: Columns, where: str) -> Problem:
 
     Args:    where: file and number of the row, ``path:number``.
     """
-    names = {key: columns.get(key, key) for key in REQUIRED}
+    names = _names(row, columns)
     given = {key: _value(row, name) for key, name in names.items() if not _is_missing(row, name)}
     given.setdefault("id", where.rpartition("/")[2])
     history: list[Message] = []
@@ -130,7 +144,10 @@ def problem_of(row: Row, columns: Columns, where: str) -> Problem:
         given["question"] = last["content"]
     for key in REQUIRED:
         if key not in given:
-            remedy = _remedy(row, columns) or f"it must be {REQUIRED[key].rule}"
+            line = (
+                f"name its column, nemo_grpo.task.columns: {{{key}: COLUMN}}; it must be {REQUIRED[key].rule}"
+            )
+            remedy = _remedy(row, columns) or line
             raise UserError(f"{where}: {names[key]} is missing among {', '.join(row) or 'no keys'}; {remedy}")
     texts = {key: _text(key, value, where) for key, value in given.items()}
     metadata, used = row.get("metadata"), {*names.values(), "metadata"}
@@ -143,6 +160,18 @@ def problem_of(row: Row, columns: Columns, where: str) -> Problem:
         if not texts["answer"]:
             raise UserError(f"{where}: answer ends in '####' without an answer; write it there, as '#### 42'")
     return Problem(**texts, metadata=metadata, history=tuple(history))
+
+
+def _names(row: Row, columns: Columns) -> dict[Key, str]:
+    """Return the column of each key: by the mapping, unless the row has the standard names instead.
+
+    Training and validation files share the mapping, and often only one of them needs it.
+    """
+    is_mapped = any(has_column(row, column) for column in columns.values())
+    is_standard = has_column(row, "question") and has_column(row, "answer")
+    if is_standard and not is_mapped:
+        return {key: key for key in REQUIRED}
+    return {key: columns.get(key, key) for key in REQUIRED}
 
 
 def _text(key: Key, value: Any, where: str) -> str:
@@ -168,7 +197,12 @@ def _remedy(row: Row, columns: Columns) -> str | None:
 
 
 def _is_missing(row: Row, name: str) -> bool:
-    return name not in row and ("." not in name or value_of(row, name) is None)
+    return not has_column(row, name)
+
+
+def has_column(row: Row, name: str) -> bool:
+    """True if a row has a column; dots lead into nested fields."""
+    return name in row or ("." in name and value_of(row, name) is not None)
 
 
 def _value(row: Row, name: str) -> Any:

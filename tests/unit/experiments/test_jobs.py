@@ -7,6 +7,7 @@ import pytest
 
 from nemo_grpo.cli.compare import parse_seeds
 from nemo_grpo.experiments.jobs import Setting, make_jobs
+from nemo_grpo.experiments.results import settings_that_differ
 from nemo_grpo.experiments.sweep import (
     find_sweep,
     is_sweep,
@@ -32,6 +33,33 @@ def test_compare_uses_a_variants_overlay_and_the_given_recipe_for_its_own_varian
     named = [(s.label, s.recipe.name) for s in settings]
     assert named == [("grpo", "quickstart.yaml"), ("gpg", "quickstart-gpg.yaml")]
     assert {s.overrides for s in settings} == {("grpo.max_num_steps=3",)}
+
+
+def test_what_the_recipe_sets_of_the_loss_holds_for_every_variant_that_has_the_parameter(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "defaults: nemo_grpo://quickstart.yaml\n"
+        "loss_fn: {reference_policy_kl_penalty: 0.04, ratio_clip_max: 0.3, normalize_rewards: false}\n"
+    )
+    jobs = make_jobs(settings_of(["grpo", "tr_grpo", "gpg"], recipe=recipe), [0], tmp_path)
+    losses = [job.recipe.loss_fn for job in jobs]
+    assert [loss.reference_policy_kl_penalty for loss in losses] == [0.04, 0.04, 0.04]
+    assert [getattr(loss, "ratio_clip_max", None) for loss in losses] == [0.3, 0.3, None]
+    assert [getattr(loss, "normalize_rewards", None) for loss in losses] == [False, False, None]
+    assert losses[1].tau == 9.0
+    head, rows = settings_that_differ(jobs)
+    assert head == ["settings that differ", "grpo", "tr_grpo", "gpg"]
+    differing = {key: values for key, *values in rows}
+    assert differing["loss_fn.tau"] == ["", "9.0", ""]
+    assert differing["loss_fn.ratio_clip_max"] == ["0.3", "0.3", ""]
+    assert "loss_fn.reference_policy_kl_penalty" not in differing
+    assert not {"grpo.seed", "nemo_grpo.run_name"} & differing.keys()
+
+
+def test_a_clip_of_the_recipe_that_differs_from_another_arms_recipe_is_tabulated(tmp_path):
+    jobs = make_jobs(settings_of(["grpo", "tr_grpo"]), [0, 1], tmp_path)  # quickstart and its overlay
+    assert ["loss_fn.ratio_clip_max", "0.2", "0.24"] in settings_that_differ(jobs)[1]
+    assert settings_that_differ(jobs[:1])[1] == []
 
 
 def test_compare_without_an_overlay_uses_the_variants_defaults(tmp_path):

@@ -4,12 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
 from nemo_grpo.engine.recipe_checks import check_data, missing_files, remedies
+from nemo_grpo.evaluate.benchmarks import load_benchmark
+from nemo_grpo.evaluate.config import EvalConfig
 from nemo_grpo.launch.preflight import Job, recipe_and_data
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import jsonl
 
 CLUSTER = "cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g"
@@ -17,6 +24,8 @@ MINE = [
     "nemo_grpo.task={name: math, train_files: [train.jsonl], validation_files: [validation.jsonl]}",
     "nemo_grpo.prompt={}",
 ]
+
+NO_VALIDATION = ["grpo.val_period=0", "grpo.num_prompts_per_step=1", "checkpointing.metric_name=null"]
 
 
 @pytest.fixture(autouse=True)
@@ -121,3 +130,112 @@ def test_the_preflight_refuses_a_job_without_its_data():
         "ok",
         "20 problems in train_files, 256 problems in validation_files: 128 epochs of training",
     )
+
+
+def write_rows(name, rows):
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def notes_on(rows, *overrides):
+    write_rows("train.jsonl", rows)
+    write("validation.jsonl", 3)
+    recipe = load_recipe(
+        "quickstart", [*MINE, "grpo.max_val_samples=3", "grpo.num_prompts_per_step=1", *overrides]
+    )
+    found = check_data(recipe)
+    assert found.errors == ()
+    return found.notes
+
+
+def test_repeated_rows_and_questions_with_two_answers_are_noted():
+    rows = [{"question": f"{i}?", "answer": i} for i in range(4)]
+    assert notes_on(rows) == ()
+    (repeated,) = notes_on(rows * 3)
+    assert "train_files: 12 problems are 4 different questions" in repeated
+    repeated, unclear = notes_on([*rows, {"question": " 2? ", "answer": 7}])
+    assert "5 problems are 4 different questions" in repeated
+    assert "questions with several answers: 1, such as '2?'" in unclear
+
+
+@pytest.mark.parametrize(
+    ("asks", "prepared"),
+    [
+        ("The last line of your response should be of the form Answer: $Answer.", "dapo-math-17k"),
+        ('Put your answer on its own line after "Answer:".', "dapo-math-17k"),
+        ('Think step by step and output the final answer after "####".', "gsm8k"),
+        ("What is the Answer: to everything?", None),
+        ("Put the final answer in \\boxed{}.", None),
+    ],
+)
+def test_an_instruction_for_a_form_that_is_never_read_is_noted(asks, prepared):
+    notes = notes_on([{"question": f"{i}? {asks}", "answer": i} for i in range(4)])
+    assert bool(notes) == (prepared is not None)
+    if prepared is not None:
+        assert "4 of 4 questions ask for" in notes[0]
+        assert f"`nemo-grpo data prepare {prepared}` writes" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("template_opens", "is_open", "noted"),
+    [
+        (True, False, "think_is_open=false: the chat template of"),
+        (False, True, "think_is_open=true: the prompt does not end with <think>"),
+        (True, True, None),
+        (False, False, None),
+    ],
+)
+@pytest.mark.parametrize("form", ["think", "boxed"])
+def test_a_chat_template_that_opens_the_thinking_is_compared_with_the_task(
+    template_opens, is_open, noted, form
+):
+    words = Tokenizer(WordLevel({"<unk>": 0}, "<unk>"))
+    words.pre_tokenizer = Whitespace()  # the template's line break after the tag is no token
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer.add_tokens(["user", "assistant", "<think>", "</think>"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}user {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}assistant "
+        + ("<think>\n" if template_opens else "{# <think> #}")
+        + "{% endif %}"
+    )
+    tokenizer.save_pretrained("model")
+    task = f"{{name: math, form: {form}, think_is_open: {str(is_open).lower()}, train_files: [train.jsonl]}}"
+    model = [
+        "policy.model_name=model",
+        "nemo_grpo.warm_start=null",
+        "nemo_grpo.prompt.use_chat_template=true",
+    ]
+    write("train.jsonl", 4)
+    recipe = load_recipe("quickstart", [*MINE, f"nemo_grpo.task={task}", *model, *NO_VALIDATION])
+    notes = check_data(recipe).notes
+    assert bool(notes) == (noted is not None and form == "think")
+    if notes:
+        assert noted in notes[0]
+
+
+def test_a_name_on_the_hub_is_answered_with_the_line_that_writes_its_file():
+    (message,) = remedies(["openai/gsm8k"])
+    assert "`load_dataset('openai/gsm8k', split='train').to_parquet('gsm8k.parquet')`" in message
+
+
+def test_training_without_shuffling_keeps_the_order_of_the_files():
+    write("train.jsonl", 6)
+    write("validation.jsonl", 3)
+    orders = []
+    for shuffle in ("true", "false"):
+        recipe = load_recipe("quickstart", [*MINE, f"++data.shuffle={shuffle}", "grpo.max_val_samples=3"])
+        task = recipe.task.build()
+        orders.append([task.train_problem(index, 0).answer for index in range(12)])
+    in_file = [str(i) for i in range(6)]
+    assert orders[1] == in_file * 2
+    assert orders[0] != orders[1]
+    assert sorted(orders[0][:6]) == in_file
+    with pytest.raises(UserError, match=r"data\.shuffle=false: \w+ makes its problems and has no file"):
+        load_recipe("quickstart", ["++data.shuffle=false"])
+
+
+def test_eval_without_a_recipe_says_where_the_columns_are_named(here):
+    write_rows("dapo.jsonl", [{"prompt": "1?", "reward_model": {"ground_truth": "1"}}])
+    with pytest.raises(
+        UserError, match=r"write in a recipe that --recipe names nemo_grpo\.task\.columns: \{"
+    ):
+        load_benchmark("dapo.jsonl", EvalConfig(model=str(here), data_dir=here))

@@ -95,10 +95,20 @@ def test_workers_end_before_the_exit_code_is_judged(monkeypatch):
     assert closed == [parts, parts]
 
 
-def of_model(folder, *, trusted=False, stops=None):
-    generation = Of(stop_token_ids=stops)
-    policy = Of(model_name=str(folder), tokenizer=Of(name=None), generation=generation)
+def of_model(folder, *, trusted=False, stops=None, overrides=()):
+    policy = Of(
+        model_name=str(folder),
+        tokenizer=Of(name=None),
+        generation=Of(stop_token_ids=stops),
+        hf_config_overrides=dict(overrides),
+    )
     return Of(recipe=Of(policy=policy, nemo_grpo=Of(trust_remote_code=trusted)))
+
+
+def test_the_drivers_configuration_has_the_recipes_overrides(tmp_path):
+    Qwen2Config(vocab_size=300, max_position_embeddings=64).save_pretrained(tmp_path)
+    config = model_config(of_model(tmp_path, overrides={"max_position_embeddings": 128}))
+    assert config.max_position_embeddings == 128
 
 
 def test_a_model_without_a_config_and_a_stop_token_beyond_its_vocabulary_are_refused(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nemo_grpo.nemorl.single_controller import ChunkEstimator, StepRecord, streaming
+from nemo_grpo.nemorl.stall import STALL_S
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.variants import VARIANTS, parse_loss_fn
 
@@ -178,6 +179,34 @@ def test_a_frozen_event_loop_ends_the_process_and_shows_where():
     ended = subprocess.run([sys.executable, "-c", FROZEN], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (1, "alive\n"), ended.stderr
     assert "line 9 in run" in ended.stderr, "the line that blocks"
+
+
+SILENT = """
+import time
+from nemo_grpo.nemorl.stall import StallDump
+
+def step(seconds):
+    time.sleep(seconds)
+
+stalls = StallDump(0.6)
+with stalls.watching():
+    for number in range(4):
+        step(0.3)
+        stalls.added_metrics({}, number, "train")
+    print("silent", flush=True)
+    step(1.2)
+    stalls.added_metrics({}, 4, "train")
+time.sleep(1)
+print("done", flush=True)
+"""
+
+
+def test_a_trainer_that_logs_nothing_writes_its_stacks_once_and_goes_on():
+    ended = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "silent\ndone\n"), ended.stderr
+    assert ended.stderr.count("Timeout (") == 1
+    assert "line 6 in step" in ended.stderr, "the line that waits"
+    assert STALL_S == 600, "as NeMo-RL's single controller"
 
 
 def test_responses_without_a_reward_mix_no_group():

@@ -37,6 +37,10 @@ def test_the_page_holds_the_table():
         ("++actor_rollout_ref.rollout.n=4", "verl's n is grpo.num_generations_per_prompt"),
         ("++actor_rollout_ref.actor.use_dynamic_bsz=true", "it is verl's, and no key here"),
         ("++critic.optim.lr=1", "critic is not a section of a recipe; it is verl's, and no key here"),
+        (
+            "++policy.megatron_cfg.scheduler.warmup_ratio=0.1",
+            "TRL's warmup_ratio is policy.megatron_cfg.scheduler.lr_warmup_iters (updates, not a share",
+        ),
         ("++max_completion_length=5", "TRL's max_completion_length is policy.generation.max_new_tokens"),
     ],
 )

@@ -62,10 +62,10 @@ def test_without_a_variant_the_loss_stays_nemo_rls(recipe):
     assert load_recipe_dict(stock.to_dict()).to_dict() == stock.to_dict()
 
 
-def test_one_line_adds_a_variant_whose_own_keys_keep_the_recipes_values(recipe):
+def test_one_line_adds_a_variant_with_its_own_parameters(recipe):
     mine = recipe(variant="tr_grpo")
-    assert (mine.loss_fn.variant, mine.loss_fn.reference_policy_kl_penalty) == ("tr_grpo", 0.02)
-    assert (mine.loss_fn.ratio_clip_max, mine.loss_fn.tau) == (0.24, 9.0)  # nobody has chosen a clip
+    assert (mine.loss_fn.variant, mine.loss_fn.reference_policy_kl_penalty) == ("tr_grpo", 0.001)
+    assert (mine.loss_fn.ratio_clip_max, mine.loss_fn.tau) == (0.24, 9.0)
     chosen = recipe(variant="tr_grpo", ratio_clip_max=0.28).loss_fn
     assert (chosen.ratio_clip_min, chosen.ratio_clip_max) == (0.2, 0.28)
     assert (mine.data.train, mine.data.default) == (STOCK["data"]["train"], STOCK["data"]["default"])
@@ -81,7 +81,7 @@ def test_the_variants_advantages_replace_nemo_rls_estimator_and_say_so(recipe):
     assert advice(mine)[: len(mine.notes)] == list(mine.notes)
     kept = recipe(variant="grpo", use_leave_one_out_baseline=True)
     assert kept.grpo.use_leave_one_out_baseline is True
-    assert kept.notes == ()
+    assert "use_leave_one_out_baseline" not in notes(kept)
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,45 @@ def test_terms_that_the_variant_lacks_are_set_aside_only_with_a_note(recipe):
     assert "loss_fn.kl_input_clamp_value=null" in notes(asked)
 
 
-@pytest.mark.parametrize(
-    ("variant", "penalty", "noted"),
-    [("gpg", 0.01, True), ("tr_grpo", 0.01, True), ("gpg", 0.02, False), ("gpg", 0.0, False)],
-)  # fmt: skip
-def test_nemo_rls_kl_penalty_is_kept_with_a_note(recipe, variant, penalty, noted):
-    mine = recipe(variant=variant, reference_policy_kl_penalty=penalty)
+@pytest.mark.parametrize(("variant", "own"), [("gpg", 0.0), ("tr_grpo", 0.001), ("grpo", 0.0)])
+def test_one_note_names_every_parameter_that_gives_way_to_the_variant(recipe, variant, own):
+    mine = recipe(variant=variant)
+    assert mine.loss_fn.reference_policy_kl_penalty == own
+    (note,) = [note for note in mine.notes if note.startswith("loss_fn")]
+    assert f"reference_policy_kl_penalty=0.02 -> {own}" in note
+    assert f"give way to {variant}'s own: " in note
+    assert ("ratio_clip_max=0.2 -> 0.24" in note) is (variant == "tr_grpo")
+    assert note.endswith("; write a key that it has beside loss_fn.variant to keep a value")
+    assert "kl_input_clamp_value" not in note  # at NeMo-RL's default, and the variant has no such term
+
+
+@pytest.mark.parametrize("penalty", [0.01, 0.02, 0.0])
+@pytest.mark.parametrize("written_as", ["file", "override"])
+def test_the_writers_kl_penalty_is_kept_whatever_its_value(recipe, penalty, written_as):
+    key = "reference_policy_kl_penalty"
+    in_file = {key: penalty} if written_as == "file" else {}
+    overrides = [] if in_file else [f"loss_fn.{key}={penalty}"]
+    mine = recipe(*overrides, variant="tr_grpo", **in_file)
     assert mine.loss_fn.reference_policy_kl_penalty == penalty
-    assert ("loss_fn.reference_policy_kl_penalty=0.01 is NeMo-RL's default and kept" in notes(mine)) is noted
+    assert key not in notes(mine)
+
+
+def test_what_corrects_for_the_recipes_rollouts_is_kept_with_every_variant(tmp_path):
+    corrected = {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": "tis",
+        "truncated_importance_sampling_ratio": 2.0,
+    }
+    stock = merge(STOCK, {"loss_fn": corrected | {"use_kl_in_reward": True, "token_level_loss": False}})
+    (tmp_path / "stock.yaml").write_text(yaml.safe_dump(stock))
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("defaults: stock.yaml\nloss_fn: {variant: grpo}\n")
+    loss = load_recipe(mine).loss_fn
+    assert {key: getattr(loss, key) for key in corrected} == corrected
+    assert loss.aggregation == "token_mean"
+    note = notes(load_recipe(mine))
+    assert "use_kl_in_reward=true -> none" in note
+    assert "token_level_loss=false -> aggregation=token_mean" in note
 
 
 @pytest.mark.parametrize(
@@ -125,28 +156,31 @@ def test_nemo_rls_kl_penalty_is_kept_with_a_note(recipe, variant, penalty, noted
     [
         ({"mine": {"variant": "dapo"}}, [], 0.28),
         ({"mine": {"variant": "dapo", "ratio_clip_max": 0.2}}, [], 0.2),
-        ({"mine": {"variant": "dapo", "ratio_clip_min": 0.2}}, [], 0.2),  # a clip has two sides
+        ({"mine": {"variant": "dapo", "ratio_clip_min": 0.2}}, [], 0.28),  # each key by itself
         ({"mine": {"variant": "dapo"}}, ["loss_fn.ratio_clip_max=0.2"], 0.2),
         ({"mine": {"variant": "dapo"}}, ["loss_fn={variant: dapo, ratio_clip_max: 0.2}"], 0.2),
-        ({"mine": {"ratio_clip_max": 0.2}}, ["++loss_fn.variant=dapo"], 0.28),
+        ({"mine": {"ratio_clip_max": 0.2}}, ["++loss_fn.variant=dapo"], 0.2),
         ({"mine": {"ratio_clip_max": 0.25}}, ["++loss_fn.variant=dapo"], 0.25),
-        ({"more": {"ratio_clip_max": 0.2}, "mine": {"variant": "dapo"}}, [], 0.28),
+        ({"more": {"ratio_clip_max": 0.25}, "mine": {"variant": "dapo"}}, [], 0.28),
         ({"more": {"variant": "dapo"}, "mine": {"ratio_clip_max": 0.2}}, [], 0.2),
         ({"more": {"variant": "grpo", "ratio_clip_max": 0.2}, "mine": {"variant": "dapo"}}, [], 0.2),
+        ({"examples/configs/theirs": {"ratio_clip_max": 0.25}}, ["++loss_fn.variant=dapo"], 0.28),
     ],
 )
-def test_a_clip_is_the_users_if_it_is_written_with_the_variant_or_above_it(files, overrides, clip, tmp_path):
-    below = "stock"
-    (tmp_path / "stock.yaml").write_text(yaml.safe_dump(STOCK))
+def test_a_parameter_is_the_writers_if_it_is_in_the_recipe_or_above_a_variant(
+    files, overrides, clip, tmp_path
+):
+    below, path = tmp_path / "stock.yaml", tmp_path
+    below.write_text(yaml.safe_dump(STOCK))
     for name, loss_fn in files.items():
-        tree = {"defaults": f"{below}.yaml", "loss_fn": loss_fn}
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree))
-        below = name
-    mine = load_recipe(tmp_path / "mine.yaml", overrides)
+        path = tmp_path / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump({"defaults": str(below), "loss_fn": loss_fn}))
+        below = path
+    mine = load_recipe(path, overrides)
     assert (mine.loss_fn.ratio_clip_min, mine.loss_fn.ratio_clip_max) == (0.2, clip)
-    gave_way = "loss_fn.ratio_clip_max=0.2 comes from NeMo-RL's files and gives way to dapo's 0.28"
-    kept = "loss_fn.ratio_clip_max=0.2 is NeMo-RL's default and kept, in place of dapo's 0.28"
-    assert (gave_way in notes(mine), kept in notes(mine)) == (clip == 0.28, clip == 0.2)
+    gave_way = any(f"ratio_clip_max={value} -> 0.28" in notes(mine) for value in (0.2, 0.25))
+    assert gave_way == (clip == 0.28)
     (tmp_path / "resolved.yaml").write_text(mine.to_yaml())
     assert load_recipe(tmp_path / "resolved.yaml").to_dict() == mine.to_dict()
 
@@ -239,3 +273,37 @@ def test_the_end_of_the_data_is_said_where_it_may_end_the_run(passes, said, tmp_
     )
     assert f"10 steps of 4 x 4 or {said} through the data, TP 1" in check
     assert f"run: 10 steps or {said} through the data, validations and checkpoints take at most" in plan
+
+
+def test_a_recipe_of_another_driver_of_nemo_rls_is_refused_with_its_name(recipe, tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump(merge(STOCK, {"env": {"sliding_puzzle_game": {"cfg": {}}}}))
+    )
+    with pytest.raises(
+        UserError, match=r"^env\.sliding_puzzle_game: .* from examples/run_grpo_sliding_puzzle"
+    ):
+        load_recipe(tmp_path / "mine.yaml")
+
+
+def test_an_environment_that_no_data_set_names_is_noted_if_it_was_added_on_top(recipe, tmp_path):
+    unread = "env.code: no data set of the recipe names this environment"
+    recipe()
+    more = tmp_path / "more.yaml"
+    for data, is_noted in (({}, True), ({"default": {"env_name": "code"}}, False)):
+        tree = {"defaults": "stock.yaml", "env": {"code": {"num_workers": 2}}, "data": data}
+        more.write_text(yaml.safe_dump(tree))
+        said = "\n".join(advice(load_recipe(more)))
+        assert (unread in said) == is_noted
+        assert "env.math" not in said  # a base's, from which this recipe chooses
+    assert unread in "\n".join(advice(recipe("++env.code={num_workers: 2}")))
+
+
+def test_settings_of_the_stock_loss_without_effect_or_with_a_fault_are_noted(recipe):
+    assert advice(recipe()) == []
+    (nll,) = advice(recipe("++loss_fn.positive_example_nll_weight=0.1"))
+    assert nll.startswith("loss_fn.positive_example_nll_weight=0.1 has no effect")
+    (sampling,) = advice(recipe("++grpo.use_dynamic_sampling=true"))
+    assert "drops the only correct response of a group" in sampling
+    without = ["++grpo.use_dynamic_sampling=true", "grpo.use_leave_one_out_baseline=false"]
+    assert advice(recipe(*without)) == []
+    assert "only correct" not in "\n".join(advice(recipe("++grpo.use_dynamic_sampling=true", variant="grpo")))

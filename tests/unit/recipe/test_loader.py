@@ -4,8 +4,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from nemo_grpo.recipe.interpolation import register_resolvers, resolve
-from nemo_grpo.recipe.loader import apply_overrides, load_tree, merge, parse_override
+from nemo_grpo.recipe.loader import OVERRIDE, Written, apply_overrides, load_tree, merge, parse_override
 from nemo_grpo.support import shipped
+from nemo_grpo.support.dotted import leaves
 from nemo_grpo.support.errors import UserError
 
 
@@ -115,6 +116,20 @@ def test_tilde_removes_a_key_and_refuses_a_missing_one():
     for missing in ("~grpo.sed", "~grpo.seed.x", "~x.y"):
         with pytest.raises(UserError, match="to remove"):
             apply_overrides({"grpo": {"seed": 1}}, [missing])
+
+
+def test_a_reward_function_is_overridden_by_the_key_that_a_refused_resume_prints():
+    tree = {"nemo_grpo": {"rewards": {"accuracy": 1.0, "rewards.py:length_penalty": 0.1}}}
+    key = "nemo_grpo.rewards.rewards.py:length_penalty"
+    assert [name for name, _ in leaves(tree)] == ["nemo_grpo.rewards.accuracy", key]
+    changed = apply_overrides(tree, [f"{key}=0.5"])
+    assert changed["nemo_grpo"]["rewards"] == {"accuracy": 1.0, "rewards.py:length_penalty": 0.5}
+    assert apply_overrides(tree, [f"~{key}"])["nemo_grpo"]["rewards"] == {"accuracy": 1.0}
+    added = apply_overrides(tree, ["++nemo_grpo.rewards.../shared/r.py:brevity=1"])
+    assert added["nemo_grpo"]["rewards"]["../shared/r.py:brevity"] == 1
+    new = apply_overrides({}, ["nemo_grpo.rewards.accuracy=2"])
+    assert new == {"nemo_grpo": {"rewards": {"accuracy": 2}}}
+    assert Written(tree, {}).with_overrides([f"{key}=0.5"]).given[key] == OVERRIDE
 
 
 TREE = {

@@ -100,6 +100,32 @@ def test_gpus_that_only_sample_do_not_train():
 
 
 @pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("++policy.generation.fault_tolerance.enabled=true", "policy.generation.fault_tolerance"),
+        ("++grpo.length_penalty={coefficient: 0.1}", "grpo.length_penalty"),
+        ("++policy.megatron_cfg.zero_train_gen_mismatch=true", "policy.megatron_cfg.zero_train_gen_mismatch"),
+        ("++checkpointing.load_replay_buffer=false", "checkpointing.load_replay_buffer"),
+    ],
+)
+def test_keys_of_a_newer_nemo_rl_are_called_so(tree, override, key):
+    with pytest.raises(UserError, match=rf": {key} is of a later NeMo-RL \(its pull request \d+\)"):
+        load_recipe_dict(tree, [override])
+
+
+def test_a_misspelt_key_is_named_beside_the_mandatory_one_that_it_leaves_open(tmp_path):
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump({"policy": {"model_name": "???"}}))
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("defaults: base.yaml\npolicy: {model_name_or_path: Qwen/Qwen3-0.6B}\n")
+    with pytest.raises(UserError) as error:
+        load_recipe(mine)
+    unknown, missing = error.value.errors
+    assert unknown.startswith("policy.model_name_or_path=")
+    assert "TRL's model_name_or_path is policy.model_name" in unknown
+    assert missing.startswith("policy.model_name=???: the recipe leaves this to you")
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("grpo.max_num_stps=3", "grpo.max_num_stps=3: .*is not a key of grpo; did you mean 'max_num_steps'?"),

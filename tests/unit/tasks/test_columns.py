@@ -10,7 +10,7 @@ import pytest
 
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, parse_task
-from nemo_grpo.tasks.jsonl import read_problems, write_problems
+from nemo_grpo.tasks.jsonl import check_columns, read_problems, write_problems
 from nemo_grpo.tasks.rows import problem_of
 
 VERL = {
@@ -61,7 +61,7 @@ def test_dots_lead_into_nested_fields_unless_a_column_has_that_name():
             "columns: {question: prompt, answer: final_answer}",
         ),
         ({"prompt": "q", "label": "a"}, {"question": "prompt", "answer": "lable"}, "lable is missing among"),
-        ({"q": "q", "answer": "a"}, {}, "question is missing among q, answer; it must be a non-empty text"),
+        ({"q": "q", "answer": "a"}, {}, "question is missing among q, answer; name its column"),
         (VERL, {"question": "prompt", "answer": "reward_model"}, "answer={"),
     ],
 )
@@ -132,11 +132,43 @@ def test_columns_are_a_task_s_and_only_of_what_a_problem_has(tmp_path):
         parse_task({**section, "columns": {"qestion": "problem"}})
 
 
-def test_the_same_question_after_another_history_is_another_problem(tmp_path):
-    train = write_problems(tmp_path / "t.jsonl", [Problem("a", "And now?", "1", {}, tuple(TALK[:3]))])
-    held_out = write_problems(tmp_path / "v.jsonl", [Problem("b", "And now?", "1")])
+def test_a_held_out_question_is_recognised_after_any_other_turns(tmp_path):
+    asked = [Problem("a", "And  now?", "1", {}, tuple(TALK[:3])), Problem("c", "And then?", "1")]
+    train = write_problems(tmp_path / "t.jsonl", asked)
+    held_out = write_problems(tmp_path / "v.jsonl", [Problem("b", "And now?", "1", {}, tuple(TALK[:1]))])
     task = parse_task({"name": "math", "train_files": [train], "validation_files": [held_out]}).build()
-    assert len(task.train) == 1
+    assert [problem.id for problem in task.train] == ["c"]
+
+
+def test_a_file_with_the_standard_names_needs_no_mapping(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"prompt": "p", "gt": "1", "answer": "worked"}\n')
+    (tmp_path / "v.jsonl").write_text('{"id": "v", "question": "q", "answer": "2"}\n')
+    files = {"train_files": [str(tmp_path / "t.jsonl")], "validation_files": [str(tmp_path / "v.jsonl")]}
+    mapped = {"name": "math", "columns": {"question": "prompt", "answer": "gt"}, **files}
+    config = parse_task(mapped)
+    task = config.build()
+    assert [(one.question, one.answer) for one in (*task.train, *task.validation)] == [("p", "1"), ("q", "2")]
+    check_columns(config)
+    mistyped = parse_task(mapped | {"columns": {"question": "prompt", "answer": "gtt"}})
+    with pytest.raises(
+        UserError, match=r"columns\.answer=gtt: no file has this column; the first has prompt"
+    ):
+        check_columns(mistyped)
+
+
+@pytest.mark.parametrize(
+    ("info", "line"),
+    [
+        ("dataset_info.json", r"`load_from_disk\('\S+/ds'\)\.to_parquet\('ds' \+ '\.parquet'\)`"),
+        ("dataset_dict.json", r"`load_from_disk\('\S+/ds'\)\[\"train\"\]\.to_parquet"),
+        ("other.json", r"ds is a folder; name its files"),
+    ],
+)
+def test_a_folder_of_datasets_is_refused_with_the_line_that_writes_a_file(tmp_path, info, line):
+    (tmp_path / "ds").mkdir()
+    (tmp_path / "ds" / info).touch()
+    with pytest.raises(UserError, match=line):
+        read_problems([tmp_path / "ds"])
 
 
 def test_images_have_no_earlier_turns(tmp_path):

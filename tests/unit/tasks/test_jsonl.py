@@ -59,7 +59,7 @@ def test_an_answer_in_the_form_of_gsm8k_is_read(tmp_path, answer, read, solution
         ("[" * 100_000, "a.jsonl:2: not JSON"),
         ("7", "a.jsonl:2: int instead of an object"),
         ("[1]", r"a.jsonl:2: a JSON array; write one object per line, as `jq -c .\[\]` does"),
-        ('{"id": "x", "question": "q"}', "a.jsonl:2: answer is missing among id, question; it must be"),
+        ('{"id": "x", "question": "q"}', "answer is missing among id, question; name its column"),
         ('{"question": "q", "answer": true}', "answer=true must be a non-empty text or a number"),
         ('{"question": "q", "answer": NaN}', "answer=NaN must be a non-empty text or a number"),
         ('{"id": 0.5, "question": "q", "answer": "a"}', "id=0.5 must be a non-empty text or a whole number"),

@@ -1,0 +1,52 @@
+"""Stacks of a driver that makes no progress, written to its log."""
+
+import faulthandler
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from nemo_grpo.nemorl.callbacks import Callback
+
+log = logging.getLogger(__name__)
+
+STALL_S = 600.0
+"""Seconds: NeMo-RL's default of async_rl.stall_watchdog.stall_timeout_s, a key of the single controller."""
+
+
+def dump_after(seconds: float, *, ends: bool) -> None:
+    """Write the stacks of all threads after this time, in place of an earlier call's.
+
+    Args: ends: end the process with them.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=ends, file=sys.__stderr__ or 2)
+
+
+class StallDump(Callback):
+    """Writes the stacks of NeMo-RL's other trainers if they log nothing and save nothing for too long.
+
+    Their loops wait for workers without a limit and say nothing. A long step is no stall, so the run goes on.
+    """
+
+    def __init__(self, seconds: float = STALL_S) -> None:
+        self.seconds = seconds
+
+    def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
+        """Wait again from here."""
+        dump_after(self.seconds, ends=False)
+        return {}
+
+    def on_checkpoint(self, folder: Any) -> None:
+        """Wait again from here."""
+        dump_after(self.seconds, ends=False)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch within the block."""
+        log.info("the driver's stacks are written after every %g s without a metric", self.seconds)
+        dump_after(self.seconds, ends=False)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
