@@ -80,10 +80,9 @@ def own_task(path: list[str], files: dict[str, str], section: dict[str, Any]) ->
     """Make (method, its arguments) -> JSON, ``value`` or an ``error``; the methods are score and extract."""
     sys.path[:] = path
     from nemo_grpo.support import extensions
-    from nemo_grpo.tasks import parse_task
 
     extensions.receive_files(files)
-    config = parse_task(section)
+    config = extensions.load(section["name"], "nemo_grpo.task.name").model_validate(section)
     task, declared = config.build(), set(config.reward_components)
     results = {
         "score": lambda value: components(value, declared),
