@@ -7,6 +7,7 @@ Layout (NeMo-RL's, so that the same converter reads both):
     checkpoints/step_000120/training_info.json             step, data position, metrics
     checkpoints/step_000120/SHA256SUMS                     of all these files
     checkpoints/latest                                     name of the newest, written last
+    checkpoints/best                                       link to the best by the recipe's metric, if any
 
 A checkpoint is written under a temporary name, flushed to disk, and renamed. Before a run resumes from it,
 its files are compared with their hashes.
@@ -14,6 +15,7 @@ its files are compared with their hashes.
 
 import json
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -38,6 +40,7 @@ WEIGHTS = Path("policy/weights/iter_0000000")
 TOKENIZER = Path("policy/tokenizer")
 INFO = "training_info.json"
 LATEST = "latest"
+BEST = "best"
 _TEMPORARY, _DAMAGED = "tmp_", "damaged_"
 
 
@@ -46,8 +49,9 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Attributes:
-        keep_top_k: number to keep by ``metric``, besides the newest; None: all.
-        metric: key of training_info's ``metrics``; checkpoints without it rank last, newer ones higher.
+        keep_top_k: number to keep by ``metric``, besides the newest; None: all. Of checkpoints without the
+            metric, which have no rank, the newest ``keep_top_k`` stay, too.
+        metric: key of training_info's ``metrics``; None: the newest stay.
         leads: this process makes, renames and removes folders; the others only write into them.
         barrier: waits for all processes of the run.
     """
@@ -90,6 +94,7 @@ class CheckpointStore:
         temporary.rename(final)
         write_atomically(self.folder / LATEST, final.name)
         self._prune(final)
+        self._name_best()
 
     def remove_leftovers(self) -> None:
         """Remove what a killed save or removal left behind, and name the newest checkpoint."""
@@ -97,6 +102,25 @@ class CheckpointStore:
             _delete(leftover)
         if (newest := self.latest()) is not None:
             write_atomically(self.folder / LATEST, newest.name)
+        self._name_best()
+
+    def best(self) -> Path | None:
+        """Find the best checkpoint by the metric, of equal ones the newest; None: none has the metric."""
+        ranked = [path for path in self._complete() if self._value(path) is not None]
+        return max(ranked, key=self._rank, default=None)
+
+    def _name_best(self) -> None:
+        """Link `BEST` to the best checkpoint; a link, so that every command takes it for the folder."""
+        best, link = self.best(), self.folder / BEST
+        if best is None:
+            link.unlink(missing_ok=True)
+            return
+        if link.is_symlink() and link.readlink() == Path(best.name):
+            return
+        temporary = self.folder / f"{_TEMPORARY}{BEST}"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(best.name)
+        temporary.replace(link)
 
     def latest(self) -> Path | None:
         """Find the newest complete checkpoint; after a kill `LATEST` may still name the one before."""
@@ -141,8 +165,10 @@ class CheckpointStore:
     def _prune(self, newest: Path) -> None:
         if self.keep_top_k is None:
             return
-        ranked = sorted(self._complete(), key=self._rank, reverse=True)
-        for path in ranked[self.keep_top_k :]:
+        complete = self._complete()
+        ranked = sorted((path for path in complete if self._value(path) is not None), key=self._rank)
+        unranked = [path for path in complete if path not in ranked]  # from the first step to the last
+        for path in (*ranked[: -self.keep_top_k], *unranked[: -self.keep_top_k]):
             if path != newest:
                 log.info("removing checkpoint %s (keep_top_k=%d)", path.name, self.keep_top_k)
                 self._remove(path)
@@ -153,17 +179,21 @@ class CheckpointStore:
         path.rename(condemned)
         _delete(condemned)
 
-    def _rank(self, path: Path) -> tuple[float, str]:
+    def _value(self, path: Path) -> float | None:
+        """Return the checkpoint's metric; None: it was not validated, or nothing ranks checkpoints."""
         value = read_info(path).get("metrics", {}).get(self.metric) if self.metric else None
-        if value is None:
-            return (float("-inf"), path.name)
+        return value if value is None or math.isfinite(value) else None
+
+    def _rank(self, path: Path) -> tuple[float, str]:
+        value = self._value(path)
+        assert value is not None
         return (value if self.higher_is_better else -value, path.name)
 
 
 def _delete(path: Path) -> None:
     """Delete; a failure does not end the run, and the next save tries again."""
     try:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     except OSError as error:  # NFS keeps files that are open
         log.warning("%s stays for now: %s", path, error)
 

@@ -53,7 +53,8 @@ def run_steps(parts: Parts) -> bool:
     """Take the steps that are left; False: a signal stopped the run before its end."""
     recipe, state, folder = parts.recipe, parts.state, parts.folder
     step = supervise if recipe.loss_fn.learns_from_demonstrations else reinforce
-    watch, stopping, held_out = Watch(recipe.grpo.max_num_steps), False, dict[str, Any]()
+    watch = Watch(recipe.grpo.max_num_steps, recipe.nemo_grpo.rewards)
+    stopping, held_out = False, dict[str, Any]()
     with stop_on_signals() as stop:
         if parts.pending or (state.step == 0 and recipe.grpo.val_at_start):
             record(parts, parts.pending or {"step": 0})
@@ -98,7 +99,7 @@ def record(parts: Parts, row: dict[str, Any]) -> None:
 
 
 def validate(parts: Parts) -> dict[str, float]:
-    """Measure greedy, avg@k and pass@k on the held-out problems, as ``validation/*``.
+    """Measure greedy, avg@k, pass@k and rewards on the held-out problems, as ``validation/*``.
 
     A supervised run has its loss per token on their demonstrations, too.
     """
@@ -108,16 +109,17 @@ def validate(parts: Parts) -> dict[str, float]:
         step = assemble([parts.demonstrations.held_out(problem) for problem in parts.problems])
         logprobs = parts.learner.score(step, with_entropies=False).logprobs
         metrics["validation/val_loss"] = float(-logprobs[step.token_mask].double().mean())
-    metrics |= validation.validate(
+    found, samples = validation.validate(
         parts.recipe,
         parts.generator,
         parts.policy.named_tensors(),
         parts.tokenizer,
-        parts.task,
+        parts.scorer,
         parts.problems,
         parts.validation_sampling,
     )
-    return metrics | {"time/validation": time.monotonic() - start}
+    parts.folder.append_samples([{"step": parts.state.step} | row for row in samples])
+    return metrics | found | {"time/validation": time.monotonic() - start}
 
 
 def save_if_due(parts: Parts, *, stopping: bool) -> None:

@@ -17,6 +17,7 @@ from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.extensions import is_reference
 from nemo_grpo.support.model_folder import check_no_other_weights, hf_config, how_to_get, is_hub_name
 from nemo_grpo.tasks.jsonl import FileTaskConfig, check_columns, listed_problems, not_held_out
+from nemo_grpo.tasks.own_task import try_own_task
 from nemo_grpo.tasks.scoring import Scorer
 
 WRITTEN_BY = {
@@ -64,7 +65,7 @@ def check_recipe(recipe: Recipe, *, continues: bool | None = None) -> Findings:
         _check_model: not model,
         _check_engine: True,
         try_own_loss: True,
-        try_own_rewards: not data.errors and not data.missing,
+        try_own_task_and_rewards: not data.errors and not data.missing,
         check_continuation: continues,
     }
     errors = [message for check, applies in checks.items() if applies for message in _messages(check, recipe)]
@@ -94,12 +95,19 @@ def try_own_loss(recipe: Recipe) -> None:
         try_out(recipe.loss_fn, "loss_fn.variant")
 
 
-def try_own_rewards(recipe: Recipe) -> None:
-    """Call the recipe's own reward functions on a few of its problems."""
-    own = recipe.nemo_grpo
-    if own.task is not None and any(map(is_reference, own.rewards)):
+def try_own_task_and_rewards(recipe: Recipe) -> None:
+    """Try the recipe's own task, then call its own reward functions on a few of the problems."""
+    own, grpo = recipe.nemo_grpo, recipe.grpo
+    if own.task is None:
+        return
+    if is_reference(own.task.name):
+        # a warm start, too, learns from the task's demonstrations
+        shows_demonstrations = recipe.loss_fn.learns_from_demonstrations or recipe.policy.model_name is None
+        num_validation = grpo.num_val_problems if grpo.validates else 0
+        try_own_task(own.task, grpo.seed, num_validation, shows_demonstrations=shows_demonstrations)
+    if any(map(is_reference, own.rewards)):
         with closing(Scorer(own.task.build(), own.rewards, own.prompt)) as scorer:
-            scorer.try_out(recipe.grpo.seed)
+            scorer.try_out(grpo.seed)
 
 
 def _model_to_be_written(recipe: Recipe) -> list[str]:

@@ -3,7 +3,7 @@
 import json
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +23,9 @@ from nemo_grpo.sampling.requests import Sampler, SamplingParams
 from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.support.progress import TokenMeter
 from nemo_grpo.tasks import Problem, Prompt, Task
-from nemo_grpo.tasks.base import checked_score
+from nemo_grpo.tasks.grading import checked_score, extracted_answer
 from nemo_grpo.tasks.prompts import first_words
+from nemo_grpo.tasks.scoring import Scorer, validation_rewards
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class EvalResult:
         undecided: True if a reference and an extracted answer could not be compared within the limits.
         pass_at: values of k for pass@k in addition to powers of two; at most the number of samples.
         overall: the task's own metrics, see `nemo_grpo.tasks.base.Answered`.
+        rewards: the samples' `validation_rewards`; none of an evaluation without a scorer.
     """
 
     task: dict[str, Any]
@@ -93,15 +95,17 @@ class EvalResult:
     undecided: Callable[[str, str], bool] = field(default=lambda _reference, _answer: False, compare=False)
     pass_at: tuple[int, ...] = ()
     overall: dict[str, float] = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """Average over problems.
 
         Returns: ``accuracy`` (avg@k) and ``greedy``, each with ``_stderr`` over problems; ``pass@1,2,4,8,..``
                  up to and including the number of samples, and those of ``pass_at``;
-                 ``maj@<samples>``; ``format``, ``truncated`` and ``num_tokens`` as means over samples.
+                 ``maj@<samples>``; ``format``, ``truncated`` and ``num_tokens`` as means over samples; with
+                 a scorer ``reward`` and every component.
         """
-        found: dict[str, float] = {}
+        found = dict(self.rewards)
         for name, values in self._by_problem.items():
             found[name], stderr = mean_and_stderr(values)
             if name in ("accuracy", "greedy") and len(values) > 1:
@@ -189,6 +193,7 @@ def evaluate(
     meter: TokenMeter | None = None,
     cache: ResponseCache | None = None,
     problems_per_call: int | None = None,
+    scorer: Scorer | None = None,
 ) -> EvalResult:
     """Answer each problem once greedily and ``num_samples`` times at random.
 
@@ -198,6 +203,7 @@ def evaluate(
              meter: counts every token and response.
              cache: recorded responses; those of each call are added when it ends.
              problems_per_call: None: `PROBLEMS_PER_CALL`. A smaller number takes less memory.
+             scorer: also computes the rewards of the samples; None: the task's score alone.
     Returns: `EvalResult`; the same arguments give the same result, whatever is in the cache.
     Raises:  UserError: a prompt and its response do not fit into the model's context.
     """
@@ -207,6 +213,7 @@ def evaluate(
     questions = [eval_request(tokenizer, prompt, problem, task.config.needs_images) for problem in problems]
     ask = CachedSampler(generator, tokenizer, task, cache, meter, first_words(prompt, task.config))
     results: dict[int, ProblemResult] = {}
+    components: list[dict[str, float]] = []
     for part, part_seed in calls(questions, problems_per_call or PROBLEMS_PER_CALL, seed):
         asked = [questions[index] for index in part]
         by_greedy = ask(asked, 1, greedy, part_seed)
@@ -214,11 +221,14 @@ def evaluate(
             by_chance = [responses * num_samples for responses in by_greedy]
         else:
             by_chance = ask(asked, num_samples, sampling, part_seed)
-        for index, first, samples in zip(part, by_greedy, by_chance, strict=True):
+        scores = _scores(scorer, task, [problems[index] for index in part], by_chance)
+        for index, first, samples, of_samples in zip(part, by_greedy, by_chance, scores, strict=True):
             problem = problems[index]
             text = tokenizer.decode(questions[index].tokens, skip_special_tokens=False)
-            answers = _judge(task, problem, first), _judge(task, problem, samples)
+            (of_greedy,) = _scores(None, task, [problem], [first])
+            answers = _judge(task, first, of_greedy), _judge(task, samples, of_samples)
             results[index] = ProblemResult(problem.id, text, problem.answer, *answers)
+            components += of_samples
     ordered = [results[index] for index in range(len(problems))]
     own: dict[str, Any] = {
         name: getattr(task, name) for name in ("same_answer", "undecided") if hasattr(task, name)
@@ -226,16 +236,32 @@ def evaluate(
     if hasattr(task, "overall"):
         completions = [result.samples.completions for result in ordered]
         own["overall"] = task.overall(list(zip(problems, completions, strict=True)))
+    if scorer is not None:
+        own["rewards"] = validation_rewards(components, scorer.weights)
     return EvalResult(task.config.model_dump(mode="json"), num_samples, ordered, **own)
 
 
-def _judge(task: Task, problem: Problem, responses: Sequence[Completion]) -> Verdicts:
-    scores, extracted = from_first_rank(  # as in rollouts: the same on all ranks
-        lambda: (
-            [checked_score(task, problem, response.text) for response in responses],
-            [task.extract(response.text) for response in responses],
-        )
-    )
+def _scores(
+    scorer: Scorer | None,
+    task: Task,
+    problems: Sequence[Problem],
+    responses: Sequence[Sequence[Completion]],
+) -> list[list[dict[str, float]]]:
+    """Score each problem's responses, with the scorer's own functions if there is one."""
+    rows = [problem for problem, some in zip(problems, responses, strict=True) for _ in some]
+    texts = [response.text for some in responses for response in some]
+
+    def score() -> list[dict[str, float]]:
+        if scorer is not None:
+            return scorer(rows, texts)
+        return [checked_score(task, problem, text) for problem, text in zip(rows, texts, strict=True)]
+
+    flat = iter(from_first_rank(score))  # as in rollouts: the same on all ranks
+    return [[next(flat) for _ in some] for some in responses]
+
+
+def _judge(task: Task, responses: Sequence[Completion], scores: Sequence[Mapping[str, float]]) -> Verdicts:
+    extracted = from_first_rank(lambda: [extracted_answer(task, response.text) for response in responses])
     return Verdicts(
         completions=[response.text for response in responses],
         extracted=extracted,

@@ -17,7 +17,8 @@ from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.sections import OVERLAP, VLLM
 from nemo_grpo.report.runs import METRICS_FILE, json_lines, validation_note
 from nemo_grpo.report.stuck import SIGNAL, Watch
-from nemo_grpo.tasks.scoring import component_means, over_sets, right_and_wrong
+from nemo_grpo.tasks.base import VALIDATION_SET, Problem
+from nemo_grpo.tasks.scoring import component_means, over_sets, right_and_wrong, validation_rewards
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +116,10 @@ class RunRecord(Callback):
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.folder, self.watch = recipe.run_dir, Watch(recipe.grpo.max_num_steps)
+        self.folder = recipe.run_dir
+        # NeMo-RL's own environments have other weights, or none
+        weights = None if recipe.nemo_grpo.task is None else recipe.nemo_grpo.rewards
+        self.watch = Watch(recipe.grpo.max_num_steps, weights)
         newest = newest_checkpoint(recipe.checkpoint_dir)
         from_step = step_of(newest) if newest else -1
         checkpoints = recipe.checkpoint_dir if recipe.checkpointing.enabled else None
@@ -231,18 +235,18 @@ class RolloutRewards:
     """
 
     def __init__(self, num_generations: int) -> None:
-        """Args: num_generations: G, responses in a group; 0 keeps nothing, for validation."""
+        """Args: num_generations: G, responses in a group."""
         self.num_generations = num_generations
         self.num_noted = 0
         self.by_problem: dict[str, dict[int, Mapping[str, float]]] = {}
 
-    def note(self, problem: str, scores: Mapping[str, float], response: int | None = None) -> int:
+    def note(self, problem: Problem, scores: Mapping[str, float], response: int | None = None) -> int:
         """Keep a response's newest components.
 
-        Args:    problem: its id.  response: the number that its first turn returned; None in that turn.
+        Args:    response: the number that its first turn returned; None in that turn.
         Returns: the response's number.
         """
-        responses = self.by_problem.setdefault(problem, {}) if self.num_generations else {}
+        responses = self.by_problem.setdefault(problem.id, {})
         if response is None:
             response = self.num_noted = self.num_noted + 1
             responses[response] = scores
@@ -268,24 +272,62 @@ class RolloutRewards:
         return component_means([scores for group in groups for scores in group]) | right_and_wrong(groups)
 
 
+class ValidationRewards:
+    """Reward components of the responses of one validation, by validation set."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        """Args: weights: ``nemo_grpo.rewards``."""
+        self.weights = weights
+        self.num_noted = 0
+        self.by_set: dict[str, dict[int, Mapping[str, float]]] = {}
+
+    def note(self, problem: Problem, scores: Mapping[str, float], response: int | None = None) -> int:
+        """Keep a response's newest components.
+
+        Args:    response: the number that its first turn returned; None in that turn.
+        Returns: the response's number.
+        """
+        if response is None:
+            response = self.num_noted = self.num_noted + 1
+        self.by_set.setdefault(problem.metadata.get(VALIDATION_SET, ""), {})[response] = scores
+        return response
+
+    def take(self) -> dict[str, float]:
+        """Return `validation_rewards` of each set and their means, and forget them; {} without any.
+
+        NeMo-RL measures the accuracy itself.
+        """
+        by_set, self.by_set = self.by_set, {}
+        means = {name: validation_rewards(list(rows.values()), self.weights) for name, rows in by_set.items()}
+        for metrics in means.values():
+            metrics.pop("accuracy", None)
+        return over_sets(means) if means else {}
+
+
 class RewardMetrics(Callback):
-    """Adds the environments' `RolloutRewards` to the training metrics of every step.
+    """Adds the environments' `RolloutRewards` to every step's metrics, `ValidationRewards` to a validation's.
 
     NeMo-RL's mean reward is NaN where a function abstains; it becomes the mean of the others.
     """
 
     def __init__(self, environments: Sequence[Mapping[str, Any]]) -> None:
         """Args: environments: name -> actor, of training and validation; only ours keep components."""
-        actors = [actor for named in environments for actor in named.values()]
-        self.actors = [actor for actor in actors if hasattr(actor, "take_rewards")]
+        named = dict(zip(("train", "validation"), environments, strict=False))
+        self.actors = {
+            prefix: [actor for actor in actors.values() if hasattr(actor, "take_rewards")]
+            for prefix, actors in named.items()
+        }
 
     def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
         """Take the components that the actors hold."""
-        if prefix != "train":
-            return {}
+        actors = self.actors.get(prefix, [])
+        if prefix not in ("train", "validation") or (prefix == "validation" and "accuracy" not in metrics):
+            return {}  # NeMo-RL logs other numbers of a validation by further calls
         import ray
 
-        taken = ray.get([actor.take_rewards.remote() for actor in self.actors])
+        taken = ray.get([actor.take_rewards.remote() for actor in actors])
+        if prefix == "validation":
+            return {name: value for numbers in taken for name, value in numbers.items()}
         has_mean = "reward/mean" in metrics and math.isnan(metrics.get("reward", 0.0))
         mean = {"reward": metrics["reward/mean"]} if has_mean else {}
         return mean | {name: value for numbers in taken for name, value in numbers.items()}

@@ -17,12 +17,13 @@ import ray
 import torch
 
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.callbacks import RolloutRewards
+from nemo_grpo.nemorl.callbacks import RolloutRewards, ValidationRewards
 from nemo_grpo.nemorl.host_api import ACTOR_PYTHONS
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.extensions import receive_files
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
 from nemo_grpo.tasks.base import Episode, MultiTurnTask, make_ready, tags_of
+from nemo_grpo.tasks.grading import extracted_answer
 from nemo_grpo.tasks.prompts import check_image_prompt, image_message
 from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.tasks.special_tokens import refuse_special_tags, reserved_texts
@@ -74,7 +75,7 @@ def setup_data(
     """Build training and validation data, and the environment of each.
 
     Training rewards are weighted as the recipe says. Validation returns the accuracy alone, so that NeMo-RL's
-    ``validation/accuracy`` is an accuracy whatever the training rewards are.
+    ``validation/accuracy`` is an accuracy whatever the training rewards are; these are kept beside it.
 
     Args:    encoder: the tokenizer, or the processor for tasks with images.
     Returns: (data, validation data, {task: environment}, {task: environment}), as NeMo-RL's trainers take it.
@@ -90,14 +91,13 @@ def setup_data(
     shared = {
         "task": recipe.task.model_dump(mode="json"),
         "prompt": own.prompt.model_dump(),
+        "rewards": dict(own.rewards),
         "own_files": recipe.own_files,
         "max_failed_rewards": own.max_failed_rewards,
         "reserved": list(reserved_texts(tokenizer)),
     }
-    trained, validated = (
-        start_environment(shared | {"rewards": dict(weights), "num_generations": size})
-        for weights, size in ((own.rewards, grpo.num_generations_per_prompt), ({"accuracy": 1.0}, 0))
-    )
+    trained = start_environment(shared | {"num_generations": grpo.num_generations_per_prompt})
+    validated = start_environment(shared | {"validates": True})
     return data, validation, {TASK_NAME: trained}, {TASK_NAME: validated}
 
 
@@ -173,14 +173,20 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Args: config: ``task`` and ``prompt``, the recipe's sections; ``rewards``, component -> weight;
         ``max_failed_rewards``; ``own_files``, `Recipe.own_files`; ``reserved``, special tokens that
-        observations must not contain; ``num_generations``, of `RolloutRewards`.
+        observations must not contain; ``num_generations``, of `RolloutRewards`, or ``validates``, to return
+        the accuracy.
         """
         receive_files(config["own_files"])
         self.task = parse_task(config["task"]).build()
         prompt = Prompt.model_validate(config["prompt"])
         self.scorer = Scorer(self.task, config["rewards"], prompt, config["max_failed_rewards"])
         self.reserved = tuple(config["reserved"])
-        self.rewards = RolloutRewards(config["num_generations"])
+        self.validates = config.get("validates", False)
+        self.rewards: RolloutRewards | ValidationRewards
+        if self.validates:
+            self.rewards = ValidationRewards(config["rewards"])
+        else:
+            self.rewards = RolloutRewards(config["num_generations"])
         self.pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="score")
 
     def step(self, message_log_batch: list[list[dict[str, Any]]], metadata: list[dict[str, Any]]) -> Any:
@@ -198,7 +204,7 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         texts = [opening + "".join(message["content"] for message in log[1:]) for log in message_log_batch]
         scores = self.scorer(problems, texts, self.pool.map)
         numbers = [
-            self.rewards.note(problem.id, score, info.get("response"))
+            self.rewards.note(problem, score, info.get("response"))
             for problem, score, info in zip(problems, scores, metadata, strict=True)
         ]
         observations, episodes = self._observe(message_log_batch, metadata)
@@ -216,14 +222,16 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
                 [total - info["rewarded"] for total, info in zip(totals, metadata, strict=True)]
             ),
             terminateds=torch.tensor(over),
-            answers=[self.task.extract(text) for text in texts],
+            answers=[extracted_answer(self.task, text) for text in texts],
         )
 
     def take_rewards(self) -> dict[str, float]:
-        """Take the components, see `RolloutRewards.take`."""
+        """Take the components, see `RolloutRewards.take` and `ValidationRewards.take`."""
         return self.rewards.take()
 
     def _total(self, score: Mapping[str, float], info: Mapping[str, Any], is_over: bool) -> float:
+        if self.validates:
+            return score["accuracy"]
         reward = self.scorer.reward(score)
         if math.isnan(reward):  # a function abstains: the whole response decides
             return reward if is_over else float(info["rewarded"])

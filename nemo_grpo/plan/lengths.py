@@ -106,7 +106,9 @@ def read_lengths(path: Path, limit: int, prompt: float = PROMPT) -> Lengths:
             f"--lengths {path}: {error}; give a number, metrics.jsonl or samples.jsonl"
         ) from error
     rows = [row for row in rows if isinstance(row, dict)]
-    samples = (row.get(KEY_SAMPLE) for row in rows)  # a number in training, a list of them in an evaluation
+    samples = (
+        row.get(KEY_SAMPLE) for row in rows if "validation" not in row
+    )  # a number in training, a list of them in an evaluation
     every = (one for found in samples for one in (found if isinstance(found, list) else [found]))
     if found := [float(number) for number in every if isinstance(number, int | float)]:
         _check(path, found, limit)

@@ -145,11 +145,14 @@ def validation_metrics(recipe: Recipe) -> list[str]:
     if recipe.nemo_grpo.target == "cluster" and learns:  # NeMo-RL's sft
         return ["val_loss"]
     passes = [f"pass@{n}" for n in sorted({*(1 << i for i in range(k.bit_length())), k})]
+    task = recipe.nemo_grpo.task
+    rewards = [] if task is None else ["reward", *task.reward_components, *recipe.nemo_grpo.rewards]
     sampled = ["accuracy", "greedy", f"maj@{k}", "format", "truncated", "num_tokens", *passes]
     whole = ["val_loss"] if learns else []
     if recipe.nemo_grpo.target == "cluster":  # NeMo-RL's validate()
         sampled, whole = ["accuracy", *(["pass_k"] if k > 1 else [])], ["avg_length"]
-    sets = getattr(recipe.nemo_grpo.task, "validation_sets", {})
+    sampled = list(dict.fromkeys([*sampled, *rewards]))
+    sets = getattr(task, "validation_sets", {})
     of_sets = [f"{name}/{metric}" for name in sets for metric in sampled] if len(sets) > 1 else []
     return [*whole, *sampled, *of_sets]
 

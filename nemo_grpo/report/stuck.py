@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from nemo_grpo.support.extensions import is_reference
+
 NUM_STEPS = 10
 """Newest steps in which a finding must hold."""
 AGAIN_AFTER = 50
@@ -22,25 +24,39 @@ LENGTH_KEYS = "policy.generation.max_new_tokens, and policy.max_total_sequence_l
 ZERO = 1e-12
 
 
-def findings(rows: Sequence[Mapping[str, Any]], num_steps: int = NUM_STEPS) -> list[str]:
+def findings(
+    rows: Sequence[Mapping[str, Any]],
+    num_steps: int = NUM_STEPS,
+    weights: Mapping[str, float] | None = None,
+) -> list[str]:
     """List reasons why a run does not learn, with numbers and remedies.
 
     Args:    rows: metrics of training steps in order, as in metrics.jsonl.
              num_steps: newest steps that must agree; a shorter run is judged by all of its steps.
+             weights: the recipe's ``nemo_grpo.rewards``; what has no weight is no obstacle. None: unknown.
     Returns: nothing for a run that learns, or without steps.
     """
     rows = [row for row in rows if _number(row, SIGNAL) is not None][-num_steps:]
     if not rows:
         return []
     when = f"steps {rows[0]['step']} to {rows[-1]['step']}" if len(rows) > 1 else f"step {rows[0]['step']}"
-    found = (_no_signal(rows), _truncated(rows), _format(rows), _not_finite(rows))
+    judges_answers = weights is None or any(w and not is_reference(name) for name, w in weights.items())
+    asks_for_form = weights is None or any(w and name.startswith("format") for name, w in weights.items())
+    found = (
+        _no_signal(rows, judges_answers=judges_answers),
+        _truncated(rows),
+        _format(rows) if asks_for_form else None,
+        _not_finite(rows),
+    )
     return [f"{when}: {sentence}" for sentence in found if sentence]
 
 
 class Watch:
     """Follows a run; returns each finding when it begins to hold, and again every `AGAIN_AFTER` steps."""
 
-    def __init__(self, max_num_steps: int) -> None:
+    def __init__(self, max_num_steps: int, weights: Mapping[str, float] | None = None) -> None:
+        """Args: weights: see `findings`."""
+        self.weights = weights
         self.rows: deque[Mapping[str, Any]] = deque(maxlen=max(1, min(NUM_STEPS, max_num_steps)))
         self.told: dict[str, int] = {}
 
@@ -49,7 +65,7 @@ class Watch:
         self.rows.append(row)
         if len(self.rows) < (self.rows.maxlen or 0):
             return []
-        found = {_subject(sentence): sentence for sentence in findings(self.rows)}
+        found = {_subject(sentence): sentence for sentence in findings(self.rows, weights=self.weights)}
         step = int(row["step"])
         self.told = {subject: when for subject, when in self.told.items() if subject in found}
         due = [subject for subject in found if step - self.told.get(subject, -AGAIN_AFTER) >= AGAIN_AFTER]
@@ -62,10 +78,13 @@ def _subject(sentence: str) -> str:
     return sentence.partition(": ")[2].partition(" (")[0]
 
 
-def _no_signal(rows: Sequence[Mapping[str, Any]]) -> str | None:
+def _no_signal(rows: Sequence[Mapping[str, Any]], *, judges_answers: bool) -> str | None:
+    """Find groups without signal.  Args: judges_answers: a component of the task has a weight."""
     if not all(row[SIGNAL] <= ZERO for row in rows):
         return None
-    wrong, right, reward = _share(rows, ALL_WRONG), _share(rows, ALL_RIGHT), _mean(rows, "reward/mean")
+    wrong = _share(rows, ALL_WRONG) if judges_answers else None
+    right = _share(rows, ALL_RIGHT) if judges_answers else None
+    reward = _mean(rows, "reward/mean")
     if wrong is not None and wrong >= 0.5:
         advice = (
             "easier problems, a start that solves some, a larger grpo.num_generations_per_prompt; look at "

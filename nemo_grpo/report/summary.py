@@ -131,8 +131,21 @@ def stuck_runs(groups: Sequence[RunGroup]) -> list[str]:
         f"{run.path.name}: {sentence}"
         for group in groups
         for run in group.runs
-        for sentence in findings([row for step, row in run.rows.items() if step > 0])
+        for sentence in findings(
+            [row for step, row in run.rows.items() if step > 0], weights=reward_weights(run)
+        )
     ]
+
+
+def reward_weights(run: RunLog) -> dict[str, float] | None:
+    """Return the weights of a run's rewards; None without a task, whose components they are."""
+    prefix = "nemo_grpo.rewards."
+    weights = {
+        key.removeprefix(prefix): float(value)
+        for key, value in run.settings.items()
+        if key.startswith(prefix)
+    }
+    return weights if weights and "nemo_grpo.task.name" in run.settings else None
 
 
 def seconds(run: RunLog) -> float:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,8 +13,6 @@ from pydantic import BaseModel, ConfigDict
 
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.response import TAGS
-
-log = logging.getLogger(__name__)
 
 HELD_OUT_SHARE = 5
 """One in five keys (problems, or whatever a task splits by) is kept for validation."""
@@ -199,19 +195,6 @@ def tags_of(task: Task) -> tuple[str, ...]:
 def make_ready(task: Task) -> None:
     """Load a task's tool now; otherwise the first response that calls it does."""
     getattr(task, "make_ready", lambda: None)()
-
-
-def checked_score(task: Task, problem: Problem, response: str) -> dict[str, float]:
-    """Call `Task.score`; a component that is not finite becomes 0, is logged, and marked by `NOT_FINITE`."""
-    scores = task.score(problem, response)
-    wrong = {name: value for name, value in scores.items() if not math.isfinite(value)}
-    if not wrong:
-        return scores
-    log.warning(
-        "task %s, problem %s: %s counts as 0 for the response %r",
-        *(task.config.name, problem.id, ", ".join(f"{k}={v}" for k, v in wrong.items()), response),
-    )
-    return scores | dict.fromkeys(wrong, 0.0) | {NOT_FINITE: 1.0}
 
 
 def reward_of(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:

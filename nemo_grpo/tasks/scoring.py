@@ -6,7 +6,8 @@ from statistics import fmean
 from typing import Any
 
 from nemo_grpo.support import extensions
-from nemo_grpo.tasks.base import NOT_FINITE, Problem, Task, checked_score, reward_of
+from nemo_grpo.tasks.base import NOT_FINITE, Problem, Task, reward_of
+from nemo_grpo.tasks.grading import checked_score
 from nemo_grpo.tasks.prompts import Prompt, chat_messages, first_words
 from nemo_grpo.tasks.response import render_response
 from nemo_grpo.tasks.rewards.own_reward import OwnReward
@@ -94,6 +95,21 @@ def component_means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
     columns[ABSTAINED] = [float(any(map(math.isnan, one.values()))) for one in scores]
     given = {name: [value for value in column if not math.isnan(value)] for name, column in columns.items()}
     return {f"reward/{name}": fmean(values) for name, values in given.items() if values}
+
+
+def validation_rewards(
+    scores: Sequence[Mapping[str, float]], weights: Mapping[str, float]
+) -> dict[str, float]:
+    """Average the reward, as ``reward``, and each component over the responses that have it.
+
+    Args: scores: components of each response to a validation set.  weights: ``nemo_grpo.rewards``.
+    """
+    means = {name.removeprefix("reward/"): mean for name, mean in component_means(scores).items()}
+    for name in (NOT_FINITE, ABSTAINED):
+        means.pop(name, None)
+    rewards = [reward_of(row, weights) for row in scores]
+    given = [reward for reward in rewards if not math.isnan(reward)]
+    return means | ({"reward": fmean(given)} if given else {})
 
 
 def over_sets(sets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

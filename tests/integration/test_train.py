@@ -47,7 +47,12 @@ def test_a_run_leaves_behind_what_it_promises(finished):
     run = finished.folder.path
     assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
     for row in rows(run)[::2]:
-        assert {"validation/accuracy", "validation/greedy", "validation/pass@2"} <= row.keys()
+        assert {
+            "validation/accuracy",
+            "validation/greedy",
+            "validation/pass@2",
+            "validation/reward",
+        } <= row.keys()
     last = rows(run)[-1]
     assert last.keys() >= PROMISED
     assert abs(last["mismatch/logprob_abs_mean"]) < 1e-5  # the sampler has the policy's weights
@@ -56,7 +61,13 @@ def test_a_run_leaves_behind_what_it_promises(finished):
     assert (look["step"], look["num_tokens"]) == (1, round(rows(run)[1]["length/mean"] * 16))
     assert "torch" in json.loads((run / "versions.json").read_text())
     assert load_recipe(run / "recipe.resolved.yaml") == finished.recipe
-    assert {sample["step"] for sample in lines_of(run / "samples.jsonl")} == {1, 2, 3, 4}
+    samples = lines_of(run / "samples.jsonl")
+    assert {sample["step"] for sample in samples if "validation" not in sample} == {1, 2, 3, 4}
+    held_out = [(sample["step"], sample["problem"]) for sample in samples if "validation" in sample]
+    validated = [row["step"] for row in rows(run) if "validation/accuracy" in row]
+    names = [problem for step, problem in held_out if step == 0]
+    assert names
+    assert held_out == [(step, name) for step in validated for name in names], "the same at each validation"
     assert (run / "checkpoints/latest").read_text() == "step_000004"
     assert list((run / "tensorboard").glob("events.*"))
     assert not list(run.rglob("tmp_*"))
@@ -223,7 +234,8 @@ def test_mathematics_from_jsonl_files_trains_and_writes_graded_samples(recipe, t
     caplog.set_level("INFO")
     parts = begin(r)
     train(parts)
-    samples = lines_of(r.run_dir / "samples.jsonl")
+    lines = lines_of(r.run_dir / "samples.jsonl")
+    samples = [sample for sample in lines if "validation" not in sample]
     assert {sample["problem"] for sample in samples} <= problems.keys()
     assert all(set(sample["scores"]) == {"accuracy", "format", "cosine"} for sample in samples)
     last = rows(r.run_dir)[-1]

@@ -2,8 +2,8 @@
 
 A process receives its job, a name of `JOBS` with arguments, says that it is ready, and answers requests with
 bytes. It leads a process group, which ends with it. The kernel kills the process if a request takes too
-much CPU time, even if the parent is gone; memory is limited likewise. Only `own_function` imports this
-package, which brings in torch.
+much CPU time, even if the parent is gone; memory is limited likewise. Only `own_function` and `own_task`
+import this package, which brings in torch.
 """
 
 import json
@@ -90,6 +90,52 @@ def own_function(path: list[str], files: dict[str, str], reference: str) -> Call
     return answer
 
 
+def own_task(path: list[str], files: dict[str, str], section: dict[str, Any]) -> Callable[..., bytes]:
+    """Make (method, its arguments) -> JSON, ``value`` or an ``error``; the methods are score and extract."""
+    sys.path[:] = path
+    from nemo_grpo.support import extensions
+
+    extensions.receive_files(files)
+    config = extensions.load(section["name"], "nemo_grpo.task.name").model_validate(section)
+    task, declared = config.build(), set(config.reward_components)
+    results = {
+        "score": lambda value: components(value, declared),
+        "extract": answer_text,
+    }
+
+    def answer(method: str, arguments: tuple[Any, ...]) -> bytes:
+        try:
+            reply: dict[str, Any] = {"value": results[method](getattr(task, method)(*arguments))}
+        except (Exception, RecursionError, MemoryError) as error:
+            reply = {"error": extensions.place_of(error, section["name"].rpartition(":")[0])}
+        return json.dumps(reply).encode()
+
+    return answer
+
+
+def components(scores: Any, declared: Set[str]) -> dict[str, float]:
+    """Check the value of an own task's ``score``: a number for each declared component, and no other."""
+    if not isinstance(scores, Mapping):
+        raise TypeError(f"score returns a {type(scores).__name__} instead of a dict of components")
+    for name in sorted(declared - scores.keys()):
+        raise ValueError(f"score returns no {name!r}; every response has a number for {sorted(declared)}")
+    for name in sorted(scores.keys() - declared):
+        raise ValueError(
+            f"score returns {name!r}, which reward_components does not declare; add it there or leave it out"
+        )
+    for name, value in scores.items():
+        if value is None or isinstance(value, str):
+            raise TypeError(f"score returns {name}={value!r}; it must be a number")
+    return {name: float(value) for name, value in scores.items()}
+
+
+def answer_text(answer: Any) -> str | None:
+    """Check the value of an own task's ``extract``."""
+    if answer is not None and not isinstance(answer, str):
+        raise TypeError(f"extract returns {answer!r}; it must be a text, or None without an answer")
+    return answer
+
+
 def numbers(value: Any, count: int | None) -> list[float | None]:
     """Check a function's value, or its ``count`` values; None: it abstains."""
     if isinstance(value, (Mapping, Set, str)):
@@ -108,6 +154,7 @@ def numbers(value: Any, count: int | None) -> list[float | None]:
 JOBS: dict[str, Callable[..., Callable[..., bytes]]] = {
     "mathematics": mathematics,
     "own_function": own_function,
+    "own_task": own_task,
 }
 
 if __name__ == "__main__":

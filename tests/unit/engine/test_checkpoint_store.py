@@ -13,7 +13,7 @@ import pytest
 from nemo_grpo import UserError
 from nemo_grpo.engine.checkpoint_store import CheckpointStore
 from nemo_grpo.engine.resume import check_same_run, data_files, keep_inputs
-from nemo_grpo.engine.run_folder import RunFolder, own_copy
+from nemo_grpo.engine.run_folder import RunFolder, checkpoints_in, own_copy, step_of
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support import files, shipped
 from nemo_grpo.tasks import Problem
@@ -32,20 +32,37 @@ def names_in(folder):
 
 
 @pytest.mark.parametrize(
-    ("options", "kept"),
+    ("options", "kept", "best"),
     [
-        ({"metric": "accuracy"}, [2, 4, 5]),
-        ({"metric": "accuracy", "higher_is_better": False}, [1, 3, 5]),
-        ({"metric": "another"}, [4, 5]),  # without the metric newer ones rank higher
-        ({}, [4, 5]),
-        ({"keep_top_k": None}, [1, 2, 3, 4, 5]),
+        ({"metric": "accuracy"}, [2, 4, 5], 2),
+        ({"metric": "accuracy", "higher_is_better": False}, [1, 3, 5], 3),
+        ({"metric": "another"}, [4, 5], None),  # without the metric the newest stay
+        ({}, [4, 5], None),
+        ({"keep_top_k": None}, [1, 2, 3, 4, 5], None),
+        ({"keep_top_k": None, "metric": "accuracy"}, [1, 2, 3, 4, 5], 2),
     ],
 )
-def test_best_checkpoints_stay_beside_the_newest(tmp_path, options, kept):
+def test_best_checkpoints_stay_beside_the_newest(tmp_path, options, kept, best):
     store = CheckpointStore(tmp_path, **{"keep_top_k": 2, **options})
     for step, accuracy in enumerate((0.3, 0.9, 0.1, 0.8, 0.5), 1):
         save(store, step, accuracy)
-    assert names_in(tmp_path) == ["latest", *(f"step_{step:06d}" for step in kept)]
+    link = [] if best is None else ["best"]
+    assert names_in(tmp_path) == [*link, "latest", *(f"step_{step:06d}" for step in kept)]
+    assert best is None or (tmp_path / "best").resolve() == tmp_path / f"step_{best:06d}"
+
+
+def test_checkpoints_that_were_not_validated_neither_rank_nor_give_way_to_worse_ones(tmp_path):
+    """A save every 3 steps, a validation every 4: steps 12 and 24 have the metric."""
+    store = CheckpointStore(tmp_path, keep_top_k=2, metric="accuracy")
+    for step in range(3, 28, 3):
+        metrics = {"accuracy": 0.5 if step == 12 else 0.25} if step % 4 == 0 else {}
+        (store.begin(step) / "weights").write_text("x")
+        store.complete(step, {"metrics": metrics})
+    assert [step_of(path) for path in checkpoints_in(tmp_path)] == [12, 21, 24, 27]
+    assert (tmp_path / "best").readlink() == Path("step_000012")
+    shutil.rmtree(tmp_path / "step_000012")
+    store.remove_leftovers()
+    assert (tmp_path / "best").readlink() == Path("step_000024")
 
 
 def test_what_a_kill_leaves_behind_is_no_checkpoint_and_goes_with_the_next_save(tmp_path):
@@ -59,7 +76,7 @@ def test_what_a_kill_leaves_behind_is_no_checkpoint_and_goes_with_the_next_save(
     store.remove_leftovers()
     assert (tmp_path / "latest").read_text() == "step_000001"
     save(store, 3, accuracy=0.9)
-    assert names_in(tmp_path) == ["latest", "step_000003", "step_000007", "step_000009.good"]
+    assert names_in(tmp_path) == ["best", "latest", "step_000003", "step_000007", "step_000009.good"]
     for step in (999_999, 1_000_000):
         save(store, step)
     (tmp_path / "latest").write_text("step_999999")

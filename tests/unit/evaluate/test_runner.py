@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from nemo_grpo.sampling.images import image_digest
 from nemo_grpo.sampling.requests import Rollout, SamplingParams
 from nemo_grpo.support.progress import TokenMeter
 from nemo_grpo.tasks import Problem, Prompt, parse_task
+from nemo_grpo.tasks.scoring import Scorer
 
 RIGHT = "<think></think><answer>Knight, knave</answer>"
 WRONG = "<think></think><answer>knave, knave</answer>"
@@ -118,8 +120,28 @@ def test_metrics_by_hand(task):
 
 def test_recipes_may_ask_for_every_metric_and_no_other(task):
     recipe = load_recipe(ROOT / "recipes/quickstart.yaml", ["grpo.val_num_generations_per_prompt=4"])
-    measured = {name for name in run(task).metrics() if not name.endswith("_stderr")}
+    scorer = Scorer(task, {"accuracy": 1.0}, Prompt())
+    measured = {name for name in run(task, scorer=scorer).metrics() if not name.endswith("_stderr")}
     assert set(validation_metrics(recipe)) == measured
+
+
+def test_own_rewards_are_means_over_the_samples_and_weighted(task, tmp_path, monkeypatch):
+    """Rewards: 0.5 x accuracy + 0.01 x length; accuracies 2/4, 1/4 and 0/4; the other abstains on NONE."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def length(response): return len(response)\n"
+        "def tagged(response): return 1.0 if 'answer' in response else None\n"
+    )
+    weights = {"accuracy": 0.5, "mine.py:length": 0.01, "mine.py:tagged": 0.0}
+    with closing(Scorer(task, weights, Prompt())) as scorer:
+        metrics = run(task, scorer=scorer).metrics()
+    texts = [text for _, samples in SCRIPT.values() for text in samples]
+    length = sum(map(len, texts)) / 12
+    assert metrics["mine.py:length"] == pytest.approx(length)
+    assert metrics["mine.py:tagged"] == 1.0
+    assert metrics["reward"] == pytest.approx(0.5 * 3 / 12 + 0.01 * length)
+    assert metrics["accuracy"] == pytest.approx(3 / 12)
+    assert "reward" not in run(task).metrics()
 
 
 def test_a_response_prefix_begins_the_texts_that_are_graded_and_shown(task, tmp_path):

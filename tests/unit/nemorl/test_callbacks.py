@@ -17,6 +17,7 @@ from nemo_grpo.nemorl.callbacks import (
     RolloutCheck,
     RolloutRewards,
     RunRecord,
+    ValidationRewards,
     ValidationSets,
     alone,
     bound,
@@ -27,7 +28,8 @@ from nemo_grpo.nemorl.exit_status import LAST_PREFIX, Ending
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.report.runs import read_run
 from nemo_grpo.support.errors import UserError
-from nemo_grpo.tasks.base import NOT_FINITE
+from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks.base import NOT_FINITE, VALIDATION_SET
 
 RECIPE = "cluster-quickstart"
 
@@ -273,11 +275,37 @@ def scores(accuracy, form=1.0):
     return {"accuracy": accuracy, "format": form}
 
 
+def problem_of(name, validation_set=None):
+    return Problem(name, "?", "1", {} if validation_set is None else {VALIDATION_SET: validation_set})
+
+
+def test_a_validation_has_the_recipes_reward_and_components_by_set(monkeypatch):
+    """a: rewards 1 + 0.5 x 2 and 0 + 0.5 x 4, b: 1 + 0.5 x 3; the first response of a is in its last turn."""
+    held_out = ValidationRewards({"accuracy": 1.0, "my.py:f": 0.5})
+    first = held_out.note(problem_of("p0", "a"), scores(0) | {"my.py:f": 9.0})
+    held_out.note(problem_of("p1", "a"), scores(0, 0.0) | {"my.py:f": 4.0})
+    held_out.note(problem_of("p0", "a"), scores(1) | {"my.py:f": 2.0}, first)
+    held_out.note(problem_of("p2", "b"), scores(1) | {"my.py:f": 3.0})
+    actor = Of(take_rewards=Of(remote=held_out.take))
+    monkeypatch.setitem(sys.modules, "ray", Of(get=lambda found: found))
+    logger, theirs = Logger(), {"accuracy": 0.75}
+    with calling_back([RewardMetrics([{}, {"task": actor}])], logger):
+        logger.log_metrics({"generation_time": 1.0}, 4, prefix="validation")
+        logger.log_metrics({"reward": 0.5}, 5, prefix="train")
+        logger.log_metrics(theirs, 5, prefix="validation")
+    assert theirs == {
+        "accuracy": 0.75, "reward": 2.25, "format": 0.75, "my.py:f": 3.0,
+        "a/reward": 2.0, "a/format": 0.5, "a/my.py:f": 3.0,
+        "b/reward": 2.5, "b/format": 1.0, "b/my.py:f": 3.0,
+    }, "it ranks checkpoints"  # fmt: skip
+    assert held_out.take() == {}
+
+
 def test_shares_and_means_of_all_groups_also_of_a_problem_drawn_twice():
     drawn = RolloutRewards(2)
     for problem, accuracies in (("a", (1, 1)), ("a", (0, 0)), ("c", (0, 1)), ("d", (0, 0))):
         for accuracy in accuracies:
-            drawn.note(problem, scores(accuracy, 0.5))
+            drawn.note(problem_of(problem), scores(accuracy, 0.5))
     drawn.by_problem["c"][5] |= {NOT_FINITE: 1.0}
     assert drawn.take() == {
         "rollout/all_right": 0.25,
@@ -292,20 +320,17 @@ def test_shares_and_means_of_all_groups_also_of_a_problem_drawn_twice():
 
 def test_the_last_turn_of_a_response_counts():
     drawn = RolloutRewards(2)
-    first, second = (drawn.note("a", scores(0)) for _ in range(2))
-    assert drawn.note("a", scores(1), first) == first
-    drawn.note("a", scores(1), second)
+    first, second = (drawn.note(problem_of("a"), scores(0)) for _ in range(2))
+    assert drawn.note(problem_of("a"), scores(1), first) == first
+    drawn.note(problem_of("a"), scores(1), second)
     assert drawn.take()["reward/accuracy"] == 1
 
 
 def test_a_part_of_a_group_waits_for_its_rest():
     drawn = RolloutRewards(3)
-    off = RolloutRewards(0)  # validation
-    off.note("a", scores(1))
-    assert not off.by_problem
-    first, *_ = [drawn.note("a", scores(1)) for _ in range(4)]
+    first, *_ = [drawn.note(problem_of("a"), scores(1)) for _ in range(4)]
     assert drawn.take()["reward/accuracy"] == 1
-    drawn.note("a", scores(0), first)  # a late turn of a group that was taken
+    drawn.note(problem_of("a"), scores(0), first)  # a late turn of a group that was taken
     for _ in range(2):
-        drawn.note("a", scores(0))
+        drawn.note(problem_of("a"), scores(0))
     assert drawn.take()["reward/accuracy"] == pytest.approx(1 / 3)

@@ -48,6 +48,18 @@ def test_what_keeps_a_run_from_learning_is_told_with_numbers_and_a_remedy(change
         assert part in sentence
 
 
+def test_what_has_no_weight_in_the_reward_is_no_obstacle():
+    unread, wrong = rows(*[UNREAD] * NUM_STEPS), rows(*[WRONG] * NUM_STEPS)
+    own = {"my_rewards.py:right": 1.0, "accuracy": 0.0, "format": 0.0}
+    assert findings(unread, weights=own) == findings(unread, weights={"accuracy": 1.0}) == []
+    assert "has the form" in findings(unread, weights={"accuracy": 1.0, "format": 0.1})[0]
+    assert "has the form" in findings(unread, weights={"format_signed": 1.0})[0]
+    (sentence,) = findings(wrong, weights=own)
+    assert "does not tell the responses apart" in sentence
+    assert "wrong" not in sentence
+    assert Watch(1, own)({"step": 1, **LEARNS, **UNREAD}) == []
+
+
 def test_a_cluster_runs_own_names_are_read():
     cluster = {"step": 3, "groups/valid_fraction": 0.0} | {
         f"baseline_reward/pct_{n}": 100.0 * (1 - n) for n in (0, 1)

@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 from processes import ROOT, output_of, python
 
+from nemo_grpo.engine.recipe_checks import check_recipe
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support import extensions
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt, parse_task
 from nemo_grpo.tasks.base import NOT_FINITE
+from nemo_grpo.tasks.grading import workers_of
+from nemo_grpo.tasks.own_task import try_own_task
 from nemo_grpo.tasks.rewards.own_reward import OwnReward, parameters_of
 from nemo_grpo.tasks.scoring import RewardsFailed, Scorer, component_means
 from nemo_grpo.variants import parse_loss_fn
@@ -316,3 +319,91 @@ def test_a_recipe_names_its_own_files_and_its_resolved_copy_is_equal(folder):
 def test_received_text_stands_for_a_file_that_is_not_here(folder):
     extensions.receive_files({"sent.py": "def f(response): return 7"})
     assert parameters_of("sent.py:f") == ("response",)
+
+
+WHOLE = """
+import random
+from nemo_grpo.tasks.base import Problem, TaskConfig, is_held_out
+
+class SumsConfig(TaskConfig):
+    name: str
+    {declared}
+    def build(self): return Sums(self)
+
+class Sums:
+    def __init__(self, config): self.config = config
+    def train_problem(self, index, seed): return self.all(False)[index % 64]
+    def validation_problems(self, number): return self.all({held_out})[:number]
+    def {demonstration}(self, problem, rng): return {shown}
+    def {extract}(self, response): return response.strip() or None
+    def score(self, problem, response):
+        while response == "loop": pass
+        right = float(response.strip() == problem.answer)
+        return {scores}
+    def all(self, held_out):
+        pairs = [(a, b) for a in range(20) for b in range(20) if is_held_out((a, b)) == held_out]
+        return [Problem(f"{{a}}+{{b}}", f"{{a}}+{{b}}?", str(a + b)) for a, b in pairs]
+"""
+PARTS = {
+    "declared": "",
+    "held_out": "True",
+    "demonstration": "demonstration",
+    "shown": "problem.answer",
+    "extract": "extract",
+    "scores": "{'accuracy': right, 'format': 1.0}",
+}
+
+
+def own_task(folder, **changes):
+    (folder / "sums.py").write_text(WHOLE.format(**PARTS | changes))
+    return parse_task({"name": "sums.py:SumsConfig"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"extract": "answer"}, "Sums of sums.py:SumsConfig has no method extract"),
+        ({"demonstration": "show"}, "has no method demonstration"),
+        ({"scores": "{'accuracy': right}"}, "score returns no 'format'"),
+        ({"scores": "{'accuracy': right, 'format': 1, 'extra': 2}"}, "'extra', which reward_components does"),
+        ({"scores": "{'accuracy': 1 / len(response), 'format': 1}"}, r"ZeroDivisionError: .* \(sums.py:19\)"),
+        ({"declared": "reward_components = {'accuracy': '0 to 1'}"}, "declares no component 'format'"),
+        ({"held_out": "False"}, r"problem '0\+\d+' is in training and in validation"),
+        ({"shown": "'no'"}, "the demonstration of problem .* has accuracy 0"),
+        ({"shown": "problem.nothing"}, "demonstration of sums.py:SumsConfig fails: AttributeError"),
+    ],
+)
+def test_an_own_task_that_would_end_or_mislead_a_run_is_refused_before_it(folder, changes, message):
+    config = own_task(folder, **changes)
+    with pytest.raises(UserError, match=message):
+        try_own_task(config, 0, 10, shows_demonstrations=True)
+
+
+def test_a_sound_own_task_is_accepted(folder):
+    try_own_task(own_task(folder), 0, 10, shows_demonstrations=True)
+    unshown = own_task(folder, shown="problem.nothing")  # nobody would call it
+    try_own_task(unshown, 0, 10, shows_demonstrations=False)
+
+
+def test_a_recipe_with_a_wrong_own_task_is_refused_by_every_command(folder):
+    own_task(folder, scores="{'accuracy': right}")
+    recipe = load_recipe(
+        ROOT / "recipes/quickstart.yaml",
+        ["nemo_grpo.task={_override_: true, name: 'sums.py:SumsConfig'}", "grpo.max_val_samples=10"],
+    )
+    with pytest.raises(UserError, match="score returns no 'format'"):
+        check_recipe(recipe, continues=False).refuse()
+
+
+def test_a_score_of_an_own_task_that_never_returns_costs_only_its_response(folder, caplog):
+    config = own_task(folder)
+    workers = workers_of(config)
+    workers.pool.arguments = ("0.3", str(2 << 30))
+    task = config.build()
+    problem = task.train_problem(0, 0)
+    with closing(Scorer(task, {"accuracy": 1.0}, Prompt())) as scorer:
+        rows = scorer([problem] * 3, [problem.answer, "loop", "x"])
+    workers.pool.close()
+    failed = {"accuracy": 0.0, "format": 0.0, NOT_FINITE: 1.0}
+    assert rows == [{"accuracy": 1.0, "format": 1.0}, failed, {"accuracy": 0.0, "format": 1.0}]
+    assert "score failed, every component counts as 0 for the response 'loop': no value within" in caplog.text

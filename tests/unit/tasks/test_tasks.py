@@ -11,7 +11,8 @@ import pytest
 
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import TASKS, Problem, parse_task
-from nemo_grpo.tasks.base import NOT_FINITE, checked_score
+from nemo_grpo.tasks.base import NOT_FINITE
+from nemo_grpo.tasks.grading import checked_score
 from nemo_grpo.tasks.knights_knaves import PUZZLES, meaning
 from nemo_grpo.tasks.logic_puzzles import is_true, solutions
 from nemo_grpo.tasks.response import last_answer
