@@ -86,7 +86,7 @@ def _think_tags(recipe: Recipe, problem: Problem) -> Iterator[str]:
     # NeMo-RL may put another template in the place of the tokenizer's, or give it arguments
     is_replaced = recipe.policy.tokenizer.chat_template not in (None, "default")
     is_replaced = is_replaced or bool(recipe.policy.tokenizer.chat_template_kwargs)
-    if is_open is None or getattr(task, "form", None) == "boxed" or own.warm_start is not None:
+    if is_open is None or getattr(task, "form", None) == "boxed":
         return
     if is_replaced or task.needs_images or not folder.is_dir():
         return

@@ -101,8 +101,7 @@ def try_own_task_and_rewards(recipe: Recipe) -> None:
     if own.task is None:
         return
     if is_reference(own.task.name):
-        # a warm start, too, learns from the task's demonstrations
-        shows_demonstrations = recipe.loss_fn.learns_from_demonstrations or recipe.policy.model_name is None
+        shows_demonstrations = recipe.loss_fn.learns_from_demonstrations
         num_validation = grpo.num_val_problems if grpo.validates else 0
         try_own_task(own.task, grpo.seed, num_validation, shows_demonstrations=shows_demonstrations)
     if any(map(is_reference, own.rewards)):

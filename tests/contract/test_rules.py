@@ -139,7 +139,7 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "~nemo_grpo.rewards.iou"),
     ("_reward_components_exist", "embedded", "nemo_grpo.rewards.accuracy=1.0e30", "would vanish beside it",
      "nemo_grpo.rewards.accuracy=1.0e6"),
-    ("_reward_components_exist", "embedded", "nemo_grpo.rewards.accuracy=0.0", "every reward is 0",
+    ("_reward_components_exist", "embedded", "nemo_grpo.rewards.accuracy=0.0; nemo_grpo.rewards.format=0.0", "every reward is 0",
      "nemo_grpo.rewards.format=1.0"),
     ("a row", "embedded", "$LENGTH=16", "max_new_tokens=16 is not below .*leaves no room", "$LENGTH=17"),
     ("a row", "cluster", "$LENGTH=15", "max_new_tokens=16 exceeds .*leaves no room", "$LENGTH=16"),

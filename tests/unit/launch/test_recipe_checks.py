@@ -201,7 +201,6 @@ def test_a_chat_template_that_opens_the_thinking_is_compared_with_the_task(
     task = f"{{name: math, form: {form}, think_is_open: {str(is_open).lower()}, train_files: [train.jsonl]}}"
     model = [
         "policy.model_name=model",
-        "nemo_grpo.warm_start=null",
         "nemo_grpo.prompt.use_chat_template=true",
     ]
     write("train.jsonl", 4)
