@@ -1,6 +1,7 @@
 """The planner's tables on a terminal: memory, time, layouts, scaling."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -36,7 +37,9 @@ def memory_table(one: Plan) -> Table:
     place = f"{setup.num_nodes} x {setup.gpus_per_node} {one.gpu}"
     if one.gpu == CPU:
         place = f"this machine's CPUs, {setup.gpus_per_node} ranks"
-    title = f"{one.name}: {one.shape.name} on {place}"
+    # a folder's path would widen the table
+    model = Path(one.shape.name).name if Path(one.shape.name).is_absolute() else one.shape.name
+    title = f"{one.name}: {model} on {place}"
     table = _table(title, ("per GPU", "GiB", "how"), ("per GPU", "how"))
     table.caption = (
         f"{_sizes(setup)} DP{one.data_parallel_size}; {one.num_stage_parameters / 1e9:.2f} of "

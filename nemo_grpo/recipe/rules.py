@@ -10,7 +10,6 @@ from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.registry import Scope, rule
 from nemo_grpo.recipe.sections import MEGATRON, VLLM, metric_key
 from nemo_grpo.support import nemo_folder as nemo
-from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import as_yaml, did_you_mean
 from nemo_grpo.tasks.jsonl import FileTaskConfig
 
@@ -79,7 +78,7 @@ def only_files_have_an_order(recipe: Recipe) -> Iterator[str]:
     """A task that makes its problems, or reads none here, has no file's order to keep."""
     task = recipe.nemo_grpo.task
     has_files = isinstance(task, FileTaskConfig) and bool(task.train_files)
-    if task is not None and value_of(recipe, "data.shuffle") is False and not has_files:
+    if task is not None and recipe.data.shuffle is False and not has_files:
         yield (
             f"data.shuffle=false: {task.name} makes its problems and has no file whose order could be kept; "
             "leave it out"

@@ -240,6 +240,8 @@ class Data(Section):
     """Settings of every data set that does not give its own; null: none."""
     max_input_seq_length: int | None = Field(default=None, gt=0)
     """Longest prompt, tokens; null: any."""
+    shuffle: bool = True
+    """Draw the problems of a file in another order in every epoch; false: in the file's."""
 
 
 class Environments(Section):

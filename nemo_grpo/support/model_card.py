@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from nemo_grpo.support import shipped
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UNREADABLE
 from nemo_grpo.support.model_folder import is_hub_name, read_config
@@ -84,6 +85,8 @@ def base_model(training: Training, folder: Path) -> tuple[str, dict[str, Any]]:
     from huggingface_hub import try_to_load_from_cache
 
     stated = training.value(str, "policy.model_name")
+    if stated is not None:
+        stated = shipped.model_folder(stated)
     own = Path(stated) if stated and Path(stated).is_dir() else folder
     head, cached = _first([own / CARD]), None
     hub = stated if stated and is_hub_name(stated) else _on_hub(own, head)

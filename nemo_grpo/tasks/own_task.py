@@ -30,8 +30,7 @@ def try_own_task(config: TaskConfig, seed: int, num_validation: int, *, shows_de
     task = _built(config)
     if missing := [name for name in METHODS if not callable(getattr(task, name, None))]:
         raise UserError(
-            f"{KEY}: {type(task).__name__} of {config.name} has no method {', '.join(missing)}; "
-            "docs/tasks.md, Add a task, shows a whole task"
+            f"{KEY}: {type(task).__name__} of {config.name} has no method {', '.join(missing)}; write it"
         )
     with _explained(config, "train_problem"):
         count = getattr(task, "num_train_problems", PROMPTS_CHECKED)

@@ -36,6 +36,7 @@ VALUES: dict[str, Any] = {
 
 BY_TEXT = {
     "nemo_grpo/experiments/jobs.py",  # the keys that a sweep varies
+    "nemo_grpo/recipe/cluster_rules.py",  # the keys by which data sets name their environments
     "nemo_grpo/recipe/rows.py",  # the keys of the tables
     "nemo_grpo/rehearsal/overrides.py",  # those that a rehearsal replaces
     "nemo_grpo/support/model_card.py",  # those that a card shows, of a recipe of either engine

@@ -73,7 +73,7 @@ def test_a_finished_run_has_nothing_left_resumes_without_warnings_and_can_be_ext
     assert "at step 2, grpo.max_num_steps=1: nothing is left to train" in caplog.text
     assert first.folder.recipe.read_text() == settings
     assert [str(one.message) for one in warned] == []
-    for change, told in (("loss_fn.variant=gpg", "grpo -> gpg"), (f"{LR}=1.0e-3", r"lr: 0\.0005 -> 0\.001")):
+    for change, told in (("loss_fn.variant=gpg", "grpo -> gpg"), (f"{LR}=1.0e-3", r"lr: 0\.0003 -> 0\.001")):
         with pytest.raises(UserError, match=told):
             begin(recipe(change), resume=True)
     longer = begin(recipe("grpo.max_num_steps=40"), resume=True)
@@ -154,9 +154,7 @@ def test_sigterm_saves_and_resume_ends_like_an_unbroken_run(tmp_path, unbroken):
     ((code, said),) = run_ranks(1, commanded, [*line, "--resume"])
     assert code == 0, said
     card = (run / "hf/README.md").read_text()
-    assert re.search(
-        r"\| base model \| made for the run \|\n(.*\n)*\| step \| 4 \|\n(.*\n)*\| torch \| ", card
-    )
+    assert re.search(r"\| base model \| quickstart \|\n(.*\n)*\| step \| 4 \|\n(.*\n)*\| torch \| ", card)
     assert (run / "report.html").exists()
     exported = load_file(run / "hf/model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in unbroken.items())

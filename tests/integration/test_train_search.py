@@ -1,5 +1,7 @@
 """Search-QA on the real engine: what a tool says carries no loss; runs, resumes and ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,6 +117,8 @@ def test_two_ranks_hold_the_same_conversations_as_one(tmp_path, alone):
 
 class ByRank:
     """A task whose verdicts hang on who asks, as those at a grader's time limit may."""
+
+    config = SimpleNamespace(name="by_rank")
 
     def score(self, problem, response):
         return {"accuracy": float(dist.get_rank() == 0), "format": 1.0}

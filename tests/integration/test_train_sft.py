@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo import UserError
 from nemo_grpo.engine.loop import train
+from nemo_grpo.engine.new_model import starting_model
+from nemo_grpo.engine.setup import set_up
 from nemo_grpo.tasks import Problem, encode_prompt
 from nemo_grpo.tasks.base import stream
 
@@ -33,6 +35,7 @@ SMALL = [
     "policy.model_name=${shipped_model:quickstart}",  # losses of a trained model, which are less alike
     "nemo_grpo.new_model=null",
 ]
+NEW = ["policy.model_name=null", "nemo_grpo.new_model={vocab_size: 384, max_position_embeddings: 256}"]
 UNPACKED = ["policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=8"]
 
 
@@ -43,7 +46,8 @@ def sft(recipe):
 
 def loss_by_transformers(folder: Path, task, prompt, problems: list[tuple[Problem, tuple]]) -> float:
     """Nats per response token, one demonstration at a time."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     total, count = 0.0, 0
     for problem, seed in problems:
         start = encode_prompt(tokenizer, prompt, problem)
@@ -72,9 +76,10 @@ def test_losses_are_the_mean_cross_entropy_of_all_response_tokens(sft):
 
 
 def test_a_run_lowers_the_held_out_loss_and_leaves_what_others_read(sft):
-    r = sft("grpo.max_num_steps=20", "grpo.val_period=10", "policy.megatron_cfg.optimizer.lr=5e-3")
-    parts = begin(r)
-    assert train(parts)
+    r = sft("grpo.max_num_steps=20", "grpo.val_period=10", *NEW)
+    with starting_model(r) as source:
+        parts = set_up(r, source)
+        assert train(parts)
     found = rows(r.run_dir)
     losses = [row["validation/val_loss"] for row in found if "validation/val_loss" in row]
     assert len(losses) == 3

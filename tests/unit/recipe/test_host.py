@@ -272,7 +272,7 @@ def test_the_end_of_the_data_is_said_where_it_may_end_the_run(passes, said, tmp_
         for command in (["recipe", "check"], ["plan"])
     )
     assert f"10 steps of 4 x 4 or {said} through the data, TP 1" in check
-    assert f"run: 10 steps or {said} through the data, validations and checkpoints take at most" in plan
+    assert f"run: 10 steps or {said} through the data, whichever ends first; every 10 steps" in plan
 
 
 def test_a_recipe_of_another_driver_of_nemo_rls_is_refused_with_its_name(recipe, tmp_path):
