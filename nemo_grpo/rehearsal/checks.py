@@ -17,6 +17,7 @@ from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.export import bridges_export, compare_folders, compare_with_base, convert
 from nemo_grpo.rehearsal.run_output import Recorded, Row, Scored, num_tokens
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, metrics, newest_checkpoint
+from nemo_grpo.support.dotted import value_of
 from nemo_grpo.tasks.base import VALIDATION_SET
 from nemo_grpo.tasks.scoring import component_means, over_sets
 
@@ -30,6 +31,8 @@ AT_THE_CUT = 0.02
 -log(top_p)."""
 MOVED = 1e-3
 """Distance of a ratio from 1 that only an update within the step explains."""
+SCALING = {"source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1.0}
+"""NeMo-RL's defaults of ``grpo.reward_scaling``."""
 SAMPLE_LENGTH = 300
 """Characters of a text that the report shows."""
 
@@ -130,12 +133,37 @@ def rollout(run: Recorded) -> str:
     shown = f"{number} responses a step, {min(every)} to {max(every)} tokens, {fmean(cut or [0.0]):.0%} cut"
     _refuse(not 0 < min(every) <= max(every) < longest, f"{shown}; 1 to {longest - 1} are possible")
     for step, of_step in lengths.items():
-        logged = run.steps[step].get("length/mean", math.nan)
-        _refuse(
-            not math.isclose(logged, fmean(of_step), rel_tol=1e-4),
-            f"{shown}; in step {step} {fmean(of_step):.2f} in the mean, but {logged:.2f} is logged",
-        )
+        metrics_of_step = run.steps[step]
+        if run.keeps_a_part:
+            disagreement = _other_tokens(responses[step], metrics_of_step, run.recipe.num_updates_per_step)
+        else:
+            disagreement = _other_mean(of_step, metrics_of_step)
+        _refuse(bool(disagreement), f"{shown}; in step {step} {disagreement}")
     return shown
+
+
+def _other_mean(lengths: Sequence[int], logged: Mapping[str, float]) -> str:
+    """Compare the mean of the recorded lengths with the logged one; returns how they differ, or nothing."""
+    recorded, mean = fmean(lengths), logged.get("length/mean", math.nan)
+    if math.isclose(mean, recorded, rel_tol=1e-4):
+        return ""
+    return f"{recorded:.2f} in the mean, but {mean:.2f} is logged"
+
+
+def _other_tokens(rows: Sequence[Row], logged: Mapping[str, float], num_updates: int) -> str:
+    """Compare recorded tokens with those that the loss counted; returns how they differ, or nothing.
+
+    Dynamic sampling keeps a part of what was drawn. The record holds that part, and NeMo-RL's mean length is
+    of the whole last draw. Its loss counts the same responses as the record, in the mean of the step's
+    microbatches, whose number may differ between updates: the count lies between those of the updates.
+    """
+    trained = [num_tokens(row) * row["sample_loss_mask"][0] for row in rows]
+    size = len(trained) // num_updates
+    totals = [sum(trained[start : start + size]) for start in range(0, len(trained), size)]
+    counted = logged.get("train/global_valid_toks", math.nan)
+    if min(totals) - 0.01 <= counted <= max(totals) + 0.01:
+        return ""
+    return f"{', '.join(f'{total:g}' for total in totals)} tokens an update, but {counted:g} are logged"
 
 
 def rewards(run: Recorded) -> str:
@@ -148,7 +176,7 @@ def rewards(run: Recorded) -> str:
         return f"{shown}; by NeMo-RL's environment"
     for one in run.scored:
         _refuse(
-            not _same(one.recorded, one.reward + _penalty(run, one)),
+            not _same(one.recorded, _scaled(run, one.reward) + _penalty(run, one)),
             f"{shown}; {one.response[:SAMPLE_LENGTH]!r} has {one.recorded:g}, the grader says {one.reward:g}",
         )
     _refuse(not run.scored, f"{shown}, so no reward is compared")
@@ -158,6 +186,17 @@ def rewards(run: Recorded) -> str:
 def _same(recorded: float, graded: float) -> bool:
     """Compare two rewards; NaN means that a function abstained."""
     return math.isclose(recorded, graded, abs_tol=1e-4) or (math.isnan(recorded) and math.isnan(graded))
+
+
+def _scaled(run: Recorded, graded: float) -> float:
+    """Scale a reward as NeMo-RL does before it penalises lengths."""
+    if not value_of(run.recipe, "grpo.reward_scaling.enabled"):
+        return graded
+    source_min, source_max, target_min, target_max = (
+        value_of(run.recipe, f"grpo.reward_scaling.{key}", default) for key, default in SCALING.items()
+    )
+    within = min(max(graded, source_min), source_max)
+    return float(target_min + (within - source_min) / (source_max - source_min) * (target_max - target_min))
 
 
 def _penalty(run: Recorded, one: Scored) -> float:

@@ -12,7 +12,7 @@ from nemo_grpo.recipe.loader import merge
 from nemo_grpo.recipe.registry import Limit, Scope, rows
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
 from nemo_grpo.rehearsal.environment import uses_async_engine
-from nemo_grpo.rehearsal.model import RehearsalModel
+from nemo_grpo.rehearsal.model import NUM_EXPERTS, NUM_LAYERS, RehearsalModel
 from nemo_grpo.rehearsal.tiny_data import data_settings
 from nemo_grpo.support.dotted import is_missing, set_value, value_of
 from nemo_grpo.tasks import TaskConfig
@@ -26,8 +26,21 @@ NUM_PROMPTS, NUM_GENERATIONS, NUM_VALIDATION = 4, 4, 4
 CONSTANT: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 """Keys that do not depend on the recipe: for every rehearsal, and for a machine without a GPU."""
 MICROBATCH = 2
-ROOM = 8
-"""Extra tokens of a response beyond the longest demonstration."""
+_TOKENS = "they are of the full model's tokenizer"
+_LAYERS = f"the small model has {NUM_LAYERS} layers"
+_EXPERTS = f"the small model has {NUM_EXPERTS} experts"
+OF_THE_FULL_MODEL: dict[str, tuple[Any, str]] = {
+    f"{GENERATION}.stop_token_ids": (None, _TOKENS),
+    f"{GENERATION}.bad_words": (None, _TOKENS),
+    "policy.hf_config_overrides": ({}, "they are of the full model"),
+    f"{MEGATRON}.num_layers_in_first_pipeline_stage": (None, _LAYERS),
+    f"{MEGATRON}.num_layers_in_last_pipeline_stage": (None, _LAYERS),
+    f"{MEGATRON}.mtp_num_layers": (0, "the small model has no such layers"),
+    f"{MEGATRON}.expert_tensor_parallel_size": (1, _EXPERTS),
+    f"{MEGATRON}.moe_router_num_groups": (None, _EXPERTS),
+    f"{MEGATRON}.moe_router_group_topk": (None, _EXPERTS),
+}
+"""Key that belongs to the full model's size -> its value with the small one, and the reason."""
 
 
 class Override(NamedTuple):
@@ -93,7 +106,7 @@ def overrides_of(
         **_loop(recipe),
         **_sizes(recipe, model),
         **_ranks(recipe, layout),
-        **cpu_settings(model, uses_vllm),
+        **cpu_settings(model.context, uses_vllm),
         **data_settings(recipe, task),
         "nemo_grpo.run_name": recipe.nemo_grpo.run_name,
         "nemo_grpo.runs_dir": str(runs_dir),
@@ -101,8 +114,30 @@ def overrides_of(
         "logger.log_dir": str(run_dir / "logs"),
     }
     yield from (Override(key, value) for key, value in always.items())
-    yield from (*replaced(recipe, Scope.CPU), *replaced(recipe, Scope.REHEARSAL))
+    yield from replaced(recipe, Scope.CPU)
+    for change in replaced(recipe, Scope.REHEARSAL):
+        if change.key not in OF_THE_FULL_MODEL:
+            yield change
+    yield from limited_to_the_model(recipe, model)
     yield from _replaced_parts(recipe)
+
+
+def limited_to_the_model(recipe: Recipe, model: RehearsalModel) -> Iterator[Override]:
+    """Yield the keys whose values belong to the full model's vocabulary, layers, experts or positions.
+
+    A number that the small model has not, such as a token id, does not fail by itself: NeMo-RL's workers fail
+    in their own code, or train on empty responses. Lengths are in `_sizes`, the model's own numbers in
+    `model.small_config`.
+    """
+    for key in ("top_k", "val_top_k"):
+        top_k = getattr(recipe.policy.generation, key)
+        if top_k is not None and top_k > model.vocab_size:
+            # NeMo-RL indexes the sorted logits by vocabulary - top_k
+            reason = f"the small model has {model.vocab_size} tokens"
+            yield Override(f"{GENERATION}.{key}", model.vocab_size, reason)
+    for key, (value, reason) in OF_THE_FULL_MODEL.items():
+        if value_of(recipe, key) not in (None, value):
+            yield Override(key, value, reason)
 
 
 def replaced(recipe: Recipe, scope: Scope) -> Iterator[Override]:
@@ -157,9 +192,9 @@ def _loop(recipe: Recipe) -> dict[str, Any]:
 
 
 def _sizes(recipe: Recipe, model: RehearsalModel) -> dict[str, Any]:
-    p, response = recipe.policy, _multiple(model.longest_response + ROOM, 8)
-    prompt = model.longest_prompt + ROOM
-    longest = _multiple(prompt + response, 64)
+    p = recipe.policy
+    response = model.max_new_tokens
+    longest = model.context
     settings: dict[str, Any] = {
         "policy.model_name": str(model.folder),
         "policy.tokenizer.name": str(model.folder),
@@ -170,7 +205,7 @@ def _sizes(recipe: Recipe, model: RehearsalModel) -> dict[str, Any]:
         "policy.logprob_batch_size": min(p.logprob_batch_size, MICROBATCH),
     }
     if recipe.data.max_input_seq_length is not None:
-        settings["data.max_input_seq_length"] = prompt
+        settings["data.max_input_seq_length"] = model.max_prompt_tokens
     for key in ("train_mb_tokens", "logprob_mb_tokens"):
         if getattr(p.sequence_packing, key) is not None:
             settings[f"policy.sequence_packing.{key}"] = MICROBATCH * longest
@@ -197,22 +232,20 @@ def _ranks(recipe: Recipe, layout: Ranks) -> dict[str, Any]:
     return settings
 
 
-def cpu_settings(model: RehearsalModel, uses_vllm: bool) -> dict[str, Any]:
-    """Return the keys that a machine without a GPU needs."""
+def cpu_settings(context: int, uses_vllm: bool) -> dict[str, Any]:
+    """Return the keys that a machine without a GPU needs.
+
+    Args: context: maximum tokens of a prompt with its response.
+    """
     settings = dict(CONSTANT["cpu"])
     if uses_vllm:
-        tokens = 8 * _multiple(model.longest_prompt + model.longest_response + 2 * ROOM, 64)
         settings[f"{GENERATION}.vllm_kwargs"] = {
             "enable_chunked_prefill": False,
             "kv_cache_memory_bytes": 1 << 28,
-            "max_num_batched_tokens": max(tokens, 2048),
+            "max_num_batched_tokens": max(8 * context, 2048),
             "max_num_seqs": 64,
         }
     return settings
-
-
-def _multiple(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
 
 
 def write_recipe(path: Path, recipe: Recipe, changed: Iterable[Override]) -> None:

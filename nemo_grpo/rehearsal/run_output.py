@@ -62,6 +62,11 @@ class Recorded:
         """True if rewards are those of `nemo_grpo.task`, not of NeMo-RL's own environments."""
         return self.rehearsal.recipe.nemo_grpo.task is not None
 
+    @property
+    def keeps_a_part(self) -> bool:
+        """True if a step trains on a part of the responses that were drawn for it, and records that part."""
+        return self.recipe.grpo.use_dynamic_sampling and not self.recipe.has_single_controller
+
     def series(self, name: str) -> list[float]:
         """List one metric's values in the order of steps."""
         return [row[name] for _, row in sorted(self.steps.items()) if name in row]

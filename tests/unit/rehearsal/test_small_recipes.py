@@ -1,5 +1,6 @@
 """Every shipped cluster recipe can be made small, and is then a recipe that no rule refuses."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,8 +8,11 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from nemo_grpo.models import read_spec
+from nemo_grpo.plan.inputs import plan_input
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.loader import load_tree, merge
+from nemo_grpo.recipe.registry import Scope, messages
 from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.environment import Stack, stack_for
 from nemo_grpo.rehearsal.model import RehearsalModel, small_config
@@ -23,7 +27,9 @@ CLUSTER = sorted(
 CW_GRPO = RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"
 EP8 = "policy.megatron_cfg.expert_model_parallel_size=8"
 WITH_VLLM = Stack(Path("python"), Path("RL"), Path("vllm"))
-MODEL = RehearsalModel(Path("/models/small"), "made here", "qwen2", longest_prompt=100, longest_response=12)
+MODEL = RehearsalModel(
+    Path("/models/small"), "made here", "qwen2", longest_prompt=100, longest_response=12, vocab_size=352
+)
 
 
 def made_small(path, folder, *overrides, max_ranks=4):
@@ -43,6 +49,8 @@ def test_a_shipped_recipe_stays_one_when_made_small(path, tmp_path):
         "policy.sequence_packing.enabled",
     ):
         assert value_of(rehearsed, key) == value_of(recipe, key)
+    keys = [change.key for change in changed]
+    assert len(keys) == len(set(keys)), "no change depends on the order of others"
     assert rehearsed.world_size == layout.number <= 4
     assert rehearsed.num_updates_per_step == min(recipe.num_updates_per_step, 2)
     fp8 = rehearsed.policy.megatron_cfg.fp8_cfg
@@ -84,11 +92,25 @@ def test_every_parallel_dimension_stays_as_far_as_the_ranks_go(layout, ranks, ex
     assert small.reduced_ranks(small.Ranks(*layout), ranks) == small.Ranks(*expected)
 
 
-def test_token_ids_of_the_full_models_tokenizer_are_left_out(tmp_path):
-    """vLLM refuses what is not in its vocabulary, and NeMo-RL goes on with empty responses."""
-    _, rehearsed, _, changed = made_small(CW_GRPO, tmp_path, "policy.generation.stop_token_ids=[128009]")
-    assert rehearsed.policy.generation.stop_token_ids is None
-    assert "they are of the full model's tokenizer" in [change.reason for change in changed]
+@pytest.mark.parametrize(
+    ("key", "value", "small_value", "reason"),
+    [
+        # vLLM refuses what is not in its vocabulary, and NeMo-RL goes on with empty responses
+        ("policy.generation.stop_token_ids", [128009], None, "they are of the full model's tokenizer"),
+        ("policy.generation.bad_words", ["<image>"], None, "they are of the full model's tokenizer"),
+        # NeMo-RL's sampling then ends in an index that is out of bounds
+        ("policy.generation.top_k", 10000, 352, "the small model has 352 tokens"),
+        ("policy.generation.top_k", 50, 50, ""),
+        ("policy.hf_config_overrides", {"max_position_embeddings": 16384}, {}, "they are of the full model"),
+        ("policy.megatron_cfg.mtp_num_layers", 2, 0, "the small model has no such layers"),
+        ("policy.megatron_cfg.moe_router_num_groups", 8, None, "the small model has 4 experts"),
+    ],
+)
+def test_numbers_of_the_full_model_are_limited_to_the_small_one(key, value, small_value, reason, tmp_path):
+    recipe, rehearsed, _, changed = made_small(CW_GRPO, tmp_path, f"++{key}={json.dumps(value)}")
+    assert value_of(recipe, key) == value
+    assert value_of(rehearsed, key) == small_value
+    assert [change.reason for change in changed if change.key == key] == ([reason] if reason else [])
 
 
 @pytest.mark.parametrize(
@@ -162,3 +184,39 @@ def test_asynchronous_rollouts_of_another_sampler_become_vllms(tmp_path):
         stack_for(asynchronous, CW_GRPO, WITH_VLLM)
         with pytest.raises(UserError, match="run make venv-vllm and leave --sampler out"):
             stack_for(asynchronous, CW_GRPO, replace(WITH_VLLM, vllm_python=None))
+
+
+def test_a_node_with_a_gpu_for_rollouts_is_no_layout_that_a_rule_refuses(tmp_path):
+    """TP 2 divides the 4 GPUs that train, beside the one that samples."""
+    separate = "++policy.generation.colocated={enabled: false, resources: {gpus_per_node: 8, num_nodes: 1}}"
+    tp4 = ("policy.megatron_cfg.tensor_model_parallel_size=4", "cluster.num_nodes=2")
+    recipe, rehearsed, layout, _ = made_small(CW_GRPO, tmp_path, separate, *tp4)
+    assert layout == small.Ranks(2, 1, 1, 2, 1)
+    assert rehearsed.cluster.gpus_per_node == 5
+    tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    config, _ = small_config(recipe, 352, tokenizer)
+    setup = plan_input(rehearsed)
+    assert messages(Scope.SHAPE, read_spec(config.to_dict(), "small"), setup) == []
+    three_train = replace(setup, num_rollout_gpus=2)
+    (message,) = messages(Scope.SHAPE, read_spec(config.to_dict(), "small"), three_train)
+    assert "size=2 does not divide the 3 GPUs of a node that train" in message
+
+
+@pytest.mark.parametrize("window", [128, 4096])
+def test_a_small_model_has_no_window_and_rotary_factors_of_its_own_heads(window, tmp_path):
+    """Sequences of a rehearsal are shorter than a window, which a CPU's layers do not compute."""
+    given = {
+        **{"model_type": "mistral", "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096},
+        **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "head_dim": 128},
+        **{"max_position_embeddings": 32768, "sliding_window": window, "rope_theta": 10000.0},
+        "rope_scaling": {
+            **{"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 16384},
+            **{"short_factor": [1.0] * 64, "long_factor": [2.0] * 64},
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    recipe = load_recipe(CW_GRPO, [f"policy.model_name={tmp_path}"])
+    tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    config, _ = small_config(recipe, 352, tokenizer)
+    assert config.sliding_window is None
+    assert len(config.rope_parameters["long_factor"]) == len(config.rope_parameters["short_factor"]) == 16
