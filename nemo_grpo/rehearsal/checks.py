@@ -221,14 +221,23 @@ def update(run: Recorded) -> str:
     shown += f"gradient norm {', '.join(f'{x:.3f}' for x in norms[few])}"
     _refuse(not all(map(math.isfinite, [*losses, *norms])), shown)
     if not run.is_supervised:
-        mixed = [percent / 100 for percent in run.series("baseline_reward/pct_mixed")]  # by NeMo-RL
-        shares = mixed if run.recipe.loss_fn.is_stock else run.series("groups/valid_fraction")
+        if (
+            run.recipe.loss_fn.is_stock
+        ):  # NeMo-RL's asynchronous trainer logs no share, but records advantages
+            shares = [fmean(map(_has_advantage, run.responses(step))) for step in sorted(run.steps)]
+        else:
+            shares = run.series("groups/valid_fraction")
         shown += f"; groups with signal {', '.join(f'{share:.0%}' for share in shares)}"
         _refuse(not any(shares), f"{shown}: the rewards within each group are equal, so nothing is learnt")
     ratios = run.series("train/probs_ratio_max")  # the norm is that of a step's last update alone
     moves = any(norms) or any(abs(ratio - 1) > MOVED for ratio in ratios)
     _refuse(not moves, f"{shown}: no step moved the weights")
     return shown
+
+
+def _has_advantage(row: Row) -> bool:
+    """True if the loss of a response had a weight other than 0."""
+    return any(row["advantages"][0])
 
 
 def validation(run: Recorded) -> str:

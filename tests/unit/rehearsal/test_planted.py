@@ -18,6 +18,7 @@ from nemo_grpo.recipe.megatron_sections import Switch
 from nemo_grpo.rehearsal import checks
 from nemo_grpo.rehearsal.checks import Stage
 from nemo_grpo.rehearsal.run_output import Recorded
+from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 
 
 @pytest.fixture
@@ -253,3 +254,15 @@ def test_rewards_are_scaled_as_nemo_rl_scales_them(rehearsal_of):
     assert set(failing(rehearsal)) == {"reward"}
     with_grpo(rehearsal, reward_scaling={"enabled": True, "target_min": -1.0})
     assert failing(rehearsal) == {}
+
+
+def test_signal_of_nemo_rls_own_loss_is_read_from_the_record(rehearsal_of):
+    """Its asynchronous trainer logs no share of groups with signal."""
+    rehearsal = rehearsal_of("erpo")
+    rehearsal.small = rehearsal.small.model_copy(update={"loss_fn": NeMoRLLoss()})
+    numbers = iter(range(48))
+    first = {"advantages": [[0.0, 0.0]]}
+    responses(rehearsal, lambda row: row | ({"advantages": [[0.0, 0.5]]} if next(numbers) % 16 else first))
+    assert "groups with signal 94%, 94%, 94%" in checks.update(Recorded(rehearsal))
+    responses(rehearsal, lambda row: row | first)
+    assert "so nothing is learnt" in failing(rehearsal)["update"]

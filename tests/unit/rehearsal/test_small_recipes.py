@@ -220,3 +220,14 @@ def test_a_small_model_has_no_window_and_rotary_factors_of_its_own_heads(window,
     config, _ = small_config(recipe, 352, tokenizer)
     assert config.sliding_window is None
     assert len(config.rope_parameters["long_factor"]) == len(config.rope_parameters["short_factor"]) == 16
+
+
+def test_scoring_in_chunks_stays_what_it_was_when_megatron_core_replaces_dtensor(tmp_path):
+    """A rule refuses Megatron-core's chunks of logits that are in FP32 as a whole."""
+    dtensor = (
+        *("policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true"),
+        *("++policy.logprob_chunk_size=1024", "++policy.megatron_cfg.defer_fp32_logits=false"),
+    )
+    _, rehearsed, _, _ = made_small(CW_GRPO, tmp_path, *dtensor)
+    assert rehearsed.policy.logprob_chunk_size == 1024
+    assert rehearsed.policy.megatron_cfg.defer_fp32_logits
