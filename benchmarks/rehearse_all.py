@@ -3,8 +3,8 @@
     python -m benchmarks.rehearse_all --nemo-rl DIR [--sampler] [--folder rehearsals/all] [RECIPE...]
     python -m benchmarks.rehearse_all --groups groups.json [--table FILE]      (see benchmarks.stock_groups)
 
-One after the other, and resumable: a recipe with a result in the folder is skipped; it has none if Ray did not
-start. About two minutes each on two idle cores.
+One after the other, and resumable: a recipe with a result in the folder is skipped; it has none if Ray did
+not start. About two minutes each on two idle cores.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python -m benchmarks.stock_groups RL [RL ...] -o groups.json
 
-Reads every configuration that `benchmarks.stock_recipes` reads, gives it a variant that `recipe check` accepts,
-and reduces it as `nemo-grpo rehearse` does. Configurations whose reduced recipes are equal but for names, paths,
-learning rates and the like form a group, of which one is rehearsed; those that a rehearsal refuses form a group
-by the reason. `benchmarks.rehearse_all --groups groups.json` rehearses one of each.
+Reads every configuration that `benchmarks.stock_recipes` reads, gives it a variant that `recipe check`
+accepts, and reduces it as `nemo-grpo rehearse` does. Those whose reduced recipes have the same model family,
+parallel dimensions and values of `PATHS` form a group, of which one is rehearsed; those that a rehearsal
+refuses form a group by the reason. `benchmarks.rehearse_all --groups groups.json` rehearses one of each.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def reduced(recipe: Recipe, path: Path, repository: Path, folder: Path) -> dict[
 
 
 def by_difference(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the groups so that each differs most from all before it; larger groups first where it is equal."""
+    """Yield the groups so that each differs most from all before it; the larger first where that is equal."""
     waiting = sorted(groups, key=lambda group: -len(group["members"]))
     distances = [len(waiting[0]["key"]) + 1] * len(waiting) if waiting else []
     while waiting:

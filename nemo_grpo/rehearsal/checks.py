@@ -221,9 +221,7 @@ def update(run: Recorded) -> str:
     shown += f"gradient norm {', '.join(f'{x:.3f}' for x in norms[few])}"
     _refuse(not all(map(math.isfinite, [*losses, *norms])), shown)
     if not run.is_supervised:
-        if (
-            run.recipe.loss_fn.is_stock
-        ):  # NeMo-RL's asynchronous trainer logs no share, but records advantages
+        if run.recipe.loss_fn.is_stock:  # NeMo-RL's asynchronous trainer logs no share of groups
             shares = [fmean(map(_has_advantage, run.responses(step))) for step in sorted(run.steps)]
         else:
             shares = run.series("groups/valid_fraction")
