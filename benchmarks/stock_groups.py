@@ -11,6 +11,7 @@ refuses form a group by the reason. `benchmarks.rehearse_all --groups groups.jso
 import argparse
 import json
 import logging
+import math
 import os
 import re
 import tempfile
@@ -144,7 +145,7 @@ def reduced(recipe: Recipe, path: Path, repository: Path, folder: Path) -> dict[
 def by_difference(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the groups so that each differs most from all before it; the larger first where that is equal."""
     waiting = sorted(groups, key=lambda group: -len(group["members"]))
-    distances = [len(waiting[0]["key"]) + 1] * len(waiting) if waiting else []
+    distances: list[float] = [math.inf] * len(waiting)
     while waiting:
         place = distances.index(max(distances))
         chosen = waiting.pop(place)

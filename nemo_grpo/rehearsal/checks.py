@@ -17,7 +17,6 @@ from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.export import bridges_export, compare_folders, compare_with_base, convert
 from nemo_grpo.rehearsal.run_output import Recorded, Row, Scored, num_tokens
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, metrics, newest_checkpoint
-from nemo_grpo.support.dotted import value_of
 from nemo_grpo.tasks.base import VALIDATION_SET
 from nemo_grpo.tasks.scoring import component_means, over_sets
 
@@ -31,8 +30,6 @@ AT_THE_CUT = 0.02
 -log(top_p)."""
 MOVED = 1e-3
 """Distance of a ratio from 1 that only an update within the step explains."""
-SCALING = {"source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1.0}
-"""NeMo-RL's defaults of ``grpo.reward_scaling``."""
 SAMPLE_LENGTH = 300
 """Characters of a text that the report shows."""
 
@@ -190,13 +187,13 @@ def _same(recorded: float, graded: float) -> bool:
 
 def _scaled(run: Recorded, graded: float) -> float:
     """Scale a reward as NeMo-RL does before it penalises lengths."""
-    if not value_of(run.recipe, "grpo.reward_scaling.enabled"):
+    scaling = run.reward_scaling
+    if not scaling["enabled"]:
         return graded
-    source_min, source_max, target_min, target_max = (
-        value_of(run.recipe, f"grpo.reward_scaling.{key}", default) for key, default in SCALING.items()
-    )
-    within = min(max(graded, source_min), source_max)
-    return float(target_min + (within - source_min) / (source_max - source_min) * (target_max - target_min))
+    source_range = scaling["source_max"] - scaling["source_min"]
+    target_range = scaling["target_max"] - scaling["target_min"]
+    within = min(max(graded, scaling["source_min"]), scaling["source_max"])
+    return float(scaling["target_min"] + (within - scaling["source_min"]) / source_range * target_range)
 
 
 def _penalty(run: Recorded, one: Scored) -> float:

@@ -153,7 +153,7 @@ def _replaced_parts(recipe: Recipe) -> Iterator[Override]:
         reason = "there is no nemo-automodel here: Megatron-core trains in its place"
         yield Override("policy.dtensor_cfg.enabled", False, reason)
         yield Override(f"{MEGATRON}.enabled", True, reason)
-        if policy.logprob_chunk_size is not None and not policy.megatron_cfg.defer_fp32_logits:
+        if policy.logprob_chunk_size is not None and not value_of(recipe, f"{MEGATRON}.defer_fp32_logits"):
             reason = "Megatron-core scores in chunks of policy.logprob_chunk_size only so"
             yield Override(f"{MEGATRON}.defer_fp32_logits", True, reason)
         if policy.layout.context > 1 and not policy.sequence_packing.enabled:
