@@ -125,7 +125,7 @@ def reduced(recipe: Recipe, path: Path, repository: Path, folder: Path) -> dict[
     stack_for(recipe, path, Stack(Path("python"), repository, Path("vllm"), Path("torchvision")))
     problems = problems_of(recipe, folder / "problems", repository)
     model = RehearsalModel(folder, "", "", 100, 12, VOCABULARY)
-    layout = small.reduced_ranks(small.ranks_of(recipe), 4)
+    layout = small.rehearsed_ranks(recipe, 4)
     changes = small.overrides_of(recipe, problems.task, model, layout, folder / "runs", uses_vllm=True)
     small.write_recipe(folder / "recipe.yaml", recipe, changes)
     rehearsed = load_recipe(folder / "recipe.yaml")

@@ -12,7 +12,7 @@ from nemo_grpo.recipe.loader import merge
 from nemo_grpo.recipe.registry import Limit, Scope, rows
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
 from nemo_grpo.rehearsal.environment import uses_async_engine
-from nemo_grpo.rehearsal.model import NUM_EXPERTS, NUM_LAYERS, RehearsalModel
+from nemo_grpo.rehearsal.model import NUM_EXPERTS, NUM_LAYERS, RehearsalModel, rehearsed_shape
 from nemo_grpo.rehearsal.tiny_data import data_settings
 from nemo_grpo.support.dotted import is_missing, set_value, value_of
 from nemo_grpo.tasks import TaskConfig
@@ -86,6 +86,13 @@ def reduced_ranks(layout: Ranks, max_ranks: int) -> Ranks:
         sizes.append(2 if size > 1 and 2 * math.prod(sizes) <= max_ranks else 1)
     tp, pp, cp, dp = sizes
     return Ranks(tp, pp, cp, dp, 2 if layout.ep > 1 and (tp * cp * dp) % 2 == 0 else 1)
+
+
+def rehearsed_ranks(recipe: Recipe, max_ranks: int) -> Ranks:
+    """Reduce the recipe's ranks; a dense model in place of one with experts has no expert parallelism."""
+    layout = reduced_ranks(ranks_of(recipe), max_ranks)
+    shape, _ = rehearsed_shape(recipe)
+    return layout if shape.num_experts else layout._replace(ep=1)
 
 
 def num_steps(recipe: Recipe) -> int:

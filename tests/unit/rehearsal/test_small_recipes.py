@@ -35,7 +35,7 @@ MODEL = RehearsalModel(
 def made_small(path, folder, *overrides, max_ranks=4):
     recipe = load_recipe(path, overrides)
     task = problems_of(recipe, folder / "problems").task
-    layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)
+    layout = small.rehearsed_ranks(recipe, max_ranks)
     changed = list(small.overrides_of(recipe, task, MODEL, layout, folder / "runs", uses_vllm=True))
     small.write_recipe(folder / "recipe.yaml", recipe, changed)
     return recipe, load_recipe(folder / "recipe.yaml"), layout, changed
@@ -231,3 +231,12 @@ def test_scoring_in_chunks_stays_what_it_was_when_megatron_core_replaces_dtensor
     _, rehearsed, _, _ = made_small(CW_GRPO, tmp_path, *dtensor)
     assert rehearsed.policy.logprob_chunk_size == 1024
     assert rehearsed.policy.megatron_cfg.defer_fp32_logits
+
+
+@pytest.mark.parametrize(
+    ("model", "ep"), [("Qwen/Qwen3-30B-A3B", 2), ("openai/gpt-oss-20b", 2), ("Qwen/Qwen2.5-7B", 1)]
+)
+def test_a_model_without_experts_has_no_expert_parallelism(model, ep):
+    """A vision model with experts is rehearsed with a dense one, which a rule would refuse to split."""
+    recipe = load_recipe(CW_GRPO, [f"policy.model_name={model}", EP8])
+    assert small.rehearsed_ranks(recipe, 4).ep == ep
