@@ -33,6 +33,7 @@ OF_THE_FULL_MODEL: dict[str, tuple[Any, str]] = {
     f"{GENERATION}.stop_token_ids": (None, _TOKENS),
     f"{GENERATION}.bad_words": (None, _TOKENS),
     "policy.hf_config_overrides": ({}, "they are of the full model"),
+    "policy.refit_buffer_size_gb": (1, "it holds the full model's weights"),
     f"{MEGATRON}.num_layers_in_first_pipeline_stage": (None, _LAYERS),
     f"{MEGATRON}.num_layers_in_last_pipeline_stage": (None, _LAYERS),
     f"{MEGATRON}.mtp_num_layers": (0, "the small model has no such layers"),

@@ -102,6 +102,8 @@ def test_every_parallel_dimension_stays_as_far_as_the_ranks_go(layout, ranks, ex
         ("policy.generation.top_k", 10000, 352, "the small model has 352 tokens"),
         ("policy.generation.top_k", 50, 50, ""),
         ("policy.hf_config_overrides", {"max_position_embeddings": 16384}, {}, "they are of the full model"),
+        # each worker allocates it, which exhausts a machine's memory
+        ("policy.refit_buffer_size_gb", 8, 1, "it holds the full model's weights"),
         ("policy.megatron_cfg.mtp_num_layers", 2, 0, "the small model has no such layers"),
         ("policy.megatron_cfg.moe_router_num_groups", 8, None, "the small model has 4 experts"),
     ],
