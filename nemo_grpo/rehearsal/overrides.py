@@ -172,6 +172,8 @@ def _replaced_parts(recipe: Recipe) -> Iterator[Override]:
         yield Override(f"{VLLM}.async_engine", True, "asynchronous rollouts by vLLM")
     if (optimizer := policy.megatron_cfg.optimizer.optimizer) not in ("adam", "sgd"):
         yield Override(f"{MEGATRON}.optimizer.optimizer", "adam", f"{optimizer} is not in this stack")
+    if recipe.uses_data_plane and value_of(recipe, "data_plane.backend", "simple") != "simple":
+        yield Override("data_plane.backend", "simple", "mooncake is not in this stack")
     if (recipe.checkpointing.metric_name or "").startswith("val:"):
         yield Override("checkpointing.metric_name", None, "stopped and saved where nothing is validated")
 

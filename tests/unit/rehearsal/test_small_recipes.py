@@ -242,3 +242,10 @@ def test_a_model_without_experts_has_no_expert_parallelism(model, ep):
     """A vision model with experts is rehearsed with a dense one, which a rule would refuse to split."""
     recipe = load_recipe(CW_GRPO, [f"policy.model_name={model}", EP8])
     assert small.rehearsed_ranks(recipe, 4).ep == ep
+
+
+def test_a_data_plane_that_is_not_in_the_stack_becomes_the_simple_one(tmp_path):
+    plane = "++data_plane={enabled: true, backend: mooncake_cpu}"
+    _, rehearsed, _, changed = made_small(CW_GRPO, tmp_path, plane, "loss_fn.reference_policy_kl_penalty=0")
+    assert value_of(rehearsed, "data_plane.backend") == "simple"
+    assert "mooncake is not in this stack" in [change.reason for change in changed]
