@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAPERS = ("cw_grpo", "erpo", "tr_grpo", "gpg")
 RAY_DID_NOT_START = 69
 VERDICTS = {0: "all stages", 1: "failed", 2: "refused"}
-ERROR = re.compile(r"^\w*(?:Error|Exception|Failed)\b.*", re.MULTILINE)
+ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Failed): .*", re.MULTILINE)
 COLUMNS = ("recipe", "verdict", "layout", "gen_kl_error by step", "groups with signal", "seconds", "said")
 GROUP_COLUMNS = (
     "recipe",
