@@ -119,7 +119,7 @@ def rehearse(job: Job, given: argparse.Namespace) -> dict[str, Any]:
     start = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)  # it detects that it is stuck
     record = folder / "rehearsal.json"
-    error = done.stderr.strip().rpartition("\nerror: ")[2] if done.returncode == 2 else ""
+    error = f"\n{done.stderr}".rpartition("\nerror: ")[2] if done.returncode == 2 else ""
     return {
         "name": job.name,
         "code": done.returncode,
