@@ -219,7 +219,8 @@ def update(run: Recorded) -> str:
     _refuse(not all(map(math.isfinite, [*losses, *norms])), shown)
     if not run.is_supervised:
         if run.recipe.loss_fn.is_stock:  # NeMo-RL's asynchronous trainer logs no share of groups
-            shares = [fmean(map(_has_advantage, run.responses(step))) for step in sorted(run.steps)]
+            size = run.recipe.grpo.num_generations_per_prompt
+            shares = [_share_with_signal(run.responses(step), size) for step in sorted(run.steps)]
         else:
             shares = run.series("groups/valid_fraction")
         shown += f"; groups with signal {', '.join(f'{share:.0%}' for share in shares)}"
@@ -230,9 +231,11 @@ def update(run: Recorded) -> str:
     return shown
 
 
-def _has_advantage(row: Row) -> bool:
-    """True if the loss of a response had a weight other than 0."""
-    return any(row["advantages"][0])
+def _share_with_signal(rows: Sequence[Row], group_size: int) -> float:
+    """Compute the share of groups in which a response has an advantage other than 0."""
+    has_advantage = [any(row["advantages"][0]) for row in rows]
+    groups = [has_advantage[start : start + group_size] for start in range(0, len(rows), group_size)]
+    return fmean(map(any, groups))
 
 
 def validation(run: Recorded) -> str:

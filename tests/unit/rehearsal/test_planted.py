@@ -262,7 +262,9 @@ def test_signal_of_nemo_rls_own_loss_is_read_from_the_record(rehearsal_of):
     rehearsal.small = rehearsal.small.model_copy(update={"loss_fn": NeMoRLLoss()})
     numbers = iter(range(48))
     first = {"advantages": [[0.0, 0.0]]}
-    responses(rehearsal, lambda row: row | ({"advantages": [[0.0, 0.5]]} if next(numbers) % 16 else first))
-    assert "groups with signal 94%, 94%, 94%" in checks.update(Recorded(rehearsal))
+    responses(
+        rehearsal, lambda row: row | ({"advantages": [[0.0, 0.5]]} if next(numbers) % 16 > 3 else first)
+    )
+    assert "groups with signal 75%, 75%, 75%" in checks.update(Recorded(rehearsal))
     responses(rehearsal, lambda row: row | first)
     assert "so nothing is learnt" in failing(rehearsal)["update"]
