@@ -266,5 +266,5 @@ def test_signal_of_nemo_rls_own_loss_is_read_from_the_record(rehearsal_of):
         rehearsal, lambda row: row | ({"advantages": [[0.0, 0.5]]} if next(numbers) % 16 > 3 else first)
     )
     assert "groups with signal 75%, 75%, 75%" in checks.update(Recorded(rehearsal))
-    responses(rehearsal, lambda row: row | first)
+    responses(rehearsal, lambda row: row | none)
     assert "so nothing is learnt" in failing(rehearsal)["update"]
