@@ -261,10 +261,8 @@ def test_signal_of_nemo_rls_own_loss_is_read_from_the_record(rehearsal_of):
     rehearsal = rehearsal_of("erpo")
     rehearsal.small = rehearsal.small.model_copy(update={"loss_fn": NeMoRLLoss()})
     numbers = iter(range(48))
-    first = {"advantages": [[0.0, 0.0]]}
-    responses(
-        rehearsal, lambda row: row | ({"advantages": [[0.0, 0.5]]} if next(numbers) % 16 > 3 else first)
-    )
+    none, some = {"advantages": [[0.0, 0.0]]}, {"advantages": [[0.0, 0.5]]}
+    responses(rehearsal, lambda row: row | (some if next(numbers) % 16 > 3 else none))
     assert "groups with signal 75%, 75%, 75%" in checks.update(Recorded(rehearsal))
     responses(rehearsal, lambda row: row | none)
     assert "so nothing is learnt" in failing(rehearsal)["update"]
