@@ -22,7 +22,6 @@ from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.cluster import EXIT_NOT_STARTED, Cluster, NotStarted, ray_cluster
 from nemo_grpo.rehearsal.environment import Stack, background, find_stack, stack_for
 from nemo_grpo.rehearsal.export import conversion_of
-from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.rehearsal.overrides import Override, cpu_settings, replaced, write_recipe
 from nemo_grpo.rehearsal.replacements import CPU
 from nemo_grpo.report.runs import METRICS_FILE
@@ -80,12 +79,9 @@ def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, 
 
 def full_size_overrides(recipe: Recipe) -> Iterator[Override]:
     """Yield the overrides for a machine without a GPU; steps, sizes, model and problems stay the recipe's."""
-    response = recipe.policy.generation.max_new_tokens
-    prompt = recipe.policy.max_total_sequence_length - response
-    model = RehearsalModel(Path(recipe.policy.model_name or "").absolute(), "", "", prompt, response)
-    always = cpu_settings(model, uses_vllm=True) | {
+    always = cpu_settings(recipe.policy.max_total_sequence_length, uses_vllm=True) | {
         f"{GENERATION}.vllm_kwargs.max_num_seqs": recipe.num_sequences_per_step,
-        "policy.model_name": str(model.folder),
+        "policy.model_name": str(Path(recipe.policy.model_name or "").absolute()),
         "nemo_grpo.runs_dir": str(Path(recipe.nemo_grpo.runs_dir).absolute()),
     }
     yield from (Override(key, value) for key, value in always.items())

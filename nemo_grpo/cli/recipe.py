@@ -272,7 +272,8 @@ def rules() -> None:
     for scope in Scope:
         for row in rows(scope):
             typer.echo(in_words(row))
-    for machine, table in (("CPU", replacements.CPU), ("REHEARSAL", replacements.REHEARSAL)):
+    rehearsal = replacements.REHEARSAL | replacements.OF_THE_FULL_MODEL
+    for machine, table in (("CPU", replacements.CPU), ("REHEARSAL", rehearsal)):
         for key, replacement in table.items():
             typer.echo(f"{machine} {key} becomes {as_yaml(replacement.value)}: {replacement.reason}")
 

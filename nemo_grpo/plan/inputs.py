@@ -92,6 +92,11 @@ class PlanInput:
         return self.num_nodes * self.gpus_per_node - self.num_rollout_gpus
 
     @property
+    def train_gpus_per_node(self) -> int:
+        """GPUs of a node that trains; separate rollouts take whole nodes, or a part of the only one."""
+        return self.world_size if self.num_nodes == 1 else self.gpus_per_node
+
+    @property
     def data_parallel(self) -> int:
         """Copies of the model that share a batch."""
         layout = self.layout

@@ -38,7 +38,7 @@ def tensor_parallel_divides_the_model(shape: ModelSpec, setup: PlanInput) -> Ite
         shape,
         f"{MEGATRON}.tensor_model_parallel_size",
         setup.layout.tensor,
-        per_node=setup.gpus_per_node,
+        per_node=setup.train_gpus_per_node,
         embedded=setup.embedded,
     )
 
@@ -46,17 +46,22 @@ def tensor_parallel_divides_the_model(shape: ModelSpec, setup: PlanInput) -> Ite
 @rule(Scope.SHAPE)
 def rollout_parallel_divides_the_model(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
     if setup.has_rollouts:
-        key, per_node = f"{VLLM}.tensor_parallel_size", setup.gpus_per_node
-        yield from width_refusals(shape, key, setup.vllm_tensor, per_node=per_node)
+        is_part_of_a_node = setup.num_nodes == 1 and setup.num_rollout_gpus > 0
+        yield from width_refusals(
+            shape,
+            f"{VLLM}.tensor_parallel_size",
+            setup.vllm_tensor,
+            per_node=setup.num_rollout_gpus if is_part_of_a_node else setup.gpus_per_node,
+        )
 
 
 @rule(Scope.SHAPE)
 def tensor_parallel_stays_on_a_node(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
-    if setup.gpus_per_node % setup.layout.tensor:
+    if setup.train_gpus_per_node % setup.layout.tensor:
         yield (
             f"{MEGATRON}.tensor_model_parallel_size={setup.layout.tensor} does not divide the "
-            f"{setup.gpus_per_node} GPUs of a node, so layers would be reduced over the network; use a "
-            "divisor"
+            f"{setup.train_gpus_per_node} GPUs of a node that train, so layers would be reduced over the "
+            "network; use a divisor"
         )
 
 

@@ -130,12 +130,37 @@ def rollout(run: Recorded) -> str:
     shown = f"{number} responses a step, {min(every)} to {max(every)} tokens, {fmean(cut or [0.0]):.0%} cut"
     _refuse(not 0 < min(every) <= max(every) < longest, f"{shown}; 1 to {longest - 1} are possible")
     for step, of_step in lengths.items():
-        logged = run.steps[step].get("length/mean", math.nan)
-        _refuse(
-            not math.isclose(logged, fmean(of_step), rel_tol=1e-4),
-            f"{shown}; in step {step} {fmean(of_step):.2f} in the mean, but {logged:.2f} is logged",
-        )
+        metrics_of_step = run.steps[step]
+        if run.keeps_a_part:
+            disagreement = _other_tokens(responses[step], metrics_of_step, run.recipe.num_updates_per_step)
+        else:
+            disagreement = _other_mean(of_step, metrics_of_step)
+        _refuse(bool(disagreement), f"{shown}; in step {step} {disagreement}")
     return shown
+
+
+def _other_mean(lengths: Sequence[int], logged: Mapping[str, float]) -> str:
+    """Compare the mean of the recorded lengths with the logged one; returns how they differ, or nothing."""
+    recorded, mean = fmean(lengths), logged.get("length/mean", math.nan)
+    if math.isclose(mean, recorded, rel_tol=1e-4):
+        return ""
+    return f"{recorded:.2f} in the mean, but {mean:.2f} is logged"
+
+
+def _other_tokens(rows: Sequence[Row], logged: Mapping[str, float], num_updates: int) -> str:
+    """Compare recorded tokens with those that the loss counted; returns how they differ, or nothing.
+
+    Dynamic sampling keeps a part of what was drawn. The record holds that part, and NeMo-RL's mean length is
+    of the whole last draw. Its loss counts the same responses as the record, in the mean of the step's
+    microbatches, whose number may differ between updates: the count lies between those of the updates.
+    """
+    trained = [num_tokens(row) * row["sample_loss_mask"][0] for row in rows]
+    size = len(trained) // num_updates
+    totals = [sum(trained[start : start + size]) for start in range(0, len(trained), size)]
+    counted = logged.get("train/global_valid_toks", math.nan)
+    if min(totals) - 0.01 <= counted <= max(totals) + 0.01:
+        return ""
+    return f"{', '.join(f'{total:g}' for total in totals)} tokens an update, but {counted:g} are logged"
 
 
 def rewards(run: Recorded) -> str:
@@ -148,7 +173,7 @@ def rewards(run: Recorded) -> str:
         return f"{shown}; by NeMo-RL's environment"
     for one in run.scored:
         _refuse(
-            not _same(one.recorded, one.reward + _penalty(run, one)),
+            not _same(one.recorded, _scaled(run, one.reward) + _penalty(run, one)),
             f"{shown}; {one.response[:SAMPLE_LENGTH]!r} has {one.recorded:g}, the grader says {one.reward:g}",
         )
     _refuse(not run.scored, f"{shown}, so no reward is compared")
@@ -158,6 +183,17 @@ def rewards(run: Recorded) -> str:
 def _same(recorded: float, graded: float) -> bool:
     """Compare two rewards; NaN means that a function abstained."""
     return math.isclose(recorded, graded, abs_tol=1e-4) or (math.isnan(recorded) and math.isnan(graded))
+
+
+def _scaled(run: Recorded, graded: float) -> float:
+    """Scale a reward as NeMo-RL does before it penalises lengths."""
+    scaling = run.reward_scaling
+    if not scaling["enabled"]:
+        return graded
+    source_range = scaling["source_max"] - scaling["source_min"]
+    target_range = scaling["target_max"] - scaling["target_min"]
+    within = min(max(graded, scaling["source_min"]), scaling["source_max"])
+    return float(scaling["target_min"] + (within - scaling["source_min"]) / source_range * target_range)
 
 
 def _penalty(run: Recorded, one: Scored) -> float:
@@ -182,14 +218,24 @@ def update(run: Recorded) -> str:
     shown += f"gradient norm {', '.join(f'{x:.3f}' for x in norms[few])}"
     _refuse(not all(map(math.isfinite, [*losses, *norms])), shown)
     if not run.is_supervised:
-        mixed = [percent / 100 for percent in run.series("baseline_reward/pct_mixed")]  # by NeMo-RL
-        shares = mixed if run.recipe.loss_fn.is_stock else run.series("groups/valid_fraction")
+        if run.recipe.loss_fn.is_stock:  # NeMo-RL's asynchronous trainer logs no share of groups
+            size = run.recipe.grpo.num_generations_per_prompt
+            shares = [_share_with_signal(run.responses(step), size) for step in sorted(run.steps)]
+        else:
+            shares = run.series("groups/valid_fraction")
         shown += f"; groups with signal {', '.join(f'{share:.0%}' for share in shares)}"
         _refuse(not any(shares), f"{shown}: the rewards within each group are equal, so nothing is learnt")
     ratios = run.series("train/probs_ratio_max")  # the norm is that of a step's last update alone
     moves = any(norms) or any(abs(ratio - 1) > MOVED for ratio in ratios)
     _refuse(not moves, f"{shown}: no step moved the weights")
     return shown
+
+
+def _share_with_signal(rows: Sequence[Row], group_size: int) -> float:
+    """Compute the share of groups in which a response has an advantage other than 0."""
+    has_advantage = [any(row["advantages"][0]) for row in rows]
+    groups = [has_advantage[start : start + group_size] for start in range(0, len(rows), group_size)]
+    return fmean(map(any, groups))
 
 
 def validation(run: Recorded) -> str:

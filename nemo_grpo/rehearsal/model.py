@@ -27,8 +27,12 @@ from nemo_grpo.tasks.prompts import PROMPTS_CHECKED
 HEAD_DIM = 32
 """The smallest head size of vLLM's attention on a CPU."""
 NUM_HEADS, NUM_LAYERS, FFN, NUM_EXPERTS = 4, 2, 256, 4
-NOT_SHRUNK = ("model_type", "layer_types", "max_window_layers")
+NOT_SHRUNK = ("model_type", "layer_types", "max_window_layers", "mlp_only_layers")
 """Keys of a config.json that depend on its own number of layers, or are set separately."""
+ROPE_KEYS, ROPE_FACTORS = ("rope_parameters", "rope_scaling"), ("short_factor", "long_factor")
+"""Keys of a config.json's rotary embedding, and their lists of one number per pair of a head's elements."""
+ROOM = 8
+"""Extra tokens of a prompt and of a response beyond the longest that was measured."""
 VOCABULARY = 1024
 """Maximum vocabulary of a tokenizer learnt for the rehearsal."""
 LEARNING_RATE, WARM_UP_STEPS = 3e-3, 30
@@ -46,6 +50,7 @@ class RehearsalModel:
 
     Attributes: tokenizer, architecture: origin of each, a clause for the report.
                 longest_prompt, longest_response: tokens of the problems' prompts and demonstrations.
+                vocab_size: tokens of its vocabulary.
     """
 
     folder: Path
@@ -53,6 +58,27 @@ class RehearsalModel:
     architecture: str
     longest_prompt: int
     longest_response: int
+    vocab_size: int
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Limit of a prompt in the rehearsal."""
+        return self.longest_prompt + ROOM
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Limit of a response in the rehearsal."""
+        return multiple_of(self.longest_response + ROOM, 8)
+
+    @property
+    def context(self) -> int:
+        """Limit of a prompt with its response; the layouts of a rehearsal divide it."""
+        return multiple_of(self.max_prompt_tokens + self.max_new_tokens, 64)
+
+
+def multiple_of(number: int, unit: int) -> int:
+    """Round up to a multiple of the unit."""
+    return -(-number // unit) * unit
 
 
 def rehearsed_shape(recipe: Recipe) -> tuple[ModelSpec, str]:
@@ -99,11 +125,21 @@ def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, 
         given = {"max_position_embeddings": shape.max_position_embeddings}
         given |= {} if shape.rope["rope_type"] == "default" else {"rope_parameters": dict(shape.rope)}
     kept = {name: value for name, value in given.items() if name not in NOT_SHRUNK}
-    settings = {**kept, **sizes, "use_sliding_window": False}
+    for key in ROPE_KEYS:
+        if kept.get(key):
+            kept[key] = _rope_of_small_heads(kept[key])
+    # every sequence of a rehearsal is shorter than a model's window; Mistral's default would be one of 4096
+    settings = {**kept, **sizes, "use_sliding_window": False, "sliding_window": None}
     if shape.num_vision_parameters:
         settings = vision.config_of(shape, sizes, tokenizer)
     config = AutoConfig.for_model(shape.model_type, **settings)
     return config, f"{shape.model_type} of {shape.name}, shrunk, from {source}{why and f', {why}'}"
+
+
+def _rope_of_small_heads(rope: dict[str, Any]) -> dict[str, Any]:
+    """Shorten the lists of a rotary embedding to the small heads."""
+    shortened = {name: rope[name][: HEAD_DIM // 2] for name in ROPE_FACTORS if rope.get(name)}
+    return {**rope, **shortened}
 
 
 def _config_file(recipe: Recipe) -> dict[str, Any]:
@@ -138,7 +174,7 @@ def make_model(recipe: Recipe, task: ToyTask, num_validation: int, folder: Path)
 
     encoder, tokenizer_origin = _encoder_of(recipe, task)
     tokenizer = encoder.tokenizer
-    vocab_size = -(-len(tokenizer) // 8) * 8
+    vocab_size = multiple_of(len(tokenizer), 8)
     config, architecture = small_config(recipe, vocab_size, tokenizer)
     rng = random.Random(0)
     held_out = task.validation_problems(num_validation) if num_validation else []
@@ -155,9 +191,12 @@ def make_model(recipe: Recipe, task: ToyTask, num_validation: int, folder: Path)
     model = vision.model_class(config).from_config(config, dtype=torch.float32)
     demonstrations = (_shown(encoder, task, problem, rng) for problem in cycle(task.known))
     pretrain(model, demonstrations, encoder, *((120, 16) if vocab_size <= 4 * VOCABULARY else (40, 4)))
+    made = RehearsalModel(folder, tokenizer_origin, architecture, max(prompts), max(responses), vocab_size)
+    text = model.config.get_text_config()
+    text.max_position_embeddings = max(text.max_position_embeddings, made.context)
     model.to(torch.bfloat16).save_pretrained(folder)
     (encoder.processor or tokenizer).save_pretrained(folder)
-    return RehearsalModel(folder, tokenizer_origin, architecture, max(prompts), max(responses))
+    return made
 
 
 @dataclass(frozen=True)

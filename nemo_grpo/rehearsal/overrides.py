@@ -11,8 +11,8 @@ from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.loader import merge
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
 from nemo_grpo.rehearsal.environment import uses_async_engine
-from nemo_grpo.rehearsal.model import RehearsalModel
-from nemo_grpo.rehearsal.replacements import CPU, REHEARSAL, Replacement
+from nemo_grpo.rehearsal.model import RehearsalModel, rehearsed_shape
+from nemo_grpo.rehearsal.replacements import CPU, OF_THE_FULL_MODEL, REHEARSAL, Replacement
 from nemo_grpo.rehearsal.tiny_data import data_settings
 from nemo_grpo.support.dotted import is_missing, set_value, value_of
 from nemo_grpo.tasks import TaskConfig
@@ -26,8 +26,6 @@ NUM_PROMPTS, NUM_GENERATIONS, NUM_VALIDATION = 4, 4, 4
 CONSTANT: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 """Keys that do not depend on the recipe: for every rehearsal, and for a machine without a GPU."""
 MICROBATCH = 2
-ROOM = 8
-"""Extra tokens of a response beyond the longest demonstration."""
 
 
 class Override(NamedTuple):
@@ -75,6 +73,13 @@ def reduced_ranks(layout: Ranks, max_ranks: int) -> Ranks:
     return Ranks(tp, pp, cp, dp, 2 if layout.ep > 1 and (tp * cp * dp) % 2 == 0 else 1)
 
 
+def rehearsed_ranks(recipe: Recipe, max_ranks: int) -> Ranks:
+    """Reduce the recipe's ranks; a dense model in place of one with experts has no expert parallelism."""
+    layout = reduced_ranks(ranks_of(recipe), max_ranks)
+    shape, _ = rehearsed_shape(recipe)
+    return layout if shape.num_experts else layout._replace(ep=1)
+
+
 def num_steps(recipe: Recipe) -> int:
     """Return the steps of the recipe's rehearsal."""
     return NUM_SUPERVISED_STEPS if recipe.loss_fn.learns_from_demonstrations else NUM_STEPS
@@ -93,7 +98,7 @@ def overrides_of(
         **_loop(recipe),
         **_sizes(recipe, model),
         **_ranks(recipe, layout),
-        **cpu_settings(model, uses_vllm),
+        **cpu_settings(model.context, uses_vllm),
         **data_settings(recipe, task),
         "nemo_grpo.run_name": recipe.nemo_grpo.run_name,
         "nemo_grpo.runs_dir": str(runs_dir),
@@ -103,7 +108,24 @@ def overrides_of(
     yield from (Override(key, value) for key, value in always.items())
     yield from replaced(recipe, CPU)
     yield from replaced(recipe, REHEARSAL)
+    yield from limited_to_the_model(recipe, model)
     yield from _replaced_parts(recipe)
+
+
+def limited_to_the_model(recipe: Recipe, model: RehearsalModel) -> Iterator[Override]:
+    """Yield the keys whose values belong to the full model's vocabulary, layers, experts or positions.
+
+    A number that the small model has not, such as a token id, does not fail by itself: NeMo-RL's workers fail
+    in their own code, or train on empty responses. Lengths are in `_sizes`, the model's own numbers in
+    `model.small_config`.
+    """
+    for key in ("top_k", "val_top_k"):
+        top_k = getattr(recipe.policy.generation, key)
+        if top_k is not None and top_k > model.vocab_size:
+            # NeMo-RL indexes the sorted logits by vocabulary - top_k
+            reason = f"the small model has {model.vocab_size} tokens"
+            yield Override(f"{GENERATION}.{key}", model.vocab_size, reason)
+    yield from replaced(recipe, OF_THE_FULL_MODEL)
 
 
 def replaced(recipe: Recipe, replacements: Mapping[str, Replacement]) -> Iterator[Override]:
@@ -119,6 +141,9 @@ def _replaced_parts(recipe: Recipe) -> Iterator[Override]:
         reason = "there is no nemo-automodel here: Megatron-core trains in its place"
         yield Override("policy.dtensor_cfg.enabled", False, reason)
         yield Override(f"{MEGATRON}.enabled", True, reason)
+        if policy.logprob_chunk_size is not None and not value_of(recipe, f"{MEGATRON}.defer_fp32_logits"):
+            reason = "Megatron-core scores in chunks of policy.logprob_chunk_size only so"
+            yield Override(f"{MEGATRON}.defer_fp32_logits", True, reason)
         if policy.layout.context > 1 and not policy.sequence_packing.enabled:
             reason = "Megatron-core splits packed sequences only"
             yield Override("policy.dynamic_batching.enabled", False, reason)
@@ -127,6 +152,8 @@ def _replaced_parts(recipe: Recipe) -> Iterator[Override]:
         yield Override(f"{VLLM}.async_engine", True, "asynchronous rollouts by vLLM")
     if (optimizer := policy.megatron_cfg.optimizer.optimizer) not in ("adam", "sgd"):
         yield Override(f"{MEGATRON}.optimizer.optimizer", "adam", f"{optimizer} is not in this stack")
+    if recipe.uses_data_plane and value_of(recipe, "data_plane.backend", "simple") != "simple":
+        yield Override("data_plane.backend", "simple", "mooncake is not in this stack")
     if (recipe.checkpointing.metric_name or "").startswith("val:"):
         yield Override("checkpointing.metric_name", None, "stopped and saved where nothing is validated")
 
@@ -158,9 +185,9 @@ def _loop(recipe: Recipe) -> dict[str, Any]:
 
 
 def _sizes(recipe: Recipe, model: RehearsalModel) -> dict[str, Any]:
-    p, response = recipe.policy, _multiple(model.longest_response + ROOM, 8)
-    prompt = model.longest_prompt + ROOM
-    longest = _multiple(prompt + response, 64)
+    p = recipe.policy
+    response = model.max_new_tokens
+    longest = model.context
     settings: dict[str, Any] = {
         "policy.model_name": str(model.folder),
         "policy.tokenizer.name": str(model.folder),
@@ -171,7 +198,7 @@ def _sizes(recipe: Recipe, model: RehearsalModel) -> dict[str, Any]:
         "policy.logprob_batch_size": min(p.logprob_batch_size, MICROBATCH),
     }
     if recipe.data.max_input_seq_length is not None:
-        settings["data.max_input_seq_length"] = prompt
+        settings["data.max_input_seq_length"] = model.max_prompt_tokens
     for key in ("train_mb_tokens", "logprob_mb_tokens"):
         if getattr(p.sequence_packing, key) is not None:
             settings[f"policy.sequence_packing.{key}"] = MICROBATCH * longest
@@ -198,22 +225,20 @@ def _ranks(recipe: Recipe, layout: Ranks) -> dict[str, Any]:
     return settings
 
 
-def cpu_settings(model: RehearsalModel, uses_vllm: bool) -> dict[str, Any]:
-    """Return the keys that a machine without a GPU needs."""
+def cpu_settings(context: int, uses_vllm: bool) -> dict[str, Any]:
+    """Return the keys that a machine without a GPU needs.
+
+    Args: context: maximum tokens of a prompt with its response.
+    """
     settings = dict(CONSTANT["cpu"])
     if uses_vllm:
-        tokens = 8 * _multiple(model.longest_prompt + model.longest_response + 2 * ROOM, 64)
         settings[f"{GENERATION}.vllm_kwargs"] = {
             "enable_chunked_prefill": False,
             "kv_cache_memory_bytes": 1 << 28,
-            "max_num_batched_tokens": max(tokens, 2048),
+            "max_num_batched_tokens": max(8 * context, 2048),
             "max_num_seqs": 64,
         }
     return settings
-
-
-def _multiple(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
 
 
 def write_recipe(path: Path, recipe: Recipe, changed: Iterable[Override]) -> None:

@@ -47,14 +47,27 @@ REHEARSAL = {
     "checkpointing.enabled": Replacement(True, "a rehearsal stops and resumes"),
     "policy.draft.enabled": Replacement(False, "one model is rehearsed"),
     f"{GENERATION}.vllm_kwargs.speculative_config": Replacement(None, "one model is rehearsed"),
-    f"{GENERATION}.stop_token_ids": Replacement(None, "they are of the full model's tokenizer"),
-    "policy.hf_config_overrides": Replacement({}, "they are of the full model"),
-    f"{MEGATRON}.num_layers_in_first_pipeline_stage": Replacement(None, "the small model has two layers"),
-    f"{MEGATRON}.num_layers_in_last_pipeline_stage": Replacement(None, "the small model has two layers"),
-    f"{MEGATRON}.mtp_num_layers": Replacement(0, "the small model has no such layers"),
     "data.use_multiple_dataloader": Replacement(False, "one data set stands for all"),
     "logger.wandb_enabled": Replacement(False, "no network"),
     "logger.mlflow_enabled": Replacement(False, "no network"),
     "logger.swanlab_enabled": Replacement(False, "no network"),
 }
 """Key -> its value in a rehearsal, which has a small model and few steps, beside those of `CPU`."""
+
+_TOKENS = "they are of the full model's tokenizer"
+_LAYERS = "the small model has two layers"
+_EXPERTS = "the small model has 4 experts"
+
+OF_THE_FULL_MODEL = {
+    f"{GENERATION}.stop_token_ids": Replacement(None, _TOKENS),
+    f"{GENERATION}.bad_words": Replacement(None, _TOKENS),
+    "policy.hf_config_overrides": Replacement({}, "they are of the full model"),
+    "policy.refit_buffer_size_gb": Replacement(1, "it holds the full model's weights"),
+    f"{MEGATRON}.num_layers_in_first_pipeline_stage": Replacement(None, _LAYERS),
+    f"{MEGATRON}.num_layers_in_last_pipeline_stage": Replacement(None, _LAYERS),
+    f"{MEGATRON}.mtp_num_layers": Replacement(0, "the small model has no such layers"),
+    f"{MEGATRON}.expert_tensor_parallel_size": Replacement(1, _EXPERTS),
+    f"{MEGATRON}.moe_router_num_groups": Replacement(None, _EXPERTS),
+    f"{MEGATRON}.moe_router_group_topk": Replacement(None, _EXPERTS),
+}
+"""Key that belongs to the full model's size -> its value with the small one."""

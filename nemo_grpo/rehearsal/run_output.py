@@ -14,6 +14,15 @@ from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.base import reward_of
 from nemo_grpo.tasks.scoring import Scorer
 
+NO_SCALING = {
+    "enabled": False,
+    "source_min": 0.0,
+    "source_max": 1.0,
+    "target_min": 0.0,
+    "target_max": 1.0,
+}
+"""NeMo-RL's defaults of ``grpo.reward_scaling``."""
+
 Row = Mapping[str, Any]
 """One response in NeMo-RL's record of a step or of a validation."""
 
@@ -61,6 +70,17 @@ class Recorded:
     def is_graded_here(self) -> bool:
         """True if rewards are those of `nemo_grpo.task`, not of NeMo-RL's own environments."""
         return self.rehearsal.recipe.nemo_grpo.task is not None
+
+    @property
+    def keeps_a_part(self) -> bool:
+        """True if a step trains on a part of the responses that were drawn for it, and records that part."""
+        return self.recipe.grpo.use_dynamic_sampling and not self.recipe.has_single_controller
+
+    @cached_property
+    def reward_scaling(self) -> Mapping[str, Any]:
+        """The recipe's ``grpo.reward_scaling``, with NeMo-RL's defaults."""
+        settings = self.recipe.grpo.model_dump().get("reward_scaling")
+        return NO_SCALING if settings is None else {**NO_SCALING, **settings}
 
     def series(self, name: str) -> list[float]:
         """List one metric's values in the order of steps."""

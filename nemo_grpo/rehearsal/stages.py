@@ -94,7 +94,7 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     task = ToyTask(toy_recipe, problems.task)
     num_validation = small.num_validation(recipe) if recipe.grpo.validates else 0
     model = make_model(toy_recipe, task, num_validation, folder / "model")
-    layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)
+    layout = small.rehearsed_ranks(recipe, max_ranks)
     changed = list(small.overrides_of(recipe, problems.task, model, layout, folder / "runs", has_vllm))
     file = folder / "recipe.yaml"
     small.write_recipe(file, recipe, changed)

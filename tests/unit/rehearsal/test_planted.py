@@ -18,6 +18,7 @@ from nemo_grpo.recipe.megatron_sections import Switch
 from nemo_grpo.rehearsal import checks
 from nemo_grpo.rehearsal.checks import Stage
 from nemo_grpo.rehearsal.run_output import Recorded
+from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 
 
 @pytest.fixture
@@ -216,3 +217,52 @@ def test_evidence_that_cannot_be_read_is_a_failure(rehearsal_of):
     rehearsal = rehearsal_of("erpo")
     files_of(rehearsal, 2)[0].write_text("no json\n")
     assert "cannot be read" in failing(rehearsal)["reward"]
+
+
+def with_grpo(rehearsal, **settings):
+    """Change the small recipe's ``grpo`` section."""
+    grpo = rehearsal.small.grpo.model_copy(update=settings)
+    rehearsal.small = rehearsal.small.model_copy(update={"grpo": grpo})
+
+
+def test_dynamic_sampling_compares_the_tokens_that_the_loss_counted(rehearsal_of):
+    """The logged mean length is of everything that was drawn; the record holds what was kept."""
+    rehearsal = rehearsal_of("erpo")
+    metrics(rehearsal, length__mean=lambda mean: mean + 0.02)
+    assert set(failing(rehearsal)) == {"rollout"}
+    with_grpo(rehearsal, use_dynamic_sampling=True)
+    assert failing(rehearsal) == {}
+    metrics(rehearsal, steps=[2], train__global_valid_toks=lambda count: count + 1)
+    assert "in step 2" in failing(rehearsal)["rollout"]
+
+
+@pytest.mark.parametrize(
+    ("counted", "differs"), [(50.5, False), (50, False), (51.5, True), (49, True), (NAN, True)]
+)
+def test_tokens_of_two_updates_bound_the_logged_mean(counted, differs):
+    rows = [{"token_loss_mask": [[0, *[1] * n]], "sample_loss_mask": [1.0]} for n in (20, 30, 31, 20)]
+    masked = {"token_loss_mask": [[1] * 9], "sample_loss_mask": [0.0]}
+    logged = {"train/global_valid_toks": counted}
+    for recorded_rows in (rows, [*rows[:2], masked, *rows[2:], masked]):
+        assert bool(checks._other_tokens(recorded_rows, logged, num_updates=2)) == differs
+
+
+def test_rewards_are_scaled_as_nemo_rl_scales_them(rehearsal_of):
+    """Clamped to 0 to 1, then mapped to -1 to 1, as in NeMo-RL's DAPO recipe."""
+    rehearsal = rehearsal_of("erpo")
+    responses(rehearsal, lambda row: row | {"rewards": [2 * min(max(row["rewards"][0], 0), 1) - 1]})
+    assert set(failing(rehearsal)) == {"reward"}
+    with_grpo(rehearsal, reward_scaling={"enabled": True, "target_min": -1.0})
+    assert failing(rehearsal) == {}
+
+
+def test_signal_of_nemo_rls_own_loss_is_read_from_the_record(rehearsal_of):
+    """Its asynchronous trainer logs no share of groups with signal."""
+    rehearsal = rehearsal_of("erpo")
+    rehearsal.small = rehearsal.small.model_copy(update={"loss_fn": NeMoRLLoss()})
+    numbers = iter(range(48))
+    none, some = {"advantages": [[0.0, 0.0]]}, {"advantages": [[0.0, 0.5]]}
+    responses(rehearsal, lambda row: row | (some if next(numbers) % 16 > 3 else none))
+    assert "groups with signal 75%, 75%, 75%" in checks.update(Recorded(rehearsal))
+    responses(rehearsal, lambda row: row | none)
+    assert "so nothing is learnt" in failing(rehearsal)["update"]

@@ -1,5 +1,6 @@
 """Every shipped cluster recipe can be made small, and is then a recipe that no rule refuses."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,13 +8,16 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from nemo_grpo.models import read_spec
+from nemo_grpo.plan.inputs import plan_input
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.keys import is_known
 from nemo_grpo.recipe.loader import load_tree, merge
+from nemo_grpo.recipe.registry import Scope, messages
 from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.environment import Stack, stack_for
 from nemo_grpo.rehearsal.model import RehearsalModel, small_config
-from nemo_grpo.rehearsal.replacements import CPU, REHEARSAL
+from nemo_grpo.rehearsal.replacements import CPU, OF_THE_FULL_MODEL, REHEARSAL
 from nemo_grpo.rehearsal.tiny_data import problems_of
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError
@@ -25,13 +29,15 @@ CLUSTER = sorted(
 CW_GRPO = RECIPES / "cw_grpo" / "cw_grpo-r1-distill-qwen-1.5b-1n8g.yaml"
 EP8 = "policy.megatron_cfg.expert_model_parallel_size=8"
 WITH_VLLM = Stack(Path("python"), Path("RL"), Path("vllm"))
-MODEL = RehearsalModel(Path("/models/small"), "made here", "qwen2", longest_prompt=100, longest_response=12)
+MODEL = RehearsalModel(
+    Path("/models/small"), "made here", "qwen2", longest_prompt=100, longest_response=12, vocab_size=352
+)
 
 
 def made_small(path, folder, *overrides, max_ranks=4):
     recipe = load_recipe(path, overrides)
     task = problems_of(recipe, folder / "problems").task
-    layout = small.reduced_ranks(small.ranks_of(recipe), max_ranks)
+    layout = small.rehearsed_ranks(recipe, max_ranks)
     changed = list(small.overrides_of(recipe, task, MODEL, layout, folder / "runs", uses_vllm=True))
     small.write_recipe(folder / "recipe.yaml", recipe, changed)
     return recipe, load_recipe(folder / "recipe.yaml"), layout, changed
@@ -45,6 +51,8 @@ def test_a_shipped_recipe_stays_one_when_made_small(path, tmp_path):
         "policy.sequence_packing.enabled",
     ):
         assert value_of(rehearsed, key) == value_of(recipe, key)
+    keys = [change.key for change in changed]
+    assert len(keys) == len(set(keys)), "no change depends on the order of others"
     assert rehearsed.world_size == layout.number <= 4
     assert rehearsed.num_updates_per_step == min(recipe.num_updates_per_step, 2)
     fp8 = rehearsed.policy.megatron_cfg.fp8_cfg
@@ -86,11 +94,27 @@ def test_every_parallel_dimension_stays_as_far_as_the_ranks_go(layout, ranks, ex
     assert small.reduced_ranks(small.Ranks(*layout), ranks) == small.Ranks(*expected)
 
 
-def test_token_ids_of_the_full_models_tokenizer_are_left_out(tmp_path):
-    """vLLM refuses what is not in its vocabulary, and NeMo-RL goes on with empty responses."""
-    _, rehearsed, _, changed = made_small(CW_GRPO, tmp_path, "policy.generation.stop_token_ids=[128009]")
-    assert rehearsed.policy.generation.stop_token_ids is None
-    assert "they are of the full model's tokenizer" in [change.reason for change in changed]
+@pytest.mark.parametrize(
+    ("key", "value", "small_value", "reason"),
+    [
+        # vLLM refuses what is not in its vocabulary, and NeMo-RL goes on with empty responses
+        ("policy.generation.stop_token_ids", [128009], None, "they are of the full model's tokenizer"),
+        ("policy.generation.bad_words", ["<image>"], None, "they are of the full model's tokenizer"),
+        # NeMo-RL's sampling then ends in an index that is out of bounds
+        ("policy.generation.top_k", 10000, 352, "the small model has 352 tokens"),
+        ("policy.generation.top_k", 50, 50, ""),
+        ("policy.hf_config_overrides", {"max_position_embeddings": 16384}, {}, "they are of the full model"),
+        # each worker allocates it, which exhausts a machine's memory
+        ("policy.refit_buffer_size_gb", 8, 1, "it holds the full model's weights"),
+        ("policy.megatron_cfg.mtp_num_layers", 2, 0, "the small model has no such layers"),
+        ("policy.megatron_cfg.moe_router_num_groups", 8, None, "the small model has 4 experts"),
+    ],
+)
+def test_numbers_of_the_full_model_are_limited_to_the_small_one(key, value, small_value, reason, tmp_path):
+    recipe, rehearsed, _, changed = made_small(CW_GRPO, tmp_path, f"++{key}={json.dumps(value)}")
+    assert value_of(recipe, key) == value
+    assert value_of(rehearsed, key) == small_value
+    assert [change.reason for change in changed if change.key == key] == ([reason] if reason else [])
 
 
 @pytest.mark.parametrize(
@@ -185,6 +209,10 @@ REPLACED = {
     "checkpointing.enabled": "false",
     "policy.draft.enabled": "true",
     "policy.generation.stop_token_ids": "[7]",
+    "policy.generation.bad_words": "[word]",
+    "policy.refit_buffer_size_gb": "4",
+    "policy.megatron_cfg.moe_router_num_groups": "2",
+    "policy.megatron_cfg.moe_router_group_topk": "2",
     "policy.hf_config_overrides": "{rope_theta: 10000}",
     "policy.megatron_cfg.mtp_num_layers": "1",
     "logger.wandb_enabled": "true",
@@ -215,6 +243,11 @@ REPLACED_TOGETHER = (
         "policy.megatron_cfg.num_layers_in_last_pipeline_stage": "4",
     },
     {"policy.generation.vllm_kwargs.speculative_config": "{method: ngram}"},
+    {
+        "policy.model_name": "Qwen/Qwen3-30B-A3B",
+        "policy.megatron_cfg.tensor_model_parallel_size": "2",
+        "policy.megatron_cfg.expert_tensor_parallel_size": "2",
+    },
 )
 """As `REPLACED`, for keys that need each other."""
 DATA_OF_NEMO_RL = {
@@ -222,7 +255,7 @@ DATA_OF_NEMO_RL = {
     "env.math.num_workers": "1",
     "data.use_multiple_dataloader": "true",
 }
-REPLACEMENTS = CPU | REHEARSAL
+REPLACEMENTS = CPU | REHEARSAL | OF_THE_FULL_MODEL
 
 
 @pytest.mark.parametrize(
@@ -244,3 +277,66 @@ def test_values_that_may_stay_are_not_replaced_and_every_replacement_is_tested()
     tested = set(REPLACED).union(*REPLACED_TOGETHER, DATA_OF_NEMO_RL)
     assert set(REPLACEMENTS) - tested == set()
     assert [key for key in REPLACEMENTS if not is_known(key)] == []
+
+
+def test_a_node_with_a_gpu_for_rollouts_is_no_layout_that_a_rule_refuses(tmp_path):
+    """TP 2 divides the 4 GPUs that train, beside the one that samples."""
+    separate = "++policy.generation.colocated={enabled: false, resources: {gpus_per_node: 8, num_nodes: 1}}"
+    tp4 = ("policy.megatron_cfg.tensor_model_parallel_size=4", "cluster.num_nodes=2")
+    recipe, rehearsed, layout, _ = made_small(CW_GRPO, tmp_path, separate, *tp4)
+    assert layout == small.Ranks(2, 1, 1, 2, 1)
+    assert rehearsed.cluster.gpus_per_node == 5
+    tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    config, _ = small_config(recipe, 352, tokenizer)
+    setup = plan_input(rehearsed)
+    assert messages(Scope.SHAPE, read_spec(config.to_dict(), "small"), setup) == []
+    three_train = replace(setup, num_rollout_gpus=2)
+    (message,) = messages(Scope.SHAPE, read_spec(config.to_dict(), "small"), three_train)
+    assert "size=2 does not divide the 3 GPUs of a node that train" in message
+
+
+@pytest.mark.parametrize("window", [128, 4096])
+def test_a_small_model_has_no_window_and_rotary_factors_of_its_own_heads(window, tmp_path):
+    """Sequences of a rehearsal are shorter than a window, which a CPU's layers do not compute."""
+    given = {
+        **{"model_type": "mistral", "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096},
+        **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "head_dim": 128},
+        **{"max_position_embeddings": 32768, "sliding_window": window, "rope_theta": 10000.0},
+        "rope_scaling": {
+            **{"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 16384},
+            **{"short_factor": [1.0] * 64, "long_factor": [2.0] * 64},
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    recipe = load_recipe(CW_GRPO, [f"policy.model_name={tmp_path}"])
+    tokenizer = SimpleNamespace(bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    config, _ = small_config(recipe, 352, tokenizer)
+    assert config.sliding_window is None
+    assert len(config.rope_parameters["long_factor"]) == len(config.rope_parameters["short_factor"]) == 16
+
+
+def test_scoring_in_chunks_stays_what_it_was_when_megatron_core_replaces_dtensor(tmp_path):
+    """A rule refuses Megatron-core's chunks of logits that are in FP32 as a whole."""
+    dtensor = (
+        *("policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg.enabled=true"),
+        *("++policy.logprob_chunk_size=1024", "++policy.megatron_cfg.defer_fp32_logits=false"),
+    )
+    _, rehearsed, _, _ = made_small(CW_GRPO, tmp_path, *dtensor)
+    assert rehearsed.policy.logprob_chunk_size == 1024
+    assert rehearsed.policy.megatron_cfg.defer_fp32_logits
+
+
+@pytest.mark.parametrize(
+    ("model", "ep"), [("Qwen/Qwen3-30B-A3B", 2), ("openai/gpt-oss-20b", 2), ("Qwen/Qwen2.5-7B", 1)]
+)
+def test_a_model_without_experts_has_no_expert_parallelism(model, ep):
+    """A vision model with experts is rehearsed with a dense one, which a rule would refuse to split."""
+    recipe = load_recipe(CW_GRPO, [f"policy.model_name={model}", EP8])
+    assert small.rehearsed_ranks(recipe, 4).ep == ep
+
+
+def test_a_data_plane_that_is_not_in_the_stack_becomes_the_simple_one(tmp_path):
+    plane = "++data_plane={enabled: true, backend: mooncake_cpu}"
+    _, rehearsed, _, changed = made_small(CW_GRPO, tmp_path, plane, "loss_fn.reference_policy_kl_penalty=0")
+    assert value_of(rehearsed, "data_plane.backend") == "simple"
+    assert "mooncake is not in this stack" in [change.reason for change in changed]

@@ -1,0 +1,164 @@
+"""NeMo-RL's own GRPO configurations, grouped by what a rehearsal makes of them.
+
+    python -m benchmarks.stock_groups RL [RL ...] -o groups.json
+
+Reads every configuration that `benchmarks.stock_recipes` reads, gives it a variant that `recipe check`
+accepts, and reduces it as `nemo-grpo rehearse` does. Those whose reduced recipes have the same model family,
+parallel dimensions and values of `PATHS` form a group, of which one is rehearsed; those that a rehearsal
+refuses form a group by the reason. `benchmarks.rehearse_all --groups groups.json` rehearses one of each.
+"""
+
+import argparse
+import json
+import logging
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.stock_recipes import PLACES, configurations, rule_of
+from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.rehearsal import overrides as small
+from nemo_grpo.rehearsal.environment import Stack, stack_for
+from nemo_grpo.rehearsal.model import RehearsalModel, rehearsed_shape
+from nemo_grpo.rehearsal.tiny_data import problems_of
+from nemo_grpo.support.dotted import value_of
+from nemo_grpo.support.errors import UserError
+
+VARIANTS = ("cw_grpo", "tr_grpo", "gpg", "erpo", "dapo", "cispo", "clip_cov", "dr_grpo", "gspo", "grpo")
+"""Variants in the order in which a configuration tries them, from another start for each."""
+VOCABULARY = 352
+PATHS = (
+    "async_rl.min_groups_for_streaming_train",
+    "async_rl.recompute_kv_cache_after_weight_updates",
+    "data_plane.backend",
+    "data_plane.enabled",
+    "grpo.async_grpo.enabled",
+    "grpo.async_grpo.in_flight_weight_updates",
+    "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
+    "grpo.deduplicate_multimodal_data",
+    "grpo.overlong_filtering",
+    "grpo.reward_scaling.enabled",
+    "grpo.reward_shaping.enabled",
+    "grpo.skip_reference_policy_logprobs_calculation",
+    "grpo.use_dynamic_sampling",
+    "loss_fn.truncated_importance_sampling_type",
+    "policy.dynamic_batching.enabled",
+    "policy.generation.colocated.enabled",
+    "policy.generation.refit_transport",
+    "policy.generation.top_k",
+    "policy.generation.top_p",
+    "policy.generation.vllm_cfg.async_engine",
+    "policy.generation.vllm_cfg.cap_max_tokens_to_context",
+    "policy.generation.vllm_cfg.enable_expert_parallel",
+    "policy.megatron_cfg.converter_type",
+    "policy.megatron_cfg.freeze_config.freeze_vision_model",
+    "policy.megatron_cfg.moe_router_enable_expert_bias",
+    "policy.megatron_cfg.peft.enabled",
+    "policy.megatron_cfg.sequence_parallel",
+    "policy.megatron_cfg.use_fused_linear_logprobs",
+    "policy.sequence_packing.enabled",
+)
+"""Keys that choose a code path of NeMo-RL or Megatron and that a rehearsal keeps."""
+OFF = (None, False, 0, "", [], {})
+"""Values of a key that is off; missing is the same."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("repositories", nargs="+", type=Path, metavar="RL", help="NeMo-RL's repository")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    given = parser.parse_args()
+    os.environ.update({name: value for name, value in PLACES.items() if name not in os.environ})
+    logging.disable(logging.WARNING)
+    groups: dict[str, dict[str, Any]] = {}
+    for repository in given.repositories:
+        for number, path in enumerate(configurations(repository)):
+            entry = entry_of(repository.absolute(), path, number)
+            key = json.dumps(entry.pop("key"), sort_keys=True)
+            group = groups.setdefault(key, {**entry, "key": json.loads(key), "members": []})
+            group["members"].append(entry["recipe"])
+    given.output.write_text(json.dumps(list(by_difference(list(groups.values()))), indent=1))
+    print(f"{sum(len(group['members']) for group in groups.values())} in {len(groups)} groups")
+
+
+def entry_of(repository: Path, path: Path, number: int) -> dict[str, Any]:
+    """Describe a configuration.
+
+    Returns: repository, recipe (below ``examples``), variant ("" if none is accepted), and the group's key.
+    """
+    entry = {"repository": str(repository), "recipe": str(path.relative_to(repository / "examples"))}
+    recipe, variant, refusal = accepted(path, number)
+    if recipe is None:
+        return {
+            **entry,
+            "variant": "",
+            "refused by": "check",
+            "key": {"version": repository.name, "refused": rule_of(refusal)},
+        }
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            key = reduced(recipe, path, repository, Path(scratch))
+        except UserError as error:
+            key = {"refused": re.sub(r"^\S+: ", "", rule_of(str(error)))}
+            entry["refused by"] = "rehearse"
+    return {**entry, "variant": variant, "key": {"version": repository.name, **key}}
+
+
+def accepted(path: Path, number: int) -> tuple[Recipe | None, str, str]:
+    """Load a configuration with the first variant that is accepted; else returns the last refusal."""
+    start = number % len(VARIANTS)
+    refusal = ""
+    for variant in VARIANTS[start:] + VARIANTS[:start]:
+        try:
+            return load_recipe(path, [f"++loss_fn.variant={variant}"]), variant, ""
+        except UserError as error:
+            refusal = str(error)
+    return None, "", refusal
+
+
+def reduced(recipe: Recipe, path: Path, repository: Path, folder: Path) -> dict[str, Any]:
+    """Reduce a recipe as a rehearsal does, and keep what its code paths depend on."""
+    stack_for(recipe, path, Stack(Path("python"), repository, Path("vllm"), Path("torchvision")))
+    problems = problems_of(recipe, folder / "problems", repository)
+    model = RehearsalModel(folder, "", "", 100, 12, VOCABULARY)
+    layout = small.rehearsed_ranks(recipe, 4)
+    changes = small.overrides_of(recipe, problems.task, model, layout, folder / "runs", uses_vllm=True)
+    small.write_recipe(folder / "recipe.yaml", recipe, changes)
+    rehearsed = load_recipe(folder / "recipe.yaml")
+    features = {key: value for key in PATHS if (value := value_of(rehearsed, key)) not in OFF}
+    if rehearsed.policy.generation.top_p == 1.0:
+        del features["policy.generation.top_p"]
+    if not rehearsed.uses_data_plane:
+        features.pop("data_plane.backend", None)
+    if not rehearsed.grpo.is_async:
+        features.pop("grpo.async_grpo.in_flight_weight_updates", None)
+    spec, _ = rehearsed_shape(recipe)
+    sizes = {f"{name} > 1": True for name, size in layout._asdict().items() if size > 1}
+    features["async_rl"] = rehearsed.has_single_controller
+    return {**features, **sizes, "family": spec.model_type}
+
+
+def by_difference(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the groups so that each differs most from all before it; the larger first where that is equal."""
+    waiting = sorted(groups, key=lambda group: -len(group["members"]))
+    distances: list[float] = [math.inf] * len(waiting)
+    while waiting:
+        place = distances.index(max(distances))
+        chosen = waiting.pop(place)
+        distances.pop(place)
+        yield chosen
+        for at, group in enumerate(waiting):
+            distances[at] = min(distances[at], difference(chosen["key"], group["key"]))
+
+
+def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+    """Count the features in which two groups differ."""
+    return sum(one.get(name) != other.get(name) for name in {*one, *other})
+
+
+if __name__ == "__main__":
+    main()
