@@ -227,10 +227,10 @@ def test_a_run_exports_the_merged_model_and_the_adapters_apart(whole):
     changed = 0
     for name, weight in base.items():
         key = f"base_model.model.{name.removesuffix('.weight')}"
-        expected = weight
+        expected = weight.float()
         if f"{key}.lora_A.weight" in adapter:
-            expected = weight + 2.0 * adapter[f"{key}.lora_B.weight"] @ adapter[f"{key}.lora_A.weight"]
-            changed += not torch.equal(merged[name], weight)
+            expected += 2.0 * adapter[f"{key}.lora_B.weight"] @ adapter[f"{key}.lora_A.weight"]
+            changed += not torch.equal(merged[name], weight.float())
         torch.testing.assert_close(merged[name], expected, rtol=1e-6, atol=1e-6, msg=name)
     assert changed == 14
     assert rows(folder.path)[-1]["mismatch/logprob_abs_mean"] < 1e-5  # the sampler has the merged weights

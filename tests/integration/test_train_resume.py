@@ -78,7 +78,7 @@ def test_a_finished_run_has_nothing_left_resumes_without_warnings_and_can_be_ext
             begin(recipe(change), resume=True)
     longer = begin(recipe("grpo.max_num_steps=40"), resume=True)
     assert longer.state.step == 2
-    assert reinforce(longer)["lr"] == pytest.approx(5e-4 * 2 / 10)  # two of ten warm-up updates were made
+    assert reinforce(longer)["lr"] == pytest.approx(3e-4 * 2 / 10)  # two of ten warm-up updates were made
     longer.folder.close()
 
 

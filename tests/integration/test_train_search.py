@@ -13,7 +13,7 @@ from toy_policies import hf_model, policy_of
 from nemo_grpo import UserError, build_objective
 from nemo_grpo.engine import rollout
 from nemo_grpo.engine.rollout import Group, Scored, assemble
-from nemo_grpo.evaluate.runner import _judge
+from nemo_grpo.evaluate.runner import _judge, _scores
 from nemo_grpo.evaluate.sampling import Completion
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
 from nemo_grpo.sampling.episodes import Response
@@ -141,7 +141,9 @@ def as_each_rank_sees():
     problem = Problem("p", "q", "a")
     scorer, request = Scorer(ByRank(), {"accuracy": 1.0}, Prompt()), Request([[1]], 2, SamplingParams(1), 0)
     (group,) = rollout.sample_groups(None, None, scorer, [problem], request)
-    judged = _judge(ByRank(), problem, [Completion("a", 1, False)])
+    responses = [Completion("a", 1, False)]
+    (scores,) = _scores(None, ByRank(), [problem], [responses])
+    judged = _judge(ByRank(), responses, scores)
     return str(failure.value), [one.reward for one in group.responses], judged.scores, judged.extracted
 
 
