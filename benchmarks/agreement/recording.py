@@ -9,10 +9,11 @@ import yaml
 from torch import Tensor
 
 from nemo_grpo.engine import setup
-from nemo_grpo.engine.rollout import Step, assemble, sample_groups
+from nemo_grpo.engine.rollout import sample_groups
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.environment import Stack
+from nemo_grpo.run.groups import Step, assemble
 from nemo_grpo.sampling.requests import Request
 from nemo_grpo.support.hf_folder import end_tokens, load_config, load_tokenizer, load_weights
 from nemo_grpo.tasks.prompts import encode_prompts

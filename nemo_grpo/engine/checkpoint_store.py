@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.engine.run_folder import checkpoints_in, step_of
+from nemo_grpo.run.folder import checkpoints_in, step_of
 from nemo_grpo.support.errors import UserError, reading
 from nemo_grpo.support.files import (
     SHA256SUMS,

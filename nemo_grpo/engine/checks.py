@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from nemo_grpo.engine.megatron import options
-from nemo_grpo.engine.recipe_checks import check_recipe
-from nemo_grpo.engine.resume import check_continuation
-from nemo_grpo.engine.run_folder import RunFolder
-from nemo_grpo.engine.trackers import check_trackers
 from nemo_grpo.models import COMPUTED, read_spec
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.run.continuation import check_continuation
+from nemo_grpo.run.folder import RunFolder
+from nemo_grpo.run.recipe_checks import check_recipe
+from nemo_grpo.run.trackers import check_trackers
 from nemo_grpo.support import machine
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.hf_folder import load_config

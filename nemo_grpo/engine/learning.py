@@ -9,9 +9,9 @@ from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.core.random import step_seed
 from nemo_grpo.engine.megatron.policy import MegatronPolicy, Scores, UpdateResult
-from nemo_grpo.engine.rollout import Step
 from nemo_grpo.engine.step_metrics import Clock
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.run.groups import Step
 
 
 @dataclass

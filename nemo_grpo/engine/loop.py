@@ -6,16 +6,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from nemo_grpo.engine import validation
-from nemo_grpo.engine.rollout import assemble
-from nemo_grpo.engine.run_folder import versions
 from nemo_grpo.engine.saving import TrainingAborted, export_policy
 from nemo_grpo.engine.setup import DTYPES, Parts
-from nemo_grpo.engine.signals import stop_on_signals
 from nemo_grpo.engine.step_metrics import note
 from nemo_grpo.engine.steps import reinforce, supervise
-from nemo_grpo.engine.trackers import Ended
 from nemo_grpo.report.runs import validation_note
 from nemo_grpo.report.stuck import Watch
+from nemo_grpo.run.folder import versions
+from nemo_grpo.run.groups import assemble
+from nemo_grpo.run.signals import stop_on_signals
+from nemo_grpo.run.trackers import Ended
 from nemo_grpo.support import distributed, machine
 from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.support.model_card import Training

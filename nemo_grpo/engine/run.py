@@ -10,8 +10,8 @@ from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.new_model import starting_model
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.setup import set_up
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.run.signals import EXIT_INTERRUPTED
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import RewardsFailed
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import CheckpointException
 from nemo_grpo.engine.checkpoint_store import TOKENIZER, WEIGHTS, CheckpointStore
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.policy_checkpoint import PendingWrite, begin_save, check_readable
-from nemo_grpo.engine.run_folder import RunFolder
+from nemo_grpo.run.folder import RunFolder
 from nemo_grpo.support import distributed
 from nemo_grpo.support.errors import UserError, first_line
 from nemo_grpo.support.files import existing_parent

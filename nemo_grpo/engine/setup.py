@@ -13,13 +13,14 @@ import torch
 from nemo_grpo.engine import validation
 from nemo_grpo.engine.checkpoint_store import WEIGHTS, CheckpointStore, read_info
 from nemo_grpo.engine.checks import check_ranks, choose_device, choose_precision
-from nemo_grpo.engine.demonstrations import Demonstrations
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import options, parallel
 from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.policy_checkpoint import load_policy
-from nemo_grpo.engine.resume import (
+from nemo_grpo.engine.saving import Saver
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.run.continuation import (
     ANOTHER_RUN,
     check_inputs,
     data_files,
@@ -27,10 +28,9 @@ from nemo_grpo.engine.resume import (
     model_files,
     resume_inputs,
 )
-from nemo_grpo.engine.run_folder import RunFolder
-from nemo_grpo.engine.saving import Saver
-from nemo_grpo.engine.trackers import open_trackers
-from nemo_grpo.recipe import Recipe
+from nemo_grpo.run.demonstrations import Demonstrations
+from nemo_grpo.run.folder import RunFolder
+from nemo_grpo.run.trackers import open_trackers
 from nemo_grpo.sampling.generators import DistributedGenerator, build_local
 from nemo_grpo.sampling.requests import Generator, SamplingParams
 from nemo_grpo.support import distributed, machine

@@ -5,8 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from nemo_grpo.engine.megatron.policy import UpdateResult
-from nemo_grpo.engine.rollout import Group
 from nemo_grpo.report.runs import HELD_OUT
+from nemo_grpo.run.groups import Group
 from nemo_grpo.tasks.scoring import component_means, right_and_wrong
 
 
@@ -49,26 +49,6 @@ def mean_metrics(updates: list[UpdateResult]) -> dict[str, float]:
         return {}
     rows = [u.metrics | {"grad_norm": u.grad_norm, "lr": u.lr} for u in updates]
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
-
-
-def sample_rows(step: int, groups: list[Group], num_samples: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """Make rows of samples.jsonl from the first responses of a step, each with its prompt as sampled."""
-    flat = [(group, one) for group in groups for one in group.responses]
-    return [
-        {
-            "step": step,
-            "problem": group.problem.id,
-            "question": group.problem.question,
-            "prompt": tokenizer.decode(group.prompt, skip_special_tokens=False),
-            "response": one.response.text,
-            "answer": group.problem.answer,
-            "reward": one.reward,
-            "scores": one.scores,
-            "truncated": one.response.truncated,
-            "num_tokens": len(one.response.tokens),
-        }
-        for group, one in flat[:num_samples]
-    ]
 
 
 def note(row: dict[str, Any]) -> str:

@@ -10,11 +10,13 @@ from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.random import step_seed
 from nemo_grpo.core.resampling import accumulate_groups
 from nemo_grpo.engine.megatron.microbatches import Scores
-from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
+from nemo_grpo.engine.rollout import sample_groups
 from nemo_grpo.engine.setup import Parts
-from nemo_grpo.engine.step_metrics import Clock, mean_metrics, mean_scores, sample_rows, signal_shares
+from nemo_grpo.engine.step_metrics import Clock, mean_metrics, mean_scores, signal_shares
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.report.tokens import token_diagnostics
+from nemo_grpo.run.groups import Group, Step, assemble
+from nemo_grpo.run.samples import sample_rows
 from nemo_grpo.sampling.requests import Request
 from nemo_grpo.support.distributed import from_first_rank
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_grpo.evaluate.runner import ProblemResult, evaluate
+from nemo_grpo.evaluate.runner import evaluate
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.sections import GRPOSection, metric_key
+from nemo_grpo.run.samples import validation_row
 from nemo_grpo.sampling.requests import Generator, SamplingParams
 from nemo_grpo.support.progress import TokenMeter, progress
 from nemo_grpo.tasks import Problem
@@ -61,23 +62,8 @@ def validate(
             for problem in result.problems[: recipe.logger.num_val_samples_to_print]:
                 log.info("%s -> %r (gold %s)", problem.id, problem.greedy.completions[0], problem.gold)
             number = recipe.nemo_grpo.engine.log_samples
-            samples += [sample_row(name, problem) for problem in result.problems[:number]]
+            samples += [validation_row(name, problem) for problem in result.problems[:number]]
     return {f"validation/{name}": value for name, value in over_sets(found).items()}, samples
-
-
-def sample_row(validation_set: str, problem: ProblemResult) -> Row:
-    """Make a row of samples.jsonl, without its step, of a held-out problem and the greedy response."""
-    greedy = problem.greedy
-    return {
-        "validation": validation_set or "validation",
-        "problem": problem.id,
-        "prompt": problem.prompt,
-        "response": greedy.completions[0],
-        "answer": problem.gold,
-        "scores": {"accuracy": greedy.scores[0], "format": greedy.formats[0]},
-        "truncated": greedy.truncated[0],
-        "num_tokens": greedy.lengths[0],
-    }
 
 
 @contextmanager

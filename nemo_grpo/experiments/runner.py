@@ -10,12 +10,12 @@ from functools import cache
 from pathlib import Path
 
 from nemo_grpo.engine.checks import check_machine
-from nemo_grpo.engine.recipe_checks import check_recipe, remedies
-from nemo_grpo.engine.resume import PLACES, check_inputs, check_same_run, model_files
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.experiments.jobs import RUNS, Job, Status, naming, one_per_setting
 from nemo_grpo.experiments.results import Results, baseline_of, is_complete, write_results
 from nemo_grpo.recipe.recipe import RECIPE_FILE
+from nemo_grpo.run.continuation import PLACES, check_inputs, check_same_run, model_files
+from nemo_grpo.run.recipe_checks import check_recipe, remedies
+from nemo_grpo.run.signals import EXIT_INTERRUPTED
 from nemo_grpo.support.errors import UserError, how_ended
 from nemo_grpo.support.files import hold_lock
 from nemo_grpo.support.progress import progress

@@ -10,13 +10,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from nemo_grpo.engine.resume import data_files, keep_inputs
-from nemo_grpo.engine.run_folder import RunFolder, newest_checkpoint, step_of
 from nemo_grpo.nemorl.compat import rebound
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.sections import OVERLAP, VLLM
 from nemo_grpo.report.runs import METRICS_FILE, json_lines, validation_note
 from nemo_grpo.report.stuck import SIGNAL, Watch
+from nemo_grpo.run.continuation import data_files, keep_inputs
+from nemo_grpo.run.folder import RunFolder, newest_checkpoint, step_of
 from nemo_grpo.tasks.base import VALIDATION_SET, Problem
 from nemo_grpo.tasks.scoring import component_means, over_sets, right_and_wrong, validation_rewards
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
 from nemo_grpo.nemorl.callbacks import Callback
 from nemo_grpo.nemorl.compat import Parts, rebound
 from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.recipe.sections import GRPOSection
+from nemo_grpo.run.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError
 

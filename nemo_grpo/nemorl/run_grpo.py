@@ -14,7 +14,6 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nemo_grpo.engine.recipe_checks import check_recipe
 from nemo_grpo.nemorl import compat, sft, single_controller
 from nemo_grpo.nemorl.advantage import StepDiagnostics, VariantEstimator
 from nemo_grpo.nemorl.callbacks import (
@@ -39,6 +38,7 @@ from nemo_grpo.nemorl.sampling import dynamic_sampling_for
 from nemo_grpo.nemorl.stall import StallDump
 from nemo_grpo.nemorl.start_checks import check_async_save, check_data_plane, check_ray_address
 from nemo_grpo.nemorl.step_context import StepContext
+from nemo_grpo.run.recipe_checks import check_recipe
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import EXIT_USAGE, UserError
 from nemo_grpo.tasks.base import VALIDATION_SET

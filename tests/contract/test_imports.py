@@ -29,10 +29,9 @@ LAYERS = (
     "sampling/decoder",
     "data recipe sampling",
     "evaluate plan report",
-    "engine/megatron",
-    "engine",
-    "launch",
-    "nemorl",
+    "run",
+    "engine/megatron launch",
+    "engine nemorl",
     "experiments rehearsal",
     "cli",
 )

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_grpo import VARIANTS, UserError
 from nemo_grpo.engine import steps
 from nemo_grpo.engine.loop import train
-from nemo_grpo.engine.rollout import Group, Scored
 from nemo_grpo.engine.setup import validation_sampling
 from nemo_grpo.engine.steps import sample
 from nemo_grpo.engine.validation import is_due
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.run.groups import Group, Scored
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import parse_task
 from nemo_grpo.tasks.jsonl import write_problems

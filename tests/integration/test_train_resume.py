@@ -26,11 +26,11 @@ from nemo_grpo.engine import loop
 from nemo_grpo.engine.checkpoint_store import WEIGHTS
 from nemo_grpo.engine.loop import train
 from nemo_grpo.engine.run import run_recipe
-from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.saving import TrainingAborted
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.engine.steps import reinforce
 from nemo_grpo.report import report
+from nemo_grpo.run.folder import RunFolder
+from nemo_grpo.run.signals import EXIT_INTERRUPTED
 from nemo_grpo.support.files import write_sha256
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import RewardsFailed, Scorer

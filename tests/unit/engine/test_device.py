@@ -12,10 +12,10 @@ from nemo_grpo.engine import setup
 from nemo_grpo.engine.checks import choose_precision
 from nemo_grpo.engine.megatron import layers, parallel
 from nemo_grpo.engine.megatron.model import transformer_config
-from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.models import ModelSpec
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.run.continuation import check_same_run
 from nemo_grpo.support import machine, shipped
 
 SPEC = ModelSpec("tiny", "qwen2", 32, 2, 4, 2, 64, 96, 64, False, 8, rope={"rope_type": "default"})

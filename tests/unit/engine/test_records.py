@@ -5,9 +5,10 @@ import torch
 
 from nemo_grpo.engine.learning import TrainingState
 from nemo_grpo.engine.megatron.microbatches import UpdateResult, by_gradient, plan_groups, plan_rows
-from nemo_grpo.engine.rollout import Group, Scored
-from nemo_grpo.engine.step_metrics import mean_metrics, mean_scores, note, sample_rows, signal_shares
+from nemo_grpo.engine.step_metrics import mean_metrics, mean_scores, note, signal_shares
 from nemo_grpo.report.runs import validation_note
+from nemo_grpo.run.groups import Group, Scored
+from nemo_grpo.run.samples import sample_rows
 from nemo_grpo.sampling.episodes import Episode, Response
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.scoring import over_sets

@@ -8,7 +8,6 @@ from types import SimpleNamespace as Of
 import pytest
 import torch
 
-from nemo_grpo.engine.signals import StopRequest
 from nemo_grpo.nemorl.callbacks import (
     BF16_BOUND,
     EXCEEDS,
@@ -27,6 +26,7 @@ from nemo_grpo.nemorl.callbacks import (
 from nemo_grpo.nemorl.exit_status import LAST_PREFIX, Ending
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.report.runs import read_run
+from nemo_grpo.run.signals import StopRequest
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.base import NOT_FINITE, VALIDATION_SET

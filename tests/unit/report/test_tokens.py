@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from nemo_grpo.core.batch import TokenBatch
-from nemo_grpo.engine.rollout import Group, Scored, assemble
 from nemo_grpo.engine.step_metrics import signal_shares
 from nemo_grpo.report import tokens
 from nemo_grpo.report.tokens import (
@@ -20,6 +19,7 @@ from nemo_grpo.report.tokens import (
     token_tables,
     top_shares,
 )
+from nemo_grpo.run.groups import Group, Scored, assemble
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import Problem
 from nemo_grpo.variants import VARIANTS, build_objective

@@ -25,7 +25,7 @@ from nemo_grpo.support.errors import UNREADABLE, UserError
 from nemo_grpo.support.files import existing_parent, hold_lock, write_atomically
 
 if TYPE_CHECKING:
-    from nemo_grpo.engine.trackers import Ended, Tracker
+    from nemo_grpo.run.trackers import Ended, Tracker
 
 log = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_grpo.data import SOURCES
-from nemo_grpo.engine.data_checks import data_notes
-from nemo_grpo.engine.resume import check_continuation
 from nemo_grpo.models import COMPUTED, read_spec, refuse_uncomputed
 from nemo_grpo.plan.rules import shape_problems
 from nemo_grpo.recipe import Recipe, refuse_unsupported
 from nemo_grpo.recipe.recipe import RECIPE_FILE
 from nemo_grpo.recipe.validation import RecipeErrors
+from nemo_grpo.run.continuation import check_continuation
+from nemo_grpo.run.data_checks import data_notes
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.extensions import is_reference
 from nemo_grpo.support.model_folder import check_no_other_weights, hf_config, how_to_get, is_hub_name

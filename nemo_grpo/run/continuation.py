@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from nemo_grpo.engine.run_folder import newest_checkpoint, own_copy
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.recipe import RECIPE_FILE
+from nemo_grpo.run.folder import newest_checkpoint, own_copy
 from nemo_grpo.support.dotted import leaves
 from nemo_grpo.support.errors import UserError, reading
 from nemo_grpo.support.files import sha256_of, write_atomically
