@@ -37,7 +37,6 @@ from nemo_grpo.support.files import (
 log = logging.getLogger(__name__)
 
 WEIGHTS = Path("policy/weights/iter_0000000")
-TOKENIZER = Path("policy/tokenizer")
 INFO = "training_info.json"
 LATEST = "latest"
 BEST = "best"

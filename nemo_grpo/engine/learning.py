@@ -111,7 +111,7 @@ class Learner:
     def update(self, prepared: PreparedBatch, step: Step, *, scoring: bool = False) -> list[UpdateResult]:
         """Make one optimizer step per train_global_batch_size rows; none where nothing has a gradient."""
         policy, num_rows, results = self.recipe.policy, len(step.rewards), []
-        learns = self.objective.rows_with_gradient(prepared)
+        learns = self.objective.rows_with_gradient(prepared.advantages, prepared.batch.mask)
         for rows in torch.arange(num_rows).split(min(policy.train_global_batch_size, num_rows)):
             # No update without gradient: Adam's momentum and weight decay would make one.
             if not learns[rows].any():

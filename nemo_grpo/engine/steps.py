@@ -14,7 +14,7 @@ from nemo_grpo.engine.rollout import sample_groups
 from nemo_grpo.engine.setup import Parts
 from nemo_grpo.engine.step_metrics import Clock, mean_metrics, mean_scores, signal_shares
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.report.tokens import token_diagnostics
+from nemo_grpo.run.diagnostics import StepDiagnostics
 from nemo_grpo.run.groups import Group, Step, assemble
 from nemo_grpo.run.samples import sample_rows
 from nemo_grpo.sampling.requests import Request
@@ -140,12 +140,9 @@ def totals(parts: Parts, step: Step, clock: Clock) -> Row:
 
 def diagnose(parts: Parts, prepared: PreparedBatch, step: Step) -> dict[str, float]:
     """Write token diagnostics every `diagnostics_period` steps, and return their metrics."""
-    period, number = parts.recipe.nemo_grpo.engine.diagnostics_period, parts.state.step
-    if not parts.folder.leads or period == 0 or (number > 1 and number % period > 0):
+    period = parts.recipe.nemo_grpo.engine.diagnostics_period
+    diagnostics = StepDiagnostics(parts.folder, period, parts.tokenizer.decode)
+    if not diagnostics.is_due(parts.state.step):
         return {}
-    tokens, tokenizer = step.sequences.input_ids[:, 1:], parts.tokenizer
-    numbers, details = token_diagnostics(
-        parts.learner.objective, prepared, tokens, lambda token: str(tokenizer.decode([token]))
-    )
-    parts.folder.append_diagnostics({"step": number} | details)
-    return numbers
+    tokens = step.sequences.input_ids[:, 1:]
+    return diagnostics.measure(parts.learner.objective, prepared, tokens, parts.state.step)

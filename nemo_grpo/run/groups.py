@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from nemo_grpo.core.batch import Sequences, TokenBatch
 from nemo_grpo.core.random import response_ids
-from nemo_grpo.core.resampling import rewards_differ
+from nemo_grpo.core.resampling import has_signal
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import Problem
 
@@ -35,9 +34,8 @@ class Group:
 
     def has_signal(self, *, drop_truncated: bool = False) -> bool:
         """True if the rewards of the responses differ and one of them trains."""
-        given = [one for one in self.responses if not math.isnan(one.reward)]
-        trains = not (drop_truncated and all(one.response.truncated for one in given))
-        return trains and rewards_differ([one.reward for one in given])
+        trains = [not (drop_truncated and one.response.truncated) for one in self.responses]
+        return has_signal([one.reward for one in self.responses], trains)
 
 
 @dataclass(frozen=True)

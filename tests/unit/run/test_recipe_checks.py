@@ -121,7 +121,7 @@ def test_every_file_is_read_once_until_it_changes(monkeypatch):
 
 
 def test_the_preflight_refuses_a_job_without_its_data():
-    job = Job(["n1"], [], 0.0, 0.0)
+    job = Job(["n1"], [])
     assert [row.verdict for row in recipe_and_data(load_recipe(CLUSTER), job)] == ["refused"]
     write("train.jsonl", 20)
     write("validation.jsonl", 256)
