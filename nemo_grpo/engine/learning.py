@@ -58,6 +58,11 @@ class Learner:
     policy: MegatronPolicy
     state: TrainingState = field(default_factory=TrainingState)
 
+    @property
+    def has_ended(self) -> bool:
+        """True if no step is left to train."""
+        return self.state.step >= self.recipe.grpo.max_num_steps or self.state.reached_goal
+
     def learn(self, step: Step, clock: Clock) -> tuple[PreparedBatch, list[UpdateResult]]:
         """Score, prepare and update; returns the prepared step and its updates.
 

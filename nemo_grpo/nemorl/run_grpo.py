@@ -150,8 +150,17 @@ def set_up(run: ClusterRun) -> Ready:
     names = [one.metadata.get(VALIDATION_SET, "") for one in held_out] or set_names(run, val_dataset)
     logs = Path(config.logger["log_dir"])
     sets = ValidationSets(names, logs, recipe.grpo.val_num_generations_per_prompt)
-    further = {"controller": controller, "uses_data_plane": recipe.uses_data_plane}
-    return Ready(parts, tokenizer, processor, environments, side_files, last, sets, **further)
+    return Ready(
+        parts,
+        tokenizer,
+        processor,
+        environments,
+        side_files,
+        last,
+        sets,
+        controller=controller,
+        uses_data_plane=recipe.uses_data_plane,
+    )
 
 
 def train(run: ClusterRun, ready: Ready) -> int:
