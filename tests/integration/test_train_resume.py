@@ -155,9 +155,7 @@ def test_sigterm_saves_and_resume_ends_like_an_unbroken_run(tmp_path, unbroken):
     ((code, said),) = run_ranks(1, commanded, [*line, "--resume"])
     assert code == 0, said
     card = (run / "hf/README.md").read_text()
-    assert re.search(
-        r"\| base model \| made for the run \|\n(.*\n)*\| step \| 4 \|\n(.*\n)*\| torch \| ", card
-    )
+    assert re.search(r"\| base model \| quickstart \|\n(.*\n)*\| step \| 4 \|\n(.*\n)*\| torch \| ", card)
     assert (run / "report.html").exists()
     exported = load_file(run / "hf/model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in unbroken.items())

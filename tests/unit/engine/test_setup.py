@@ -91,9 +91,10 @@ def test_widths_of_the_model_that_fp8_cannot_have_are_refused(tmp_path):
 def test_a_launch_of_another_number_of_ranks_is_refused_before_they_meet(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(parallel, "initialize", Mock(side_effect=AssertionError("the ranks meet")))
+    launched = recipe(f"nemo_grpo.runs_dir={tmp_path}")
+    start = Start(CPU, launched.task.build())
     with pytest.raises(UserError, match=r"are 1 ranks, but 2 were launched; make them agree"):
-        r = recipe(f"nemo_grpo.runs_dir={tmp_path}")
-        setup.set_up(r, shipped.model("quickstart"), Start(CPU, r.task.build()))
+        setup.set_up(launched, shipped.model("quickstart"), start)
 
 
 @pytest.mark.parametrize(
