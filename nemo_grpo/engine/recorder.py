@@ -125,7 +125,10 @@ class Recorder:
         machine.release_freed_memory()
         export = self.recipe.nemo_grpo.export
         if export.hf:
-            training = Training(self.recipe.to_dict(), learner.state.step, self.held_out, versions())
+            settings = self.recipe.to_dict()
+            # A shipped model stands there as a reference, which the card of the export could not name.
+            settings["policy"]["model_name"] = self.recipe.policy.model_name
+            training = Training(settings, learner.state.step, self.held_out, versions())
             export_policy(learner.policy, self.saver.source, self.folder, DTYPES[export.dtype], training)
         distributed.barrier()
 
