@@ -15,7 +15,6 @@ from itertools import chain
 from pathlib import Path
 
 from nemo_grpo.engine.checkpoint_store import CheckpointStore
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED, stop_on_signals
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.sections import GENERATION
 from nemo_grpo.rehearsal import stages
@@ -25,6 +24,7 @@ from nemo_grpo.rehearsal.export import conversion_of
 from nemo_grpo.rehearsal.overrides import Override, cpu_settings, replaced, write_recipe
 from nemo_grpo.rehearsal.replacements import CPU
 from nemo_grpo.report.runs import METRICS_FILE
+from nemo_grpo.run.signals import EXIT_INTERRUPTED, stop_on_signals
 from nemo_grpo.support.errors import EXIT_USAGE, UserError, how_ended
 from nemo_grpo.support.progress import progress
 

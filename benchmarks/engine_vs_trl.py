@@ -106,17 +106,19 @@ def recipe_of(config: Config, folder: Path) -> Recipe:
 
 def run_ours(config: Config, folder: Path) -> None:
     """Train as `train` does between validations and checkpoints."""
+    from nemo_grpo.engine.checks import Start, choose_device
     from nemo_grpo.engine.setup import set_up
-    from nemo_grpo.engine.steps import reinforce
+    from nemo_grpo.engine.steps import reinforce, sample
 
     model, _ = json.loads((folder / INPUTS).read_text())
-    parts = set_up(recipe_of(config, folder), Path(model))
-    task: Any = parts.task
+    recipe = recipe_of(config, folder)
+    task: Any = recipe.task.build()
+    run = set_up(recipe, Path(model), Start(choose_device(recipe), task))
     task.score = lambda _problem, response: {"accuracy": reward(response), "format": 0.0}
     turns, going = Turns(), True
     while going:
-        row = reinforce(parts)
-        parts.folder.append_metrics(row)
+        row = reinforce(run.learner, sample(run.rollouts, run.learner), run.recorder.diagnostics)
+        run.recorder.folder.append_metrics(row)
         assert row["steps/no_signal"] == row["steps/skipped"] == 0
         times = {name: row[f"time/{name}"] for name in ("rollout", "score", "update")}
         going = turns.step_done(length=row["length/mean"], **times)

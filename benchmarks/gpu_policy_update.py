@@ -136,7 +136,7 @@ def measure(
 ) -> Measured:
     """Score once, then ``num_steps`` updates on the same rollout; the first three are not timed."""
     from nemo_grpo import TokenBatch, build_objective
-    from nemo_grpo.engine.rollout import Sequences
+    from nemo_grpo.run.groups import Sequences
 
     cuda = device.type == "cuda"
     policy = make_policy(shape, fields, device, length)

@@ -169,9 +169,9 @@ def last_step(metrics: Path) -> int:
 
 def steps(out: Path, dry: bool) -> None:
     """Steps in this process: seconds and peak memory by phase beside the plan's, and where the host waits."""
+    from nemo_grpo.engine.checks import Start, choose_device
     from nemo_grpo.engine.new_model import write_new_model
     from nemo_grpo.engine.setup import set_up
-    from nemo_grpo.engine.steps import reinforce
     from nemo_grpo.plan import plan_recipe
     from nemo_grpo.recipe import load_recipe
     from nemo_grpo.recipe.own import NewModel
@@ -196,9 +196,10 @@ def steps(out: Path, dry: bool) -> None:
         sizes["smollm2-135m"] = [f"policy.model_name={model}", "grpo.num_prompts_per_step=8"]
     for name, more in sizes.items():
         recipe = load_recipe(ROOT / QUICKSTART, [*overrides, *more, f"nemo_grpo.run_name={name}"])
-        run = set_up(recipe, Path(recipe.policy.model_name or ""))
+        start = Start(choose_device(recipe), recipe.task.build())
+        run = set_up(recipe, Path(recipe.policy.model_name or ""), start)
         with peak_memory() as peaks:
-            rows = [reinforce(run) for _ in range(2 if dry else 6)]
+            rows = [one_step(run) for _ in range(2 if dry else 6)]
         laps = [key for key in rows[0] if key.startswith("time/")]
         figures[name] = {
             "seconds": {key: [round(row[key], 4) for row in rows] for key in laps},
@@ -209,6 +210,13 @@ def steps(out: Path, dry: bool) -> None:
         }
         keep(out, "steps", figures)
         del run
+
+
+def one_step(run: Any) -> dict[str, Any]:
+    """A step of the algorithm, without its record."""
+    from nemo_grpo.engine.steps import reinforce, sample
+
+    return reinforce(run.learner, sample(run.rollouts, run.learner), run.recorder.diagnostics)
 
 
 @contextmanager
@@ -238,8 +246,6 @@ def host_waits(run: Any) -> dict[str, int]:
     """Places where one step's learning waits for the GPU, and how often."""
     import torch
 
-    from nemo_grpo.engine.steps import reinforce
-
     learn, cuda = run.learner.learn, torch.cuda.is_available()
     found: Counter[str] = Counter()
 
@@ -257,7 +263,7 @@ def host_waits(run: Any) -> dict[str, int]:
             found.update(f"{'/'.join(Path(w.filename).parts[-3:])}:{w.lineno}" for w in waits)
 
     run.learner.learn = watched
-    reinforce(run)
+    one_step(run)
     del run.learner.learn
     return dict(found.most_common())
 
@@ -265,8 +271,6 @@ def host_waits(run: Any) -> dict[str, int]:
 def profile(run: Any) -> dict[str, Any]:
     """One step's learning under the profiler: its time, the kernels', copies to the host, waits."""
     import torch
-
-    from nemo_grpo.engine.steps import reinforce
 
     learn, seen = run.learner.learn, dict[str, Any]()
     cuda = torch.cuda.is_available()
@@ -289,7 +293,7 @@ def profile(run: Any) -> dict[str, Any]:
         return result
 
     run.learner.learn = profiled
-    reinforce(run)
+    one_step(run)
     del run.learner.learn
     return seen
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.agreement.recording import LAYOUTS, NUM_GENERATIONS, NUM_ROWS, Case, StepResult, batches
-from nemo_grpo.engine.rollout import Step
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.config import load_run
@@ -24,6 +23,7 @@ from nemo_grpo.nemorl.loss import STOCK_NAMES, ObjectiveLoss
 from nemo_grpo.nemorl.policy import STOCK_WORKER, policy_factory
 from nemo_grpo.nemorl.pretrained import load_tokenizer
 from nemo_grpo.nemorl.step_context import StepContext
+from nemo_grpo.run.groups import Step
 
 WORKER = "benchmarks.agreement.worker.ReturningPolicyWorker"
 AVERAGED = ("lr", "wd", "global_valid_seqs", "global_valid_toks")

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.agreement.recording import Case, StepResult, batches
 from nemo_grpo.engine import setup
+from nemo_grpo.engine.checks import choose_device
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.step_metrics import Clock, mean_metrics
@@ -28,7 +29,8 @@ def main(folder: Path, output: Path) -> None:
 def run(case: Case, folder: Path) -> list[StepResult]:
     """Train step by step, from recorded batches to updated weights, with the engine's own parts."""
     recipe = case.recipe(folder)
-    policy = setup.build_policy(recipe, Path(recipe.policy.model_name or ""), keep_reference=True)
+    model = Path(recipe.policy.model_name or "")
+    policy = setup.build_policy(recipe, model, choose_device(recipe), keep_reference=True)
     start = hf_tensors(policy)
     objective, state, steps = recipe.loss_fn.build(), TrainingState(), batches(folder)
     results = []

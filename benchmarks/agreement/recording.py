@@ -9,10 +9,12 @@ import yaml
 from torch import Tensor
 
 from nemo_grpo.engine import setup
-from nemo_grpo.engine.rollout import Step, assemble, sample_groups
+from nemo_grpo.engine.checks import choose_device
+from nemo_grpo.engine.rollout import sample_groups
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import stages
 from nemo_grpo.rehearsal.environment import Stack
+from nemo_grpo.run.groups import Step, assemble
 from nemo_grpo.sampling.requests import Request
 from nemo_grpo.support.hf_folder import end_tokens, load_config, load_tokenizer, load_weights
 from nemo_grpo.tasks.prompts import encode_prompts
@@ -142,7 +144,7 @@ def sample(recipe: Recipe) -> list[Step]:
     model = Path(recipe.policy.model_name or "")
     tokenizer, task = load_tokenizer(model), recipe.nemo_grpo.task.build()
     sampling = setup.training_sampling(recipe, end_tokens(model, tokenizer))
-    generator = setup.build_generator(recipe, model)
+    generator = setup.build_generator(recipe, model, choose_device(recipe))
     generator.update_weights(load_weights(model).items())
     steps = []
     for number in range(NUM_BATCHES):

@@ -102,6 +102,7 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
 
     from benchmarks.studies.perturbation import Experiment
     from nemo_grpo.engine import setup
+    from nemo_grpo.engine.checks import choose_device
     from nemo_grpo.sampling.generators import build_local
     from nemo_grpo.support.hf_folder import end_tokens, load_tokenizer
     from nemo_grpo.tasks.base import MultiTurnTask
@@ -123,7 +124,7 @@ def _study(recipe: Recipe, model: Path, settings: PivotSettings) -> tuple[PivotS
         section.engine.generator,
         model,
         setup.DTYPES[machine.precision(recipe.policy.precision, load_config(model).hidden_size)],
-        setup.choose_device(recipe),
+        choose_device(recipe),
         recipe.policy.generation_batch_size,
     )
     problems = task.validation_problems(section.evaluation.num_problems)

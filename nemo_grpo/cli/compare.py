@@ -158,8 +158,8 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def _run(runs: Sequence[Job], out: Path, num_parallel: int, baseline: str | None, dry_run: bool) -> None:
-    from nemo_grpo.engine.recipe_checks import remedies
     from nemo_grpo.experiments.runner import check_settings, run_experiment
+    from nemo_grpo.run.recipe_checks import remedies
 
     show_differences(runs)
     if dry_run:

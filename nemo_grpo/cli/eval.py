@@ -145,7 +145,7 @@ def check_place(out: Path) -> None:
 
 def tokenizer_of(model: Path) -> Any:
     """Load the model's tokenizer; refuses one without an end of sequence, and adapters beside the model."""
-    from nemo_grpo.engine.recipe_checks import reason_against_model
+    from nemo_grpo.run.recipe_checks import reason_against_model
     from nemo_grpo.support.hf_folder import load_tokenizer
 
     if not model.is_dir():

@@ -125,7 +125,7 @@ def _plan(recipe: Recipe, gpu: str, limit: timedelta | None, signal: str | None)
 
 def _check(recipe: Recipe, *, dry_run: bool) -> None:
     """Check the recipe and its data; a dry run does not need the data files yet."""
-    from nemo_grpo.engine.recipe_checks import check_recipe, remedies
+    from nemo_grpo.run.recipe_checks import check_recipe, remedies
 
     checked = check_recipe(recipe, continues=True)
     for sentence in (*remedies(checked.missing), *checked.notes, *filter(None, [checked.found])):

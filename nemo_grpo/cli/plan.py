@@ -141,7 +141,7 @@ def _beside(path: Path, overrides: list[str]) -> Iterator[Recipe]:
 
 def _about_data(recipes: list[Recipe]) -> list[str]:
     """List remedies for missing files, each once; for a single recipe also the content of its data."""
-    from nemo_grpo.engine.recipe_checks import check_data, missing_files, remedies
+    from nemo_grpo.run.recipe_checks import check_data, missing_files, remedies
 
     if len(recipes) > 1:
         return list(remedies(file for recipe in recipes for file in missing_files(recipe)))

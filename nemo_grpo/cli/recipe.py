@@ -51,7 +51,7 @@ def check(
     missing: list[str] = []
     results = [_check_one(path, overrides, missing) for path in paths]
     if missing:
-        from nemo_grpo.engine.recipe_checks import remedies
+        from nemo_grpo.run.recipe_checks import remedies
 
         for sentence in remedies(missing):
             _note(sentence)
@@ -61,9 +61,9 @@ def check(
 
 
 def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
-    from nemo_grpo.engine.recipe_checks import check_recipe
     from nemo_grpo.experiments.sweep import is_sweep
     from nemo_grpo.recipe import advice, load_recipe
+    from nemo_grpo.run.recipe_checks import check_recipe
 
     try:
         if is_sweep(path):
@@ -101,9 +101,9 @@ def _summary(recipe: Recipe) -> str:
 
 
 def _sweep_summary(path: Path, overrides: list[str], missing: list[str]) -> str:
-    from nemo_grpo.engine.recipe_checks import check_recipe
     from nemo_grpo.experiments.jobs import make_jobs, naming
     from nemo_grpo.experiments.sweep import load_sweep, targets, with_overrides
+    from nemo_grpo.run.recipe_checks import check_recipe
 
     found = {}
     for target in targets(path):

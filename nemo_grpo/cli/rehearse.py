@@ -46,9 +46,9 @@ def run_rehearsal(
 
     Args: given: arguments of `find_stack`.
     """
-    from nemo_grpo.engine.recipe_checks import try_own_loss
     from nemo_grpo.recipe import load_recipe
     from nemo_grpo.rehearsal.environment import find_stack, stack_for
+    from nemo_grpo.run.recipe_checks import try_own_loss
 
     if folder is not None and folder.exists():
         raise UserError(f"--folder {folder} exists; remove it, or name another one")

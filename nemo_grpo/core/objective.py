@@ -158,13 +158,15 @@ class Objective:
             return self
         return replace(self, aggregation="constant", max_response_length=1)
 
-    def rows_with_gradient(self, prepared: PreparedBatch) -> Tensor:
+    def rows_with_gradient(self, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return [B] bool: False for rows that cannot move the policy.
 
         Without a KL penalty a term w rho A has no gradient where A is 0, as in a group of equal rewards.
+
+        Args: advantages: [B, T].  mask: [B, T], nonzero for tokens that count.
         """
-        follows = self.kl_penalty == 0 and not self.learns_without_advantages
-        return (prepared.advantages if follows else prepared.batch.mask).any(1)
+        follows_advantages = self.kl_penalty == 0 and not self.learns_without_advantages
+        return (advantages if follows_advantages else mask).any(1)
 
     def token_terms(self, prepared: PreparedBatch) -> tuple[TokenTerms, dict[str, Tensor]]:
         """Compute the corrected terms of any rows, and every metric that goes with them, [B, T] or [B]."""

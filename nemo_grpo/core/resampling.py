@@ -19,6 +19,19 @@ def rewards_differ(rewards: Sequence[float]) -> bool:
     return len(given) > 0 and max(given) != min(given)
 
 
+def has_signal(rewards: Sequence[float], trains: Sequence[bool]) -> bool:
+    """True if a group's rewards differ, and one of its responses trains.
+
+    Args: rewards: of the task, without a length penalty, which is not signal; NaN: a function abstained.
+          trains: the response is not left out of training, as a truncated one may be; its reward counts.
+    """
+    one_trains = any(
+        response_trains and math.isfinite(reward)
+        for reward, response_trains in zip(rewards, trains, strict=True)
+    )
+    return one_trains and rewards_differ(rewards)
+
+
 @dataclass(frozen=True)
 class Accumulation(Generic[T]):
     """Groups gathered so far for one step.

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.engine.run_folder import checkpoints_in, step_of
+from nemo_grpo.run.folder import checkpoints_in, step_of
 from nemo_grpo.support.errors import UserError, reading
 from nemo_grpo.support.files import (
     SHA256SUMS,
@@ -37,7 +37,6 @@ from nemo_grpo.support.files import (
 log = logging.getLogger(__name__)
 
 WEIGHTS = Path("policy/weights/iter_0000000")
-TOKENIZER = Path("policy/tokenizer")
 INFO = "training_info.json"
 LATEST = "latest"
 BEST = "best"

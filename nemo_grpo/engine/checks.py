@@ -2,38 +2,52 @@
 
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from nemo_grpo.engine.megatron import options
-from nemo_grpo.engine.recipe_checks import check_recipe
-from nemo_grpo.engine.resume import check_continuation
-from nemo_grpo.engine.run_folder import RunFolder
-from nemo_grpo.engine.trackers import check_trackers
 from nemo_grpo.models import COMPUTED, read_spec
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.run.continuation import check_continuation
+from nemo_grpo.run.folder import RunFolder
+from nemo_grpo.run.recipe_checks import check_recipe
+from nemo_grpo.run.trackers import check_trackers
 from nemo_grpo.support import machine
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.hf_folder import load_config
+from nemo_grpo.tasks import Task
 
 log = logging.getLogger(__name__)
 
 
-def check(recipe: Recipe, *, resume: bool) -> Recipe | None:
-    """Refuse what can be refused without building anything.
+@dataclass(frozen=True)
+class Start:
+    """What a run starts with, made once.
 
-    Returns: the recipe that a resumed run began with.
+    Attributes: device: of this rank.  began_as: the recipe that a resumed run began with.
     """
-    check_machine(recipe)
+
+    device: torch.device
+    task: Task
+    began_as: Recipe | None = None
+
+
+def check(recipe: Recipe, *, resume: bool) -> Start:
+    """Refuse what can be refused without building a model, and return what the run starts with."""
+    device = check_machine(recipe)
     check_recipe(recipe, continues=False).refuse()
     check_fp8_fits_the_model(recipe)
     RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir, resume=resume).check()
-    return check_continuation(recipe) if resume else None
+    return Start(device, recipe.task.build(), check_continuation(recipe) if resume else None)
 
 
-def check_machine(recipe: Recipe) -> None:
-    """Refuse a recipe of the other engine, and what this machine lacks: FP8, a device, a tracker."""
+def check_machine(recipe: Recipe) -> torch.device:
+    """Refuse a recipe of the other engine, and what this machine lacks: FP8, a device, a tracker.
+
+    Returns: this rank's device.
+    """
     if recipe.nemo_grpo.target == "cluster":
         raise UserError(
             "nemo_grpo.target=cluster: this recipe is for NeMo-RL; `nemo-grpo launch RECIPE --time 04:00:00` "
@@ -41,8 +55,9 @@ def check_machine(recipe: Recipe) -> None:
         )
     if errors := list(options.fp8_refusals(recipe.policy.megatron_cfg, options.this_machine())):
         raise UserError("; ".join(errors))
-    choose_device(recipe)
+    device = choose_device(recipe)
     check_trackers(recipe)
+    return device
 
 
 def check_fp8_fits_the_model(recipe: Recipe) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED, SIGNALS
+from nemo_grpo.run.signals import EXIT_INTERRUPTED, SIGNALS
 from nemo_grpo.support.errors import how_ended
 
 log = logging.getLogger(__name__)

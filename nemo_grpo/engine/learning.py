@@ -9,9 +9,9 @@ from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.core.random import step_seed
 from nemo_grpo.engine.megatron.policy import MegatronPolicy, Scores, UpdateResult
-from nemo_grpo.engine.rollout import Step
 from nemo_grpo.engine.step_metrics import Clock
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.run.groups import Step
 
 
 @dataclass
@@ -57,6 +57,11 @@ class Learner:
     objective: Objective
     policy: MegatronPolicy
     state: TrainingState = field(default_factory=TrainingState)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if no step is left to train."""
+        return self.state.step >= self.recipe.grpo.max_num_steps or self.state.reached_goal
 
     def learn(self, step: Step, clock: Clock) -> tuple[PreparedBatch, list[UpdateResult]]:
         """Score, prepare and update; returns the prepared step and its updates.
@@ -111,7 +116,7 @@ class Learner:
     def update(self, prepared: PreparedBatch, step: Step, *, scoring: bool = False) -> list[UpdateResult]:
         """Make one optimizer step per train_global_batch_size rows; none where nothing has a gradient."""
         policy, num_rows, results = self.recipe.policy, len(step.rewards), []
-        learns = self.objective.rows_with_gradient(prepared)
+        learns = self.objective.rows_with_gradient(prepared.advantages, prepared.batch.mask)
         for rows in torch.arange(num_rows).split(min(policy.train_global_batch_size, num_rows)):
             # No update without gradient: Adam's momentum and weight decay would make one.
             if not learns[rows].any():

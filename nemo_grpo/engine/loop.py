@@ -1,30 +1,28 @@
-"""The training loop: step, validate, log, save."""
+"""The training loop: sample, learn, validate if due, record, save if due."""
 
 import logging
 import time
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from nemo_grpo.engine import validation
-from nemo_grpo.engine.rollout import assemble
-from nemo_grpo.engine.run_folder import versions
-from nemo_grpo.engine.saving import TrainingAborted, export_policy
-from nemo_grpo.engine.setup import DTYPES, Parts
-from nemo_grpo.engine.signals import stop_on_signals
+from nemo_grpo.engine.learning import Learner
+from nemo_grpo.engine.recorder import Recorder
+from nemo_grpo.engine.rollout import Rollouts
+from nemo_grpo.engine.saving import TrainingAborted
+from nemo_grpo.engine.setup import Run
 from nemo_grpo.engine.step_metrics import note
-from nemo_grpo.engine.steps import reinforce, supervise
-from nemo_grpo.engine.trackers import Ended
+from nemo_grpo.engine.steps import method_of
 from nemo_grpo.report.runs import validation_note
 from nemo_grpo.report.stuck import Watch
+from nemo_grpo.run.groups import assemble
+from nemo_grpo.run.signals import stop_on_signals
+from nemo_grpo.run.trackers import Ended
 from nemo_grpo.support import distributed, machine
 from nemo_grpo.support.distributed import from_first_rank
-from nemo_grpo.support.model_card import Training
-from nemo_grpo.support.progress import Advance, progress
 
 log = logging.getLogger(__name__)
 
 
-def train(parts: Parts) -> bool:
+def train(run: Run) -> bool:
     """Train until the last step, then export.
 
     Returns: True when the run is finished; False when a signal stopped it, with a checkpoint saved if the
@@ -33,126 +31,105 @@ def train(parts: Parts) -> bool:
              folder cannot be written (a checkpoint was saved); or the trained weights are not finite.
              RewardsFailed, RetrieverError: a checkpoint was saved.
     """
+    recorder = run.recorder
     ended: Ended = "FAILED"
     try:
-        finished = run_steps(parts)
+        finished = run_steps(run)
         ended = "FINISHED" if finished else "KILLED"
     except Exception:
-        if parts.recipe.world_size == 1:  # of several ranks the others may never come to it
-            parts.saver.finish()
+        if run.recipe.world_size == 1:  # of several ranks the others may never come to it
+            recorder.saver.finish()
         raise
     finally:
-        parts.folder.close(ended)
-        parts.scorer.close()
+        recorder.folder.close(ended)
+        run.rollouts.scorer.close()
     if finished:
-        export(parts)
+        recorder.export(run.learner)
     return finished
 
 
-def run_steps(parts: Parts) -> bool:
+def run_steps(run: Run) -> bool:
     """Take the steps that are left; False: a signal stopped the run before its end."""
-    recipe, state, folder = parts.recipe, parts.state, parts.folder
-    step = supervise if recipe.loss_fn.learns_from_demonstrations else reinforce
+    recipe = run.recipe
+    rollouts = run.rollouts
+    learner = run.learner
+    recorder = run.recorder
+    sample, learn = method_of(recipe)
     watch = Watch(recipe.grpo.max_num_steps, recipe.nemo_grpo.rewards)
-    stopping, held_out = False, dict[str, Any]()
+    last_validation: dict[str, float] = {}
+    stopping = False
     with stop_on_signals() as stop:
-        if parts.pending or (state.step == 0 and recipe.grpo.val_at_start):
-            record(parts, parts.pending or {"step": 0})
-        if state.step >= recipe.grpo.max_num_steps:
-            message = "at step %d, grpo.max_num_steps=%d: nothing is left to train; raise it to go on"
-            log.info(message, state.step, recipe.grpo.max_num_steps)
-        with progress_of(parts) as advance:
-            while not (parts.has_ended or stopping):
-                row = step(parts)
-                parts.saver.finish_if_written()
-                held_out, parts.validated = parts.validated or held_out, {}
-                record(parts, row)
-                advance(note(held_out | row))
+        record_start(run)
+        with recorder.progress(learner.state.step) as advance:
+            while not (learner.has_ended or stopping):
+                if recorder.held_out:
+                    last_validation = recorder.held_out  # the progress bar shows it until the next one
+                with recorder.saved_before_failure(learner.state):
+                    sampled = sample(rollouts, learner)
+                row = learn(learner, sampled, recorder.diagnostics)
+                recorder.saver.finish_if_written()
+                recorder.begin(row, sampled.groups, rollouts.tokenizer)
+
+                held_out = validate_if_due(run)
+
+                row = recorder.write(row, held_out)
+                learner.state.reached_goal = validation.reached_goal(recipe.grpo, row)
+                advance(note(last_validation | row))
                 for sentence in watch(row):
                     log.warning("%s", sentence)
-                stopping = distributed.any_rank(bool(stop) or folder.failure is not None, parts.policy.device)
-                save_if_due(parts, stopping=stopping)
-    parts.saver.finish()
-    if failure := from_first_rank(lambda: folder.failure):
-        raise TrainingAborted(f"{failure}; make room, then --resume continues from step {parts.saver.saved}")
-    if parts.has_ended or not stopping:
-        return True
-    if recipe.checkpointing.enabled:
-        log.warning("stopped at step %d; add --resume to continue", state.step)
-    else:
-        log.error("stopped at step %d without a checkpoint: checkpointing.enabled=false", state.step)
-    return False
+
+                is_asked = bool(stop) or recorder.folder.failure is not None
+                stopping = distributed.any_rank(is_asked, learner.policy.device)
+                recorder.save_if_due(learner, stopping=stopping)
+    recorder.saver.finish()
+    if failure := from_first_rank(lambda: recorder.folder.failure):
+        saved = recorder.saver.saved
+        raise TrainingAborted(f"{failure}; make room, then --resume continues from step {saved}")
+    return learner.has_ended or not stopping
 
 
-def record(parts: Parts, row: dict[str, Any]) -> None:
-    """Validate if that is due, and write a step's metrics."""
-    grpo, step = parts.recipe.grpo, parts.state.step
-    parts.pending = row
-    if not parts.validated and (validation.is_due(grpo, step) if step else grpo.val_at_start):
-        with parts.saved_before_failure():
-            parts.validated = validate(parts)
-        log.info("step %d: %s", step, validation_note(parts.validated))
-    row |= parts.validated
-    parts.folder.append_metrics(row)
-    parts.pending = row if parts.folder.failure else {}
-    parts.state.reached_goal = step > 0 and validation.reached_goal(grpo, row)
+def record_start(run: Run) -> None:
+    """Record the weights before the first step, or a row that an earlier process could not write."""
+    grpo = run.recipe.grpo
+    state = run.learner.state
+    recorder = run.recorder
+    if recorder.unwritten or (state.step == 0 and grpo.val_at_start):
+        row = recorder.unwritten if recorder.unwritten else {"step": 0}
+        recorder.unwritten = row
+        # What a checkpoint brings of the validation of these weights is not measured again.
+        held_out = recorder.held_out if recorder.held_out else validate_if_due(run)
+        row = recorder.write(row, held_out)
+        state.reached_goal = state.step > 0 and validation.reached_goal(grpo, row)
+    if state.step >= grpo.max_num_steps:
+        message = "at step %d, grpo.max_num_steps=%d: nothing is left to train; raise it to go on"
+        log.info(message, state.step, grpo.max_num_steps)
 
 
-def validate(parts: Parts) -> dict[str, float]:
+def validate_if_due(run: Run) -> dict[str, float]:
+    """Return the metrics of a validation after this step; empty: none is due."""
+    grpo = run.recipe.grpo
+    state = run.learner.state
+    is_due = validation.is_due(grpo, state.step) if state.step > 0 else grpo.val_at_start
+    if not is_due:
+        return {}
+    with run.recorder.saved_before_failure(state):
+        held_out = validate(run.rollouts, run.learner, run.recorder)
+    log.info("step %d: %s", state.step, validation_note(held_out))
+    return held_out
+
+
+def validate(rollouts: Rollouts, learner: Learner, recorder: Recorder) -> dict[str, float]:
     """Measure greedy, avg@k, pass@k and rewards on the held-out problems, as ``validation/*``.
 
     A supervised run has its loss per token on their demonstrations, too.
     """
     machine.release_freed_memory()
-    start, metrics = time.monotonic(), dict[str, float]()
-    if parts.demonstrations is not None:
-        step = assemble([parts.demonstrations.held_out(problem) for problem in parts.problems])
-        logprobs = parts.learner.score(step, with_entropies=False).logprobs
+    start = time.monotonic()
+    metrics: dict[str, float] = {}
+    if rollouts.demonstrations is not None:
+        step = assemble([rollouts.demonstrations.held_out(problem) for problem in rollouts.problems])
+        logprobs = learner.score(step, with_entropies=False).logprobs
         metrics["validation/val_loss"] = float(-logprobs[step.token_mask].double().mean())
-    found, samples = validation.validate(
-        parts.recipe,
-        parts.generator,
-        parts.policy.named_tensors(),
-        parts.tokenizer,
-        parts.scorer,
-        parts.problems,
-        parts.validation_sampling,
-    )
-    parts.folder.append_samples([{"step": parts.state.step} | row for row in samples])
-    return metrics | found | {"time/validation": time.monotonic() - start}
-
-
-def save_if_due(parts: Parts, *, stopping: bool) -> None:
-    """Save after a step that the recipe names, and before the run ends."""
-    checkpointing, state = parts.recipe.checkpointing, parts.state
-    limit = parts.recipe.nemo_grpo.engine.max_consecutive_skipped_steps
-    abort = state.skipped_in_a_row >= limit
-    if checkpointing.enabled and (
-        stopping or abort or parts.has_ended or state.step % checkpointing.save_period == 0
-    ):
-        parts.save()
-    if abort:
-        parts.saver.finish()
-        raise TrainingAborted(
-            f"{limit} steps in a row had a non-finite loss or gradient (last at step {state.step}); look at "
-            "metrics.jsonl, then start another nemo_grpo.run_name with a lower "
-            "policy.megatron_cfg.optimizer.lr, or try these steps again with --resume"
-        )
-
-
-def export(parts: Parts) -> None:
-    """Export the model and, with LoRA, its adapters."""
-    machine.release_freed_memory()
-    wanted = parts.recipe.nemo_grpo.export
-    if wanted.hf:
-        training = Training(parts.recipe.to_dict(), parts.state.step, parts.validated, versions())
-        export_policy(parts.policy, parts.source, parts.folder, DTYPES[wanted.dtype], training)
-    distributed.barrier()
-
-
-def progress_of(parts: Parts) -> AbstractContextManager[Advance]:
-    """Return the progress bar of the whole run; ranks but the first have none."""
-    name = f"{parts.recipe.loss_fn.variant} {parts.recipe.nemo_grpo.run_name}"
-    if not parts.folder.leads:
-        return nullcontext(lambda note="", amount=1: None)
-    return progress(name, parts.recipe.grpo.max_num_steps, done=parts.state.step)
+    rewards, samples = validation.validate(rollouts, learner.policy.named_tensors())
+    recorder.folder.append_samples([{"step": learner.state.step} | row for row in samples])
+    return metrics | rewards | {"time/validation": time.monotonic() - start}

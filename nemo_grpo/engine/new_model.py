@@ -26,7 +26,7 @@ VOCABULARY_MULTIPLE = 8
 
 
 @contextmanager
-def starting_model(recipe: Recipe) -> Iterator[Path]:
+def starting_model(recipe: Recipe, task: Task) -> Iterator[Path]:
     """Give the Hugging Face folder that a run starts from, for as long as the run needs it.
 
     A new model lies in a temporary folder, on every rank in one of its own. The same seed gives the same
@@ -41,7 +41,7 @@ def starting_model(recipe: Recipe) -> Iterator[Path]:
     sizes = recipe.nemo_grpo.new_model
     assert sizes is not None  # the rules refuse a recipe with neither
     with tempfile.TemporaryDirectory(prefix="nemo_grpo-new-model-") as folder:
-        yield write_new_model(sizes, recipe.task.build(), Path(folder))
+        yield write_new_model(sizes, task, Path(folder))
 
 
 def write_new_model(sizes: NewModel, task: Task, folder: Path) -> Path:

@@ -1,83 +1,81 @@
-"""Rollouts: prompts to groups of scored responses, groups to the aligned tensors of a step."""
+"""Rollouts: problems to prompts, prompts to groups of scored responses."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from nemo_grpo.core.batch import Sequences, TokenBatch
-from nemo_grpo.core.random import response_ids
-from nemo_grpo.core.resampling import rewards_differ
-from nemo_grpo.sampling.episodes import Response, sample_responses
-from nemo_grpo.sampling.requests import Generator, Request
+from nemo_grpo.core.random import step_seed
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.run.demonstrations import Demonstrations
+from nemo_grpo.run.groups import Group, Scored
+from nemo_grpo.sampling.episodes import sample_responses
+from nemo_grpo.sampling.requests import Generator, Request, SamplingParams
 from nemo_grpo.support.distributed import from_first_rank
-from nemo_grpo.tasks import Problem
+from nemo_grpo.tasks import Problem, Task
+from nemo_grpo.tasks.prompts import PROMPTS_CHECKED, encode_prompts
 from nemo_grpo.tasks.scoring import Scorer
 
 
 @dataclass(frozen=True)
-class Scored:
-    """A response with its reward's components and their weighted sum; NaN: see `reward_of`."""
+class Rollouts:
+    """What a run samples with: its task, its tokenizer, and a generator that takes the policy's weights.
 
-    response: Response
-    scores: dict[str, float] = field(default_factory=dict)
-    reward: float = 0.0
+    Attributes: vocab_size: the policy's.  problems: held out, for validation.
+                demonstrations: of a supervised run, which learns from them instead.
+    """
 
+    recipe: Recipe
+    task: Task
+    scorer: Scorer
+    tokenizer: Any
+    vocab_size: int
+    generator: Generator
+    sampling: SamplingParams
+    validation_sampling: SamplingParams
+    problems: list[Problem]
+    demonstrations: Demonstrations | None = None
 
-@dataclass(frozen=True)
-class Group:
-    """One prompt and its responses."""
-
-    problem: Problem
-    prompt: list[int]
-    responses: list[Scored]
-
-    def has_signal(self, *, drop_truncated: bool = False) -> bool:
-        """True if the rewards of the responses differ and one of them trains."""
-        given = [one for one in self.responses if not math.isnan(one.reward)]
-        trains = not (drop_truncated and all(one.response.truncated for one in given))
-        return trains and rewards_differ([one.reward for one in given])
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step's groups as tensors; token tensors are [B, S - 1] and aligned as in `TokenBatch`."""
-
-    sequences: Sequences
-    token_mask: Tensor
-    sample_mask: Tensor
-    generation_logprobs: Tensor
-    rewards: Tensor
-    group_ids: Tensor
-    response_ids: Tensor
-    truncated: Tensor
-
-    @property
-    def response_lengths(self) -> Tensor:
-        """[B] int64, tokens, an environment's included."""
-        return self.sequences.lengths - self.sequences.prompt_lengths
-
-    def token_batch(
-        self, prev: Tensor, entropies: Tensor | None = None, reference: Tensor | None = None
-    ) -> TokenBatch:
-        """Join with the policy's scores, each [B, S - 1]."""
-        return TokenBatch(
-            prev_logprobs=prev,
-            entropies=entropies,
-            reference_policy_logprobs=reference,
-            generation_logprobs=self.generation_logprobs,
-            token_mask=self.token_mask,
-            sample_mask=self.sample_mask,
-            rewarded=~self.rewards.isnan(),
-            rewards=self.rewards,
-            group_ids=self.group_ids,
-            response_ids=self.response_ids,
+    def encode(self, problems: list[Problem]) -> list[list[int]]:
+        """Return the token ids of the problems' prompts."""
+        return encode_prompts(
+            problems,
+            self.tokenizer,
+            self.recipe.nemo_grpo.prompt,
+            limit=self.recipe.policy.max_total_sequence_length,
+            max_new_tokens=self.sampling.max_new_tokens,
+            vocab_size=self.vocab_size,
         )
+
+    def check_problems(self) -> None:
+        """Encode all prompts or demonstrations, of an endless stream the first ones.
+
+        A problem that cannot be used ends the run now, not at its turn.
+        """
+        self.encode(self.problems)
+        if self.demonstrations is not None:
+            self.demonstrations.check(self.problems)
+            return
+        number = getattr(self.task, "num_train_problems", PROMPTS_CHECKED)
+        seed = self.recipe.grpo.seed
+        problems = (self.task.train_problem(index, seed) for index in range(number))
+
+        def encode_all() -> None:
+            while some := list(islice(problems, PROMPTS_CHECKED)):
+                self.encode(some)
+
+        from_first_rank(encode_all)
+
+    def draw(self, first: int) -> list[Group]:
+        """Sample and score the responses to ``num_prompts_per_step`` problems, from number ``first`` on."""
+        grpo = self.recipe.grpo
+        numbers = range(first, first + grpo.num_prompts_per_step)
+        problems = [self.task.train_problem(number, grpo.seed) for number in numbers]
+        seed = step_seed(grpo.seed, first)
+        request = Request(self.encode(problems), grpo.num_generations_per_prompt, self.sampling, seed)
+        return sample_groups(self.generator, self.tokenizer, self.scorer, problems, request)
 
 
 def sample_groups(
@@ -100,38 +98,3 @@ def sample_groups(
         ]
         groups.append(Group(problem, request.prompts[index], responses))
     return groups
-
-
-def assemble(groups: Sequence[Group]) -> Step:
-    """Lay a step's groups out as tensors.
-
-    Token column t belongs to input_ids[:, t + 1], so a response from position p on starts at column p - 1. An
-    environment's text is context: its columns are False in the mask. Rows are padded with token 0, whatever
-    it means: many tokenizers have no padding token. A response without a reward is masked as a whole.
-    """
-    flat = [(g, group.prompt, one) for g, group in enumerate(groups) for one in group.responses]
-    prompt_lengths = torch.tensor([len(prompt) for _, prompt, _ in flat])
-    lengths = prompt_lengths + torch.tensor([len(one.response.tokens) for _, _, one in flat])
-    ids = torch.zeros(len(flat), int(lengths.max()), dtype=torch.int64)
-    generation_logprobs = torch.zeros(len(flat), ids.shape[1] - 1)
-    token_mask = torch.zeros(generation_logprobs.shape, dtype=torch.bool)
-    for row, (_, prompt, one) in enumerate(flat):
-        start, end = len(prompt), int(lengths[row])
-        ids[row, :start] = torch.tensor(prompt)
-        ids[row, start:end] = one.response.tokens
-        generation_logprobs[row, start - 1 : end - 1] = one.response.logprobs
-        token_mask[row, start - 1 : end - 1] = one.response.token_mask
-    group_ids = torch.tensor([g for g, _, _ in flat])
-    rewards = torch.tensor([one.reward for _, _, one in flat], dtype=torch.float32)
-    return Step(
-        sequences=Sequences(ids, lengths, prompt_lengths, group_ids),
-        token_mask=token_mask,
-        sample_mask=~rewards.isnan(),
-        generation_logprobs=generation_logprobs,
-        rewards=rewards,
-        group_ids=group_ids,
-        response_ids=response_ids(
-            (prompt, one.response.tokens[one.response.token_mask].tolist()) for _, prompt, one in flat
-        ),
-        truncated=torch.tensor([one.response.truncated for _, _, one in flat]),
-    )

@@ -10,8 +10,8 @@ from nemo_grpo.engine.megatron import parallel
 from nemo_grpo.engine.new_model import starting_model
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.setup import set_up
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.run.signals import code_when_stopped
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import RewardsFailed
 
@@ -28,16 +28,16 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
         check(recipe, resume=resume)  # once, before any rank starts
         return launch(arguments, recipe.world_size)
     try:
-        began_as = check(recipe, resume=resume)
-        with starting_model(recipe) as source:
-            parts = set_up(recipe, source, resume=resume, began_as=began_as)
-            finished = train(parts)
+        start = check(recipe, resume=resume)
+        with starting_model(recipe, start.task) as source:
+            run = set_up(recipe, source, start, resume=resume)
+            finished = train(run)
     except (TrainingAborted, RewardsFailed, RetrieverError, FloatingPointError) as error:
         log.error("%s", error)
         return 1
     finally:
         parallel.shut_down()
-    if parts.folder.leads:
+    if run.recorder.folder.leads:
         from nemo_grpo.report.report import plot_run  # draws, which the other ranks need not load
 
         try:
@@ -47,4 +47,6 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
         log.info("run folder: %s", recipe.run_dir)
     if finished:
         return 0
-    return EXIT_INTERRUPTED if recipe.checkpointing.enabled else 1  # nothing to go on from
+    has_checkpoints = recipe.checkpointing.enabled
+    remedy = "add --resume to continue"
+    return code_when_stopped(run.learner.state.step, has_checkpoints=has_checkpoints, remedy=remedy)

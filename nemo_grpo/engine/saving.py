@@ -11,10 +11,10 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
-from nemo_grpo.engine.checkpoint_store import TOKENIZER, WEIGHTS, CheckpointStore
+from nemo_grpo.engine.checkpoint_store import WEIGHTS, CheckpointStore
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.policy_checkpoint import PendingWrite, begin_save, check_readable
-from nemo_grpo.engine.run_folder import RunFolder
+from nemo_grpo.run.folder import SIDE_FOLDER, RunFolder
 from nemo_grpo.support import distributed
 from nemo_grpo.support.errors import UserError, first_line
 from nemo_grpo.support.files import existing_parent
@@ -49,7 +49,7 @@ class Saver:
         with self._explained(step):
             folder = self.store.begin(step)
             if self.store.leads:
-                copy_side_files(self.source, folder / TOKENIZER)
+                copy_side_files(self.source, folder / SIDE_FOLDER)
             write = begin_save(self.policy, folder / WEIGHTS, step, asynchronous=self.asynchronous)
             self._under_way = step, info, write
         self.saved = step

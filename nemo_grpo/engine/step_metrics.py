@@ -5,9 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from nemo_grpo.engine.megatron.policy import UpdateResult
-from nemo_grpo.engine.rollout import Group
 from nemo_grpo.report.runs import HELD_OUT
-from nemo_grpo.tasks.scoring import component_means, right_and_wrong
+from nemo_grpo.run.groups import Group
+from nemo_grpo.tasks.scoring import reward_metrics
 
 
 class Clock:
@@ -23,10 +23,13 @@ class Clock:
         self.laps[name], self.last = now - self.last, now
 
 
-def mean_scores(groups: list[Group]) -> dict[str, float]:
-    """Average over the step's responses: components, failures, truncation, and turns if any."""
+def mean_scores(groups: list[Group], drawn: list[Group]) -> dict[str, float]:
+    """Average over the step's responses: components, failures, truncation, and turns if any.
+
+    Args: drawn: all groups drawn for the step, of which ``rollout/all_*`` are shares.
+    """
     responses = [one for group in groups for one in group.responses]
-    means = component_means([one.scores for one in responses])
+    means = reward_metrics(_scores(groups), _scores(drawn))
     means["length/truncated"] = sum(one.response.truncated for one in responses) / len(responses)
     episodes = [asdict(one.response.episode) for one in responses if one.response.episode is not None]
     counts = episodes[0] if episodes else ()
@@ -34,13 +37,16 @@ def mean_scores(groups: list[Group]) -> dict[str, float]:
 
 
 def signal_shares(drawn: list[Group], *, drop_truncated: bool = False) -> dict[str, float]:
-    """Compute shares of the drawn groups: all responses right, all wrong, and rewards that differ.
+    """Compute the share of the drawn groups whose rewards differ.
 
     Args: drop_truncated: see `Group.has_signal`.
     """
     with_signal = sum(group.has_signal(drop_truncated=drop_truncated) for group in drawn) / len(drawn)
-    scores = [[one.scores for one in group.responses] for group in drawn]
-    return right_and_wrong(scores) | {"rollout/with_signal": with_signal}
+    return {"rollout/with_signal": with_signal}
+
+
+def _scores(groups: list[Group]) -> list[list[dict[str, float]]]:
+    return [[one.scores for one in group.responses] for group in groups]
 
 
 def mean_metrics(updates: list[UpdateResult]) -> dict[str, float]:
@@ -49,26 +55,6 @@ def mean_metrics(updates: list[UpdateResult]) -> dict[str, float]:
         return {}
     rows = [u.metrics | {"grad_norm": u.grad_norm, "lr": u.lr} for u in updates]
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
-
-
-def sample_rows(step: int, groups: list[Group], num_samples: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """Make rows of samples.jsonl from the first responses of a step, each with its prompt as sampled."""
-    flat = [(group, one) for group in groups for one in group.responses]
-    return [
-        {
-            "step": step,
-            "problem": group.problem.id,
-            "question": group.problem.question,
-            "prompt": tokenizer.decode(group.prompt, skip_special_tokens=False),
-            "response": one.response.text,
-            "answer": group.problem.answer,
-            "reward": one.reward,
-            "scores": one.scores,
-            "truncated": one.response.truncated,
-            "num_tokens": len(one.response.tokens),
-        }
-        for group, one in flat[:num_samples]
-    ]
 
 
 def note(row: dict[str, Any]) -> str:

@@ -1,20 +1,20 @@
 """Validation during training: schedule, measurement, and the goal that ends a run."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from nemo_grpo.evaluate.runner import ProblemResult, evaluate
-from nemo_grpo.recipe import Recipe
+from nemo_grpo.engine.rollout import Rollouts
+from nemo_grpo.evaluate.runner import evaluate
 from nemo_grpo.recipe.sections import GRPOSection, metric_key
-from nemo_grpo.sampling.requests import Generator, SamplingParams
+from nemo_grpo.run.samples import validation_row
+from nemo_grpo.sampling.requests import SamplingParams
 from nemo_grpo.support.progress import TokenMeter, progress
-from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.base import by_validation_set
-from nemo_grpo.tasks.scoring import Scorer, over_sets
+from nemo_grpo.tasks.scoring import over_sets
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -27,57 +27,39 @@ def is_due(grpo: GRPOSection, step: int) -> bool:
 
 
 def validate(
-    recipe: Recipe,
-    generator: Generator,
-    named_tensors: Iterable[tuple[str, Tensor]],
-    tokenizer: Any,
-    scorer: Scorer,
-    problems: Sequence[Problem],
-    sampling: SamplingParams,
+    rollouts: Rollouts, named_tensors: Iterable[tuple[str, Tensor]]
 ) -> tuple[dict[str, float], list[Row]]:
     """Measure greedy, avg@k, pass@k and rewards of these weights on each validation set.
 
     Returns: the metrics, as ``validation/*``; rows of samples.jsonl, the greedy responses to each set's first
              ``nemo_grpo.engine.log_samples`` problems, which are the same in every validation.
     """
-    generator.update_weights(named_tensors)
-    k, found = recipe.grpo.val_num_generations_per_prompt, dict[str, dict[str, float]]()
+    recipe = rollouts.recipe
+    sampling = rollouts.validation_sampling
+    rollouts.generator.update_weights(named_tensors)
+    k = recipe.grpo.val_num_generations_per_prompt
+    found: dict[str, dict[str, float]] = {}
     samples: list[Row] = []
-    with _shown(recipe.world_size, len(problems), k, sampling) as meter:
-        for name, some in by_validation_set(problems).items():
+    with _shown(recipe.world_size, len(rollouts.problems), k, sampling) as meter:
+        for name, some in by_validation_set(rollouts.problems).items():
             result = evaluate(
-                generator,
-                tokenizer,
-                scorer.task,
+                rollouts.generator,
+                rollouts.tokenizer,
+                rollouts.task,
                 recipe.nemo_grpo.prompt,
                 some,
                 num_samples=k,
                 sampling=sampling,
                 seed=recipe.grpo.seed,
                 meter=meter,
-                scorer=scorer,
+                scorer=rollouts.scorer,
             )
             found[name] = result.metrics()
             for problem in result.problems[: recipe.logger.num_val_samples_to_print]:
                 log.info("%s -> %r (gold %s)", problem.id, problem.greedy.completions[0], problem.gold)
             number = recipe.nemo_grpo.engine.log_samples
-            samples += [sample_row(name, problem) for problem in result.problems[:number]]
+            samples += [validation_row(name, problem) for problem in result.problems[:number]]
     return {f"validation/{name}": value for name, value in over_sets(found).items()}, samples
-
-
-def sample_row(validation_set: str, problem: ProblemResult) -> Row:
-    """Make a row of samples.jsonl, without its step, of a held-out problem and the greedy response."""
-    greedy = problem.greedy
-    return {
-        "validation": validation_set or "validation",
-        "problem": problem.id,
-        "prompt": problem.prompt,
-        "response": greedy.completions[0],
-        "answer": problem.gold,
-        "scores": {"accuracy": greedy.scores[0], "format": greedy.formats[0]},
-        "truncated": greedy.truncated[0],
-        "num_tokens": greedy.lengths[0],
-    }
 
 
 @contextmanager

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from nemo_grpo.engine.recipe_checks import check_recipe
-from nemo_grpo.engine.resume import check_continuation
 from nemo_grpo.experiments.jobs import Job, Status, naming, one_per_setting
 from nemo_grpo.experiments.results import Results, is_complete, steps_done, write_results
 from nemo_grpo.experiments.runner import only_one
 from nemo_grpo.launch.plan_summary import plan_verdict, time_verdict
 from nemo_grpo.launch.submit import Submission, parse_time_limit, prepare, submit
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.run.continuation import check_continuation
+from nemo_grpo.run.recipe_checks import check_recipe
 from nemo_grpo.support.errors import UserError, reading
 from nemo_grpo.support.files import write_atomically
 

@@ -10,12 +10,12 @@ from functools import cache
 from pathlib import Path
 
 from nemo_grpo.engine.checks import check_machine
-from nemo_grpo.engine.recipe_checks import check_recipe, remedies
-from nemo_grpo.engine.resume import PLACES, check_inputs, check_same_run, model_files
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.experiments.jobs import RUNS, Job, Status, naming, one_per_setting
 from nemo_grpo.experiments.results import Results, baseline_of, is_complete, write_results
 from nemo_grpo.recipe.recipe import RECIPE_FILE
+from nemo_grpo.run.continuation import check_inputs, check_same_run, model_files
+from nemo_grpo.run.recipe_checks import check_recipe, remedies
+from nemo_grpo.run.signals import EXIT_INTERRUPTED
 from nemo_grpo.support.errors import UserError, how_ended
 from nemo_grpo.support.files import hold_lock
 from nemo_grpo.support.progress import progress
@@ -136,7 +136,7 @@ def check_unchanged(jobs: Sequence[Job]) -> None:
     """Refuse runs that were trained or validated differently before, because a mean needs like runs."""
     model_of = cache(model_files)  # logs the files that it skips once
     for job in jobs:
-        check_same_run(job.recipe, job.folder / RECIPE_FILE, PLACES, ANOTHER_OUT)
+        check_same_run(job.recipe, job.folder / RECIPE_FILE, ANOTHER_OUT, may_extend=False)
         if job.recipe.policy.model_name is not None:
             check_inputs(job.folder, model_of(Path(job.recipe.policy.model_name)), ANOTHER_OUT)
 

@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from nemo_grpo.engine.resume import data_files
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.loader import OVERRIDE
+from nemo_grpo.run.continuation import data_files
 from nemo_grpo.support import shipped
 from nemo_grpo.support.errors import UserError
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_grpo.engine.recipe_checks import check_recipe, remedies
 from nemo_grpo.launch.plan_summary import checkpoint_bytes, kind_of, plan_verdict
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.run.recipe_checks import check_recipe, remedies
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.files import existing_parent
 

@@ -4,12 +4,10 @@ It runs on the driver, the only place that sees whole groups: workers get rows i
 NeMo-RL's single controller calls it once per chunk of a step's groups, see `single_controller`.
 """
 
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -17,12 +15,10 @@ from torch import Tensor
 
 from nemo_grpo.core.advantages import implausible_advantage
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
-from nemo_grpo.core.objective import Objective
 from nemo_grpo.core.random import response_ids, step_seed
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.report.runs import DIAGNOSTICS_FILE
-from nemo_grpo.report.tokens import token_diagnostics
+from nemo_grpo.run.diagnostics import StepDiagnostics
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants.base import VariantConfig
 
@@ -48,39 +44,6 @@ def group_ids(prompt_ids: Tensor, num_generations: int) -> Tensor:
     start = torch.where(changes, row, 0).cummax(0).values
     starts_group = (row - start) % num_generations == 0
     return starts_group.cumsum(0) - 1
-
-
-@dataclass(frozen=True)
-class StepDiagnostics:
-    """Token diagnostics of a prepared step, the same as the embedded engine's.
-
-    Attributes: folder: the run's.  period: measure the first and every n-th step; 0: never.  decode: one
-        token.
-    """
-
-    folder: Path
-    period: int
-    decode: Callable[[int], str]
-
-    def measure(
-        self,
-        objective: Objective,
-        prepared: PreparedBatch,
-        logs: Sequence[Sequence[Mapping[str, Any]]],
-        step: int,
-    ) -> dict[str, float]:
-        """Return metrics ``tokens/*`` and append details to diagnostics.jsonl; do nothing between periods.
-
-        Args: logs: the responses' conversations, as NeMo-RL's ``message_log``.  step: counts from 1.
-        """
-        if self.period == 0 or (step > 1 and step % self.period > 0):
-            return {}
-        tokens = predicted_tokens(logs, prepared.batch.mask.shape[1])
-        numbers, details = token_diagnostics(objective, prepared, tokens, self.decode)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / DIAGNOSTICS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **details}, ensure_ascii=False) + "\n")
-        return numbers
 
 
 def predicted_tokens(logs: Sequence[Sequence[Mapping[str, Any]]], width: int) -> Tensor:
@@ -175,8 +138,9 @@ class VariantEstimator:
             metrics = {name: value for name, value in metrics.items() if not name.startswith(NEEDS_SCORES)}
         values = torch.stack([metric.double() for metric in metrics.values()]).tolist()
         self.last_metrics = dict(zip(metrics, values, strict=True))
-        if self.diagnostics is not None and logs is not None:
-            self.last_metrics |= self.diagnostics.measure(self.objective, prepared, logs, self.step)
+        if self.diagnostics is not None and logs is not None and self.diagnostics.is_due(self.step):
+            tokens = predicted_tokens(logs, prepared.batch.mask.shape[1])
+            self.last_metrics |= self.diagnostics.measure(self.objective, prepared, tokens, self.step)
         self.context.metrics.update({name: [number] for name, number in self.last_metrics.items()})
         return _unaligned(prepared.advantages)
 

@@ -1,6 +1,5 @@
 """Callbacks on NeMo-RL's logger and checkpoint manager, which record and check a run in the driver."""
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,15 +9,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from nemo_grpo.engine.resume import data_files, keep_inputs
-from nemo_grpo.engine.run_folder import RunFolder, newest_checkpoint, step_of
 from nemo_grpo.nemorl.compat import rebound
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.sections import OVERLAP, VLLM
-from nemo_grpo.report.runs import METRICS_FILE, json_lines, validation_note
+from nemo_grpo.report.runs import json_lines, validation_note
 from nemo_grpo.report.stuck import SIGNAL, Watch
-from nemo_grpo.tasks.base import VALIDATION_SET, Problem
-from nemo_grpo.tasks.scoring import component_means, over_sets, right_and_wrong, validation_rewards
+from nemo_grpo.run.continuation import data_files, keep_inputs
+from nemo_grpo.run.folder import RunFolder, newest_checkpoint, step_of
+from nemo_grpo.tasks.base import Problem, by_set, set_of
+from nemo_grpo.tasks.scoring import over_sets, reward_metrics, validation_rewards
 
 log = logging.getLogger(__name__)
 
@@ -109,24 +108,23 @@ def alone(recipe: Recipe) -> Iterator[None]:
 
 
 class RunRecord(Callback):
-    """Writes the files that `nemo-grpo report` reads, in the embedded engine's format.
+    """Passes what NeMo-RL logs to the run's folder, in the embedded engine's format.
 
-    They are ``metrics.jsonl``, in which a step may have several rows, ``versions.json`` and
+    Its files are ``metrics.jsonl``, in which a step may have several rows, ``versions.json`` and
     ``recipe.resolved.yaml``.
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.folder = recipe.run_dir
         # NeMo-RL's own environments have other weights, or none
         weights = None if recipe.nemo_grpo.task is None else recipe.nemo_grpo.rewards
         self.watch = Watch(recipe.grpo.max_num_steps, weights)
         newest = newest_checkpoint(recipe.checkpoint_dir)
         from_step = step_of(newest) if newest else -1
         checkpoints = recipe.checkpoint_dir if recipe.checkpointing.enabled else None
-        run = RunFolder(self.folder, checkpoints=checkpoints)
-        run.keep_settings(recipe.to_yaml(), recipe.own_files, from_step)
-        run.drop_abandoned_rows(from_step)
-        keep_inputs(self.folder, data_files(recipe), begins=from_step < 0)
+        # Not `open`: `alone` has held the locks since before NeMo-RL's set-up, and trackers are NeMo-RL's.
+        self.run = RunFolder(recipe.run_dir, checkpoints=checkpoints)
+        self.run.begin_record(recipe.to_yaml(), recipe.own_files, from_step)
+        keep_inputs(self.run.path, data_files(recipe), begins=from_step < 0)
 
     def on_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
         """Write a row of all numbers."""
@@ -135,8 +133,9 @@ class RunRecord(Callback):
             for name, value in metrics.items()
             if isinstance(value, Real) or getattr(value, "ndim", None) == 0
         }
-        with (self.folder / METRICS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **row}) + "\n")
+        self.run.append_metrics({"step": step, **row})
+        if self.run.failure:  # NeMo-RL's loop asks no one whether it may go on
+            raise OSError(self.run.failure)
         if prefix == "validation" and (line := validation_note(row)):
             log.info("step %d: %s", step, line)
         for sentence in self.watch({"step": step, **row}) if SIGNAL in row else ():
@@ -159,9 +158,9 @@ class ValidationSets(Callback):
             return {}
         size = self.num_generations if "pass_k" in metrics else 1
         rewards = [row["rewards"][0] for row in json_lines(self.folder / f"val_data_step{step}.jsonl")]
-        groups = dict[str, list[list[float]]]()
-        for place, name in enumerate(self.sets[: len(rewards) // size]):
-            groups.setdefault(name, []).append(rewards[place * size : (place + 1) * size])
+        # NeMo-RL's record of a validation has rewards by position, and no problems.
+        of_problems = [rewards[start : start + size] for start in range(0, len(rewards) // size * size, size)]
+        groups = by_set(zip(self.sets, of_problems, strict=False))
         found = {name: {"accuracy": fmean(map(fmean, some))} for name, some in groups.items()}
         if "pass_k" in metrics:
             for name, some in groups.items():
@@ -269,7 +268,8 @@ class RolloutRewards:
                 del self.by_problem[problem]
         if not groups:
             return {}
-        return component_means([scores for group in groups for scores in group]) | right_and_wrong(groups)
+        # NeMo-RL does not tell an environment which groups dynamic sampling has dropped.
+        return reward_metrics(trained=groups, drawn=groups)
 
 
 class ValidationRewards:
@@ -289,7 +289,7 @@ class ValidationRewards:
         """
         if response is None:
             response = self.num_noted = self.num_noted + 1
-        self.by_set.setdefault(problem.metadata.get(VALIDATION_SET, ""), {})[response] = scores
+        self.by_set.setdefault(set_of(problem), {})[response] = scores
         return response
 
     def take(self) -> dict[str, float]:

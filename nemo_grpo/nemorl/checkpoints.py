@@ -1,4 +1,8 @@
-"""NeMo-RL's Megatron checkpoints: the side files that the driver adds, and resuming from them."""
+"""NeMo-RL's Megatron checkpoints: the side files that the driver adds, and resuming from them.
+
+NeMo-RL's CheckpointManager writes, ranks and removes them, and its trainers take no other, so
+`engine.checkpoint_store` has no part in it. Both engines' checkpoints have one layout.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,12 @@ from nemo_grpo.nemorl.callbacks import Callback
 from nemo_grpo.nemorl.compat import rebind
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.run.folder import SIDE_FOLDER
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants.base import VariantConfig
 
 log = logging.getLogger(__name__)
 
-SIDE_FOLDER = Path("policy") / "tokenizer"
-"""Folder in ``step_N`` of config.json, tokenizer and chat template; the converters' --hf-config."""
 CARRIED = "nemo_grpo.json"
 """File in ``step_N`` of the statistics that a variant carries from step to step."""
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
 from nemo_grpo.nemorl.callbacks import Callback
 from nemo_grpo.nemorl.compat import Parts, rebound
 from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.recipe.sections import GRPOSection
+from nemo_grpo.run.signals import StopRequest, code_when_stopped, stop_on_signals
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError
 
@@ -131,8 +131,5 @@ def exit_code(run: ClusterRun, parts: Parts, wanted: int, ending: Ending) -> int
     if not ending.happened:
         log.error("the trainer returned after step %d of %d; its own messages give the reason", done, wanted)
         return 1
-    if not run.recipe.checkpointing.enabled:
-        log.error("stopped without a checkpoint: checkpointing.enabled=false")
-        return 1
-    log.info("stopped after step %d with a checkpoint; start again to resume", done)
-    return EXIT_INTERRUPTED
+    has_checkpoints = run.recipe.checkpointing.enabled
+    return code_when_stopped(done, has_checkpoints=has_checkpoints, remedy="start it again to resume")

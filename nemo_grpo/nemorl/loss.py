@@ -18,7 +18,6 @@ from torch import Tensor
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.statistics import zero_outside
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.policy import data_plane_of
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.extensions import receive_files, texts_of
 from nemo_grpo.variants import parse_loss_fn
@@ -219,7 +218,7 @@ def _received(
 def loss_of(run: ClusterRun) -> ObjectiveLoss:
     """Make the loss of a run, as NeMo-RL is configured to compute and to carry its inputs."""
     fused = bool(value_of(run.master_config, "policy.megatron_cfg.use_fused_linear_logprobs", False))
-    folded = data_plane_of(run.master_config) is not None
+    folded = run.recipe.uses_data_plane
     return ObjectiveLoss(run.recipe.loss_fn, use_fused_linear_logprobs=fused, folded=folded)
 
 

@@ -18,9 +18,9 @@ from nemo_grpo.support.dotted import value_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nemo_grpo.core.objective import Objective
     from nemo_grpo.nemorl.config import ClusterRun
     from nemo_grpo.recipe import Recipe
-    from nemo_grpo.variants.base import VariantConfig
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +45,17 @@ def policy_factory(
     Args:    context: receives entropies if the variant needs them, and provides the estimator's tensors.
           extend: `VariantPolicy` -> the class to make.
     """
-    data_plane = data_plane_of(run.master_config)
-    stock: Any = compat.import_name(host_api.TQ_POLICY if data_plane else host_api.POLICY)
+    uses_data_plane = run.recipe.uses_data_plane
+    stock: Any = compat.import_name(host_api.TQ_POLICY if uses_data_plane else host_api.POLICY)
     worker = worker_class(run.recipe)
-    for part in (*NEEDS[worker], *([host_api.DATA_PLANE] if data_plane else [])):
+    for part in (*NEEDS[worker], *([host_api.DATA_PLANE] if uses_data_plane else [])):
         compat.require(part)
     config = run.recipe.loss_fn
     learns_always = config.is_stock or has_further_losses(run.master_config)
+    objective = config.build()
 
     def may_learn(data: Mapping[str, Tensor]) -> bool:
-        return learns_always or not has_no_gradient(data, config)
+        return learns_always or has_gradient(data, objective)
 
     class VariantPolicy(stock):
         """NeMo-RL's policy with the variant's tensors; the base class exists only with NeMo-RL installed."""
@@ -98,8 +99,8 @@ def policy_factory(
     policy = extend(VariantPolicy)
 
     def make(**arguments: Any) -> Any:
-        if data_plane:
-            arguments["dp_cfg"] = data_plane
+        if uses_data_plane:
+            arguments["dp_cfg"] = run.master_config.data_plane
         if worker:
             register_worker(worker)
             arguments["worker_extension_cls_fqn"] = worker
@@ -118,26 +119,14 @@ def worker_class(recipe: Recipe) -> str | None:
     return WORKER if has_stages and recipe.policy.generation.temperature != 1.0 else None
 
 
-def has_no_gradient(data: Mapping[str, Tensor], config: VariantConfig) -> bool:
-    """True for a step whose loss is 0 whatever the policy does.
-
-    All advantages are 0 and nothing else has a gradient, such as a KL penalty, or all responses are filtered.
-    """
-    if (
-        getattr(config, "reference_policy_kl_penalty", 0.0) == 0
-        and not config.found.learns_without_advantages
-    ):
-        return not bool(data["advantages"].any())
-    trains = data["sample_mask"].bool()
-    if "token_mask" in data:  # the data plane has it already
-        trains = trains & data["token_mask"][:, 1:].any(1)
-    return not bool(trains.any())
-
-
-def data_plane_of(master_config: Any) -> Any:
-    """Return NeMo-RL's section ``data_plane`` if it is enabled, else None."""
-    section = value_of(master_config, "data_plane", None)
-    return section if value_of(section or {}, "enabled", False) else None
+def has_gradient(data: Mapping[str, Tensor], objective: Objective) -> bool:
+    """True if a row can move the policy: `Objective.rows_with_gradient` of NeMo-RL's tensors."""
+    mask = data["sample_mask"].bool()[:, None]
+    # NeMo-RL's columns are the tokens themselves, of which nothing predicts the first. What is written to its
+    # data plane has no token mask: that is there already.
+    if "token_mask" in data:
+        mask = mask & data["token_mask"][:, 1:].bool()
+    return bool(objective.rows_with_gradient(data["advantages"], mask).any())
 
 
 def has_further_losses(master_config: Any) -> bool:

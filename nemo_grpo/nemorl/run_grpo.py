@@ -14,9 +14,8 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nemo_grpo.engine.recipe_checks import check_recipe
 from nemo_grpo.nemorl import compat, sft, single_controller
-from nemo_grpo.nemorl.advantage import StepDiagnostics, VariantEstimator
+from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.callbacks import (
     Callback,
     RewardMetrics,
@@ -33,12 +32,15 @@ from nemo_grpo.nemorl.exit_status import exit_code, finished_steps, last_step, s
 from nemo_grpo.nemorl.host_api import GRPO, GRPO_SYNC
 from nemo_grpo.nemorl.loss import loss_of
 from nemo_grpo.nemorl.nemo_rl_batches import gym_environments, set_names, set_up_data
-from nemo_grpo.nemorl.policy import data_plane_of, policy_factory
+from nemo_grpo.nemorl.policy import policy_factory
 from nemo_grpo.nemorl.pretrained import load_tokenizer, model_config, remove_remains
 from nemo_grpo.nemorl.sampling import dynamic_sampling_for
 from nemo_grpo.nemorl.stall import StallDump
 from nemo_grpo.nemorl.start_checks import check_async_save, check_data_plane, check_ray_address
 from nemo_grpo.nemorl.step_context import StepContext
+from nemo_grpo.run.diagnostics import StepDiagnostics
+from nemo_grpo.run.folder import RunFolder
+from nemo_grpo.run.recipe_checks import check_recipe
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import EXIT_USAGE, UserError
 from nemo_grpo.tasks.base import VALIDATION_SET
@@ -91,6 +93,7 @@ class Ready(NamedTuple):
     validation_sets: Callback = Callback()
     is_supervised: bool = False
     controller: Any = None
+    uses_data_plane: bool = False
 
 
 def set_up(run: ClusterRun) -> Ready:
@@ -102,7 +105,7 @@ def set_up(run: ClusterRun) -> Ready:
     share_sources()
     problems = read_problems(run) if recipe.nemo_grpo.task is not None else None
     check_async_save(run.master_config)
-    check_data_plane(run.master_config)
+    check_data_plane(recipe)
     compat.keep_tensor_pickles_plain()
     hf_config = model_config(run)
     config = run.master_config
@@ -140,14 +143,24 @@ def set_up(run: ClusterRun) -> Ready:
             parts = parts._replace(loss_fn=loss_of(run))
             install(run, context, finished_steps(parts), tokenizer)
         resume_carried(recipe.loss_fn, parts.checkpointer, context)
-        if data_plane_of(config) is not None and recipe.nemo_grpo.engine.diagnostics_period > 0:
+        if recipe.uses_data_plane and recipe.nemo_grpo.engine.diagnostics_period > 0:
             log.info("data_plane.enabled=true: conversations do not reach the driver; no diagnostics.jsonl")
     side_files = SideFiles(encoder, hf_config, context)
     held_out = () if problems is None else problems.held_out
     names = [one.metadata.get(VALIDATION_SET, "") for one in held_out] or set_names(run, val_dataset)
     logs = Path(config.logger["log_dir"])
     sets = ValidationSets(names, logs, recipe.grpo.val_num_generations_per_prompt)
-    return Ready(parts, tokenizer, processor, environments, side_files, last, sets, controller=controller)
+    return Ready(
+        parts,
+        tokenizer,
+        processor,
+        environments,
+        side_files,
+        last,
+        sets,
+        controller=controller,
+        uses_data_plane=recipe.uses_data_plane,
+    )
 
 
 def train(run: ClusterRun, ready: Ready) -> int:
@@ -191,9 +204,9 @@ def share_sources() -> None:
 def install(run: ClusterRun, context: StepContext, first_step: int, tokenizer: Any) -> None:
     """Put the variant's estimator and sampling where NeMo-RL's trainers look for theirs."""
     recipe = run.recipe
-    folds = data_plane_of(run.master_config) is not None
+    folds = recipe.uses_data_plane
     period = recipe.nemo_grpo.engine.diagnostics_period
-    diagnostics = StepDiagnostics(recipe.run_dir, period, lambda token: str(tokenizer.decode([token])))
+    diagnostics = StepDiagnostics(RunFolder(recipe.run_dir), period, tokenizer.decode)
 
     def create_advantage_estimator(_master_config: Any) -> VariantEstimator:
         return VariantEstimator.of(recipe, context, step=first_step, diagnostics=diagnostics, folds=folds)
@@ -211,7 +224,7 @@ def run_trainer(ready: Ready) -> None:
         return
     is_async = bool(value_of(config, "grpo.async_grpo.enabled", False))
     name = f"{GRPO}:{'async_grpo_train' if is_async else 'grpo_train'}"
-    if data_plane_of(config):
+    if ready.uses_data_plane:
         name = f"{GRPO_SYNC}:grpo_train_sync"
     trainer = compat.import_name(name)
     further: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_grpo.core.resampling import Accumulation, rewards_differ
+from nemo_grpo.core.resampling import Accumulation, has_signal
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.variants.base import VariantConfig
@@ -52,15 +52,15 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
         num_groups = value_of(grpo, "num_prompts_per_step")
         num_generations = value_of(grpo, "num_generations_per_prompt")
         most_draws = value_of(grpo, "dynamic_sampling_max_gen_batches")
-        has_signal = partial(_has_signal, drops_truncated=value_of(grpo, "overlong_filtering", False))
+        is_valid = partial(_has_signal, drop_truncated=value_of(grpo, "overlong_filtering", False))
         with timer.time("dynamic_sampling"):
             draw = _groups(repeated_batch, num_generations)
-            gathered = (batch_cache or Accumulation()).add(draw, has_signal)
+            gathered = (batch_cache or Accumulation()).add(draw, is_valid)
             threshold, max_draws = config.resampling(most_draws)
             is_full = gathered.is_complete(num_groups, threshold, max_draws)
             log.info(
                 "draw %d: %d of %d groups with signal, %s of %d wanted%s",
-                *(dynamic_sampling_num_gen_batches, sum(map(has_signal, draw)), len(draw)),
+                *(dynamic_sampling_num_gen_batches, sum(map(is_valid, draw)), len(draw)),
                 *(len(gathered.valid), num_groups, "" if is_full else "; drawing again"),
             )
             if not is_full:
@@ -83,10 +83,10 @@ def _groups(batch: Any, num_generations: int) -> list[Any]:
     return [batch.select_indices(group.tolist()) for group in rows]
 
 
-def _has_signal(group: Any, drops_truncated: bool) -> bool:
-    """True if the task's rewards differ, and a response trains; a length penalty is not signal."""
+def _has_signal(group: Any, drop_truncated: bool) -> bool:
+    """Apply `core.resampling.has_signal` to a group's columns in NeMo-RL's batch."""
     rewards = group["unshaped_total_reward" if "unshaped_total_reward" in group else "total_reward"]
-    trains = (group["loss_multiplier"] > 0) & rewards.isfinite()
-    if drops_truncated:  # NeMo-RL sets their loss_multiplier to 0 after it has sampled
+    trains = group["loss_multiplier"] > 0
+    if drop_truncated:  # NeMo-RL sets their loss_multiplier to 0 after it has sampled
         trains &= ~torch.as_tensor(group["truncated"], dtype=torch.bool)
-    return bool(trains.any()) and rewards_differ(rewards.tolist())
+    return has_signal(rewards.tolist(), trains.tolist())

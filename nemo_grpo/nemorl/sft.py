@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nemo_grpo.engine.demonstrations import Demonstrations
-from nemo_grpo.engine.rollout import Group
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.nemorl.host_api import SFT, SUPERVISED
+from nemo_grpo.run.demonstrations import Demonstrations
+from nemo_grpo.run.groups import Group
 
 if TYPE_CHECKING:
     from nemo_grpo.nemorl.environments import TaskProblems

@@ -26,7 +26,7 @@ from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.host_api import CONTROLLER, CONTROLLER_ACTOR, CONTROLLER_CONFIG, SINGLE_CONTROLLER
 from nemo_grpo.nemorl.loss import loss_of
-from nemo_grpo.nemorl.policy import has_no_gradient, policy_factory
+from nemo_grpo.nemorl.policy import has_gradient, policy_factory
 from nemo_grpo.nemorl.stall import dump_after
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError
@@ -76,7 +76,7 @@ class ChunkEstimator(VariantEstimator):
         self.step = step
         self.chunks.append((len(rewards), self.last_metrics))
         found = {"advantages": advantages, "sample_mask": mask.bool().any(1)}
-        self.has_gradient |= not has_no_gradient(found, self.config)
+        self.has_gradient |= has_gradient(found, self.objective)
         return advantages
 
     def end_step(self) -> dict[str, list[float]]:

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.host_api import ACTOR_PYTHON
-from nemo_grpo.nemorl.policy import STOCK_WORKER, data_plane_of
+from nemo_grpo.nemorl.policy import STOCK_WORKER
+from nemo_grpo.recipe import Recipe
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError
 
@@ -44,9 +45,9 @@ def check_async_save(master_config: Any) -> None:
         )
 
 
-def check_data_plane(master_config: Any) -> None:
+def check_data_plane(recipe: Recipe) -> None:
     """Check that the driver has TransferQueue; NeMo-RL's policy asks for it once all workers are up."""
-    if data_plane_of(master_config) is not None and importlib.util.find_spec(TRANSFER_QUEUE) is None:
+    if recipe.uses_data_plane and importlib.util.find_spec(TRANSFER_QUEUE) is None:
         raise UserError(
             f"data_plane.enabled=true: the driver's Python has no {TRANSFER_QUEUE}; install TransferQueue, "
             "which NeMo-RL's pyproject.toml pins, or set it to false"

@@ -1,6 +1,6 @@
 """The recipe's section ``policy.megatron_cfg``: layout, precision, optimizer, adapters; see `sections`."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_serializer
 
@@ -8,7 +8,13 @@ from nemo_grpo.recipe.layout import Layout
 
 
 class Section(BaseModel):
-    """A part of a recipe that NeMo-RL defines: wrong types are errors, other keys pass."""
+    """A part of a recipe that NeMo-RL defines: wrong types are errors, other keys pass.
+
+    Attributes: PLACES, EXTENDS: keys here that a continued run may change, see `recipe.continuity`.
+    """
+
+    PLACES: ClassVar[tuple[str, ...]] = ()
+    EXTENDS: ClassVar[tuple[str, ...]] = ()
 
     model_config = ConfigDict(
         extra="allow", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -59,6 +65,8 @@ class MegatronOptimizer(Section):
 
 class MegatronScheduler(Section):
     """Learning rate and weight decay over the steps."""
+
+    EXTENDS: ClassVar[tuple[str, ...]] = ("lr_decay_iters",)
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
     """Shape of the decay."""
@@ -151,6 +159,23 @@ class DistributedDataParallel(Section):
 
 class Megatron(Section):
     """Megatron-core: layout, precision, optimizer."""
+
+    PLACES: ClassVar[tuple[str, ...]] = (
+        "activation_checkpointing",
+        "checkpoint",
+        "context_parallel_size",
+        "empty_unused_memory_level",
+        "env_vars",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "pipeline_model_parallel_size",
+        "recompute_granularity",
+        "recompute_modules",
+        "sequence_parallel",
+        "tensor_model_parallel_size",
+    )
 
     enabled: bool = True
     """Train with Megatron-core."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationInfo, field_validator
 
@@ -94,6 +94,15 @@ class Export(OwnSection):
 
 class NemoGRPOSection(OwnSection):
     """Every setting of a run that is not NeMo-RL's."""
+
+    PLACES: ClassVar[tuple[str, ...]] = (
+        "engine",
+        "evaluation",
+        "export",
+        "max_failed_rewards",
+        "run_name",
+        "runs_dir",
+    )
 
     run_name: str = Field(min_length=1)
     """Name of the run's folder."""

@@ -1,7 +1,7 @@
 """The recipe's section ``policy``: model, batches, backends, sampling; see `sections`."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt
 
@@ -77,6 +77,16 @@ class Colocated(Section):
 class VLLM(Section):
     """NeMo-RL's vLLM engines; the defaults are NeMo-RL's."""
 
+    PLACES: ClassVar[tuple[str, ...]] = (
+        "enable_expert_parallel",
+        "enforce_eager",
+        "env_vars",
+        "expert_parallel_size",
+        "gpu_memory_utilization",
+        "pipeline_parallel_size",
+        "tensor_parallel_size",
+    )
+
     tensor_parallel_size: int = Field(default=1, gt=0)
     """TP of an engine."""
     pipeline_parallel_size: int = Field(default=1, gt=0)
@@ -128,6 +138,9 @@ class VLLMArguments(Section):
 class Generation(Section):
     """Sampling of the responses."""
 
+    PLACES: ClassVar[tuple[str, ...]] = ("colocated",)
+    EXTENDS: ClassVar[tuple[str, ...]] = ("val_temperature", "val_top_p", "val_top_k")
+
     backend: Literal["vllm", "sglang", "megatron", "trtllm", "dynamo"] = "vllm"
     """NeMo-RL's generation engine; the embedded engine's is nemo_grpo.engine.generator."""
     max_new_tokens: int = Field(gt=0)
@@ -158,6 +171,15 @@ class Generation(Section):
 
 class Policy(Section):
     """The model, its batches and its engines."""
+
+    PLACES: ClassVar[tuple[str, ...]] = (
+        "dynamic_batching",
+        "generation_batch_size",
+        "logprob_batch_size",
+        "make_sequence_length_divisible_by",
+        "sequence_packing",
+        "train_micro_batch_size",
+    )
 
     model_name: str | None
     """Hugging Face folder or Hub name; null: a model of nemo_grpo.new_model's sizes."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SerializeAsAny, field_validator
@@ -28,6 +28,8 @@ RECIPE_FILE = "recipe.resolved.yaml"
 
 class Recipe(BaseModel):
     """Everything that defines a run: given, inherited and default values; frozen."""
+
+    PLACES: ClassVar[tuple[str, ...]] = ("checkpointing", "cluster", "data_plane", "logger")
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
 

@@ -6,7 +6,7 @@ base. A range is what NeMo-RL can work with. Each key's docstring explains 0 and
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -104,6 +104,20 @@ class AdvantageEstimator(Section):
 
 class GRPOSection(Section):
     """The loop: batch sizes, validation, end."""
+
+    EXTENDS: ClassVar[tuple[str, ...]] = (
+        "max_num_epochs",
+        "max_num_steps",
+        "max_val_samples",
+        "stop_at_validation_metric",
+        "stop_at_validation_threshold",
+        "val_at_end",
+        "val_at_start",
+        "val_batch_size",
+        "val_num_generations_per_prompt",
+        "val_period",
+        "val_start_at",
+    )
 
     num_prompts_per_step: int = Field(gt=0)
     """P, prompts per step."""
@@ -231,6 +245,8 @@ class Logger(Section):
 
 class Data(Section):
     """NeMo-RL's data sets, which a recipe without nemo_grpo.task trains on."""
+
+    PLACES: ClassVar[tuple[str, ...]] = ("num_workers",)
 
     train: dict[str, Any] | list[dict[str, Any]] | None = None
     """Data sets to train on: name or path, columns, environment; null: nemo_grpo.task's problems."""

@@ -10,8 +10,6 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from nemo_grpo.engine.demonstrations import demonstrated
-from nemo_grpo.engine.rollout import Group, assemble
 from nemo_grpo.engine.task_tokenizer import build_tokenizer
 from nemo_grpo.models import COMPUTED, ModelSpec
 from nemo_grpo.plan.inputs import PRESETS, shape_of
@@ -19,6 +17,8 @@ from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.host import has_images
 from nemo_grpo.rehearsal import vision
 from nemo_grpo.rehearsal.tiny_data import ToyTask
+from nemo_grpo.run.demonstrations import demonstrated
+from nemo_grpo.run.groups import Group, assemble
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.model_folder import with_config_overrides
 from nemo_grpo.tasks import Problem, Prompt, chat_messages, encode_prompt

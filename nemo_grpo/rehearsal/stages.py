@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_grpo.engine.checkpoint_store import CheckpointStore
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import WARM
 from nemo_grpo.rehearsal import overrides as small
@@ -23,6 +22,7 @@ from nemo_grpo.rehearsal.overrides import STOP_AFTER, Override, Ranks
 from nemo_grpo.rehearsal.tiny_data import Problems, ToyTask, problems_of
 from nemo_grpo.rehearsal.warm import warm_command
 from nemo_grpo.report.runs import METRICS_FILE, json_lines
+from nemo_grpo.run.signals import EXIT_INTERRUPTED
 from nemo_grpo.support.errors import EXIT_USAGE, UserError, how_ended
 
 log = logging.getLogger(__name__)

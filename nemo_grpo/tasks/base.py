@@ -7,7 +7,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,6 +16,8 @@ from nemo_grpo.tasks.response import TAGS
 
 HELD_OUT_SHARE = 5
 """One in five keys (problems, or whatever a task splits by) is kept for validation."""
+
+T = TypeVar("T")
 
 
 def check_num_validation(wanted: int, available: int, source: str) -> None:
@@ -60,10 +62,20 @@ class Problem:
 
 def by_validation_set(problems: Iterable[Problem]) -> dict[str, list[Problem]]:
     """Group problems by their validation set; one without a name is the only one."""
-    found: dict[str, list[Problem]] = {}
-    for problem in problems:
-        found.setdefault(problem.metadata.get(VALIDATION_SET, ""), []).append(problem)
-    return found
+    return by_set((set_of(problem), problem) for problem in problems)
+
+
+def set_of(problem: Problem) -> str:
+    """Return the name of a problem's validation set; empty: it is the only one."""
+    return str(problem.metadata.get(VALIDATION_SET, ""))
+
+
+def by_set(named: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
+    """Group anything that belongs to a validation problem by the name of its set, in order."""
+    sets: dict[str, list[T]] = {}
+    for name, value in named:
+        sets.setdefault(name, []).append(value)
+    return sets
 
 
 class TaskConfig(BaseModel, ABC):

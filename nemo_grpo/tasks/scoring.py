@@ -136,6 +136,16 @@ def right_and_wrong(groups: Sequence[Sequence[Mapping[str, float]]]) -> dict[str
     }
 
 
+def reward_metrics(
+    trained: Sequence[Sequence[Mapping[str, float]]], drawn: Sequence[Sequence[Mapping[str, float]]]
+) -> dict[str, float]:
+    """Compute a step's ``reward/*`` and ``rollout/all_*``, on either engine.
+
+    Args: trained: groups of the step, of which the rewards are means.  drawn: all groups drawn for it.
+    """
+    return component_means([scores for group in trained for scores in group]) | right_and_wrong(drawn)
+
+
 def _component(name: str, value: float | None) -> dict[str, float]:
     if value is None:
         return {name: math.nan}

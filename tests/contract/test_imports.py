@@ -29,10 +29,9 @@ LAYERS = (
     "sampling/decoder",
     "data recipe sampling",
     "evaluate plan report",
-    "engine/megatron",
-    "engine",
-    "launch",
-    "nemorl",
+    "run",
+    "engine/megatron launch",
+    "engine nemorl",
     "experiments rehearsal",
     "cli",
 )
@@ -105,6 +104,15 @@ def test_packages_import_from_the_layers_below_only(package):
         if DEPTHS[other] >= DEPTHS[package]
     }
     assert upward == {way for way in UPWARD if package_of(way[0]) == package}
+
+
+def test_only_commands_experiments_and_rehearsals_import_the_engine():
+    importers = {
+        package_of(path.relative_to(ROOT).as_posix())
+        for path in PRODUCT
+        if any(package_of(file).startswith("engine") for file in imported_files(path))
+    }
+    assert importers == {"engine", "engine/megatron", "cli", "experiments", "rehearsal"}
 
 
 def test_no_file_imports_itself_in_a_circle():

@@ -11,7 +11,8 @@ from toy_policies import weights_of
 
 from nemo_grpo.engine.checks import check
 from nemo_grpo.engine.loop import train
-from nemo_grpo.engine.setup import Parts, set_up
+from nemo_grpo.engine.setup import Run, set_up
+from nemo_grpo.engine.steps import method_of
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.jsonl import write_problems
@@ -45,10 +46,16 @@ def arguments(folder: Path, name: str, *overrides: str) -> list[str]:
     return [*TINY, f"nemo_grpo.runs_dir={folder}", f"nemo_grpo.run_name={name}", *overrides]
 
 
-def begin(recipe: Recipe, *, resume: bool = False) -> Parts:
+def begin(recipe: Recipe, *, resume: bool = False) -> Run:
     """Check a recipe and set its run up, as `run_recipe` does."""
-    began_as = check(recipe, resume=resume)
-    return set_up(recipe, Path(recipe.policy.model_name or ""), resume=resume, began_as=began_as)
+    start = check(recipe, resume=resume)
+    return set_up(recipe, Path(recipe.policy.model_name or ""), start, resume=resume)
+
+
+def one_step(run: Run) -> dict[str, Any]:
+    """Take a step without recording it; returns its row."""
+    sample, learn = method_of(run.recipe)
+    return learn(run.learner, sample(run.rollouts, run.learner), run.recorder.diagnostics)
 
 
 def math_files(folder: Path, problems: list[Problem], held_out: list[Problem], more: str = "") -> str:
@@ -78,7 +85,7 @@ def weights_after(
     """The weights after a run in this process."""
     parts = begin(load_recipe(recipe, overrides), resume=resume)
     train(parts)
-    return weights_of(parts.policy)
+    return weights_of(parts.learner.policy)
 
 
 def assert_same_rows(one: Path, other: Path, *keys: str) -> None:

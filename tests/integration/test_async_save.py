@@ -9,9 +9,10 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from toy_policies import assert_equal, hf_model, policy_of, train, weights_of
 
-from nemo_grpo.engine.checkpoint_store import TOKENIZER, WEIGHTS, CheckpointStore
+from nemo_grpo.engine.checkpoint_store import WEIGHTS, CheckpointStore
 from nemo_grpo.engine.megatron.policy_checkpoint import begin_save, load_policy
 from nemo_grpo.engine.saving import Saver, TrainingAborted
+from nemo_grpo.run.folder import SIDE_FOLDER
 from nemo_grpo.support.errors import UserError
 
 
@@ -55,7 +56,7 @@ def test_a_save_behind_training_is_the_moment_it_was_asked_for(tmp_path, source,
     saver.save(2, {})  # waits for the first
     assert saver.store.latest() == tmp_path / "checkpoints/step_000001"
     assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert (saver.store.latest() / TOKENIZER / "config.json").read_text() == "{}"
+    assert (saver.store.latest() / SIDE_FOLDER / "config.json").read_text() == "{}"
     load_policy(policy, saver.store.latest() / WEIGHTS)
     assert_equal(weights_of(policy), before)
     train(policy)  # the optimizer's moments too are of that moment

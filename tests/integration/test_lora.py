@@ -215,14 +215,15 @@ def whole(tmp_path_factory):
 
 
 def test_a_run_exports_the_merged_model_and_the_adapters_apart(whole):
-    folder = whole.folder
-    base, merged = (load_file(path / "model.safetensors") for path in (whole.source, folder.hf))
+    folder = whole.recorder.folder
+    source = whole.recorder.saver.source
+    base, merged = (load_file(path / "model.safetensors") for path in (source, folder.hf))
     adapter = load_file(folder.hf_adapter / "adapter_model.safetensors")
     config = json.loads((folder.hf_adapter / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8)
     names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert config["target_modules"] == names
-    assert config["base_model_name_or_path"] == whole.source.name
+    assert config["base_model_name_or_path"] == source.name
     assert len(adapter) == 2 * 2 * 7
     changed = 0
     for name, weight in base.items():

@@ -7,9 +7,9 @@ import pytest
 from processes import nemo_grpo, output_of
 from small_runs import QUICKSTART, rows
 
-from nemo_grpo.engine import trackers
-from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.run import trackers
+from nemo_grpo.run.folder import RunFolder
 from nemo_grpo.support.errors import UserError
 
 QUICK = ["grpo.val_at_start=false", "checkpointing.save_period=1"]

@@ -13,13 +13,13 @@ from toy_policies import assert_equal, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo import VARIANTS, UserError
-from nemo_grpo.engine import steps
 from nemo_grpo.engine.loop import train
-from nemo_grpo.engine.rollout import Group, Scored
+from nemo_grpo.engine.rollout import Rollouts
 from nemo_grpo.engine.setup import validation_sampling
 from nemo_grpo.engine.steps import sample
 from nemo_grpo.engine.validation import is_due
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.run.groups import Group, Scored
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import parse_task
 from nemo_grpo.tasks.jsonl import write_problems
@@ -44,7 +44,7 @@ def finished(tmp_path_factory):
 
 
 def test_a_run_leaves_behind_what_it_promises(finished):
-    run = finished.folder.path
+    run = finished.recorder.folder.path
     assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
     for row in rows(run)[::2]:
         assert {
@@ -74,13 +74,13 @@ def test_a_run_leaves_behind_what_it_promises(finished):
 
 
 def test_the_export_is_the_trained_policy_and_generates(finished):
-    model = AutoModelForCausalLM.from_pretrained(finished.folder.hf)
+    model = AutoModelForCausalLM.from_pretrained(finished.recorder.folder.hf)
     state = model.state_dict()
-    for name, tensor in finished.policy.named_tensors():
+    for name, tensor in finished.learner.policy.named_tensors():
         assert torch.equal(state[name], tensor), name
-    start = load_file(finished.source / "model.safetensors")
+    start = load_file(finished.recorder.saver.source / "model.safetensors")
     assert any(not torch.equal(start[name], state[name]) for name in start)
-    tokenizer = AutoTokenizer.from_pretrained(finished.folder.hf)
+    tokenizer = AutoTokenizer.from_pretrained(finished.recorder.folder.hf)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "?"}], add_generation_prompt=True, tokenize=False
     )
@@ -89,10 +89,10 @@ def test_the_export_is_the_trained_policy_and_generates(finished):
 
 
 def test_an_existing_run_is_refused_and_left_alone(finished):
-    before = rows(finished.folder.path)
+    before = rows(finished.recorder.folder.path)
     with pytest.raises(UserError, match="exists; add --resume"):
         begin(finished.recipe)
-    assert rows(finished.folder.path) == before
+    assert rows(finished.recorder.folder.path) == before
 
 
 # The second update is off-policy, and the covariances do choose tokens.
@@ -110,11 +110,11 @@ def weights_by_grpo(tmp_path_factory):
 def test_every_variant_trains_from_the_same_command_in_its_own_way(recipe, variant, weights_by_grpo):
     parts = begin(recipe(f"loss_fn.variant={variant}", *TWO_UPDATES, *IN_EFFECT.get(variant, [])))
     assert train(parts)
-    last = rows(parts.folder.path)[-1]
+    last = rows(parts.recorder.folder.path)[-1]
     assert (last["step"], last["steps/skipped"]) == (2, 0)
     assert last["grad_norm"] > 0
     assert abs(last["kl/previous"]) > 1e-9  # two updates per rollout move away from the scored policy
-    weights = dict(parts.policy.named_tensors())
+    weights = dict(parts.learner.policy.named_tensors())
     is_grpo = all(torch.equal(weights[name], tensor) for name, tensor in weights_by_grpo.items())
     assert is_grpo == (variant in ("grpo", "dapo"))  # dapo clips less, and nothing is clipped here
 
@@ -140,10 +140,10 @@ def test_dynamic_sampling_asks_for_a_response_that_overlong_filtering_leaves(
     )
     nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(1), torch.ones(1, dtype=torch.bool)
     right, wrong = (Scored(Response(*nothing, True, ""), reward=reward) for reward in (1.0, 0.0))
-    groups = [Group(parts.problems[0], [0], [right, right, wrong])] * 4
-    monkeypatch.setattr(steps, "draw", lambda _parts: groups)
-    kept, drawn = sample(parts)
-    assert (len(kept), len(drawn)) == (4, num_drawn)
+    groups = [Group(parts.rollouts.problems[0], [0], [right, right, wrong])] * 4
+    monkeypatch.setattr(Rollouts, "draw", lambda *_: groups)
+    sampled = sample(parts.rollouts, parts.learner)
+    assert (len(sampled.groups), len(sampled.drawn)) == (4, num_drawn)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +157,12 @@ def test_dynamic_sampling_asks_for_a_response_that_overlong_filtering_leaves(
 def test_a_step_without_signal_updates_nothing_and_the_log_says_so(recipe, overrides, caplog):
     decay = "policy.megatron_cfg.optimizer.weight_decay=0.1"
     parts = begin(recipe("policy.generation.max_new_tokens=1", "grpo.max_num_steps=2", decay, *overrides))
-    before = weights_of(parts.policy)
+    before = weights_of(parts.learner.policy)
     train(parts)
-    assert rows(parts.folder.path)[-1]["steps/no_signal"] == 2
+    assert rows(parts.recorder.folder.path)[-1]["steps/no_signal"] == 2
     assert "steps 1 to 2: in no group do two rewards differ, so nothing is learnt" in caplog.text
     assert "steps 1 to 2: nearly all responses are cut off before they end (100% of them" in caplog.text
-    assert_equal(weights_of(parts.policy), before)
+    assert_equal(weights_of(parts.learner.policy), before)
 
 
 def test_an_advantage_that_no_reward_explains_is_named_by_the_log(recipe, caplog):
@@ -246,7 +246,7 @@ def test_mathematics_from_jsonl_files_trains_and_writes_graded_samples(recipe, t
         assert last[f"validation/{name}"] == pytest.approx(sum(sets) / 2)
     accuracy, first, other = (last[f"validation/{name}accuracy"] for name in ("", "first/", "other/"))
     assert f"step 2: accuracy {accuracy:.3f}, first {first:.3f}, other {other:.3f}" in caplog.text
-    assert parts.saver.store.metric == "validation/other/accuracy"
+    assert parts.recorder.saver.store.metric == "validation/other/accuracy"
     assert all(f"user\n{sample['question']}<|im_end|>" in sample["prompt"] for sample in samples)
 
 

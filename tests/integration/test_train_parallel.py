@@ -23,7 +23,7 @@ from small_runs import (
     weights_after,
 )
 
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED
+from nemo_grpo.run.signals import EXIT_INTERRUPTED
 
 STEPS = ["grpo.max_num_steps=2", *AT_THE_ENDS, "policy.train_micro_batch_size=2"]
 

@@ -69,7 +69,7 @@ def test_a_tokenizer_needs_no_padding_token(recipe, model):
     file.write_text(json.dumps(settings))
     source = f"policy.model_name={model}"
     parts = begin(recipe(source, *NO_VALIDATION, "grpo.max_num_steps=1"))
-    assert parts.tokenizer.pad_token_id is None
+    assert parts.rollouts.tokenizer.pad_token_id is None
     assert train(parts)
 
 

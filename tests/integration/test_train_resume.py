@@ -18,19 +18,19 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from ranks import run_ranks
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from small_runs import NO_VALIDATION, QUICKSTART, arguments, begin, rows, weights_after
+from small_runs import NO_VALIDATION, QUICKSTART, arguments, begin, one_step, rows, weights_after
 from toy_policies import assert_equal, weights_of
 
 from nemo_grpo import UserError, cli
-from nemo_grpo.engine import loop
+from nemo_grpo.engine import loop, steps
 from nemo_grpo.engine.checkpoint_store import WEIGHTS
 from nemo_grpo.engine.loop import train
 from nemo_grpo.engine.run import run_recipe
-from nemo_grpo.engine.run_folder import RunFolder
 from nemo_grpo.engine.saving import TrainingAborted
-from nemo_grpo.engine.signals import EXIT_INTERRUPTED
-from nemo_grpo.engine.steps import reinforce
+from nemo_grpo.engine.steps import sample
 from nemo_grpo.report import report
+from nemo_grpo.run.folder import RunFolder
+from nemo_grpo.run.signals import EXIT_INTERRUPTED
 from nemo_grpo.support.files import write_sha256
 from nemo_grpo.tasks.retriever import RetrieverError
 from nemo_grpo.tasks.scoring import RewardsFailed, Scorer
@@ -50,7 +50,7 @@ def test_a_run_that_its_own_reward_ended_goes_on_when_that_is_corrected(
     Path("works").touch()
     overrides = ("nemo_grpo.rewards={accuracy: 1.0, mine.py:mine: 0.5}", *NO_VALIDATION)
     ended = begin(recipe(*overrides))
-    reinforce(ended)
+    one_step(ended)
     Path("works").unlink()
     with pytest.raises(RewardsFailed, match="correct the function and resume"):
         train(ended)
@@ -66,26 +66,26 @@ def test_a_run_that_its_own_reward_ended_goes_on_when_that_is_corrected(
 def test_a_finished_run_has_nothing_left_resumes_without_warnings_and_can_be_extended(recipe, caplog):
     first = begin(recipe("grpo.max_num_steps=2"))
     train(first)
-    settings = first.folder.recipe.read_text()
+    settings = first.recorder.folder.recipe.read_text()
     with warnings.catch_warnings(record=True) as warned, caplog.at_level("INFO"):
         warnings.simplefilter("always", FutureWarning)
         assert train(begin(recipe("grpo.max_num_steps=1"), resume=True))
     assert "at step 2, grpo.max_num_steps=1: nothing is left to train" in caplog.text
-    assert first.folder.recipe.read_text() == settings
+    assert first.recorder.folder.recipe.read_text() == settings
     assert [str(one.message) for one in warned] == []
     for change, told in (("loss_fn.variant=gpg", "grpo -> gpg"), (f"{LR}=1.0e-3", r"lr: 0\.0003 -> 0\.001")):
         with pytest.raises(UserError, match=told):
             begin(recipe(change), resume=True)
     longer = begin(recipe("grpo.max_num_steps=40"), resume=True)
-    assert longer.state.step == 2
-    assert reinforce(longer)["lr"] == pytest.approx(3e-4 * 2 / 10)  # two of ten warm-up updates were made
-    longer.folder.close()
+    assert longer.learner.state.step == 2
+    assert one_step(longer)["lr"] == pytest.approx(3e-4 * 2 / 10)  # two of ten warm-up updates were made
+    longer.recorder.folder.close()
 
 
 @pytest.mark.parametrize("overrides", [[], ["loss_fn.variant=erpo"], LORA], ids=["all", "reference", "lora"])
 def test_a_run_resumes_with_what_it_still_uses_of_its_model(recipe, model, overrides):
     r = recipe(f"policy.model_name={model}", *overrides)
-    begin(r).folder.close()
+    begin(r).recorder.folder.close()
     weights = shutil.copy(model / "model.safetensors", model.parent)
     save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, model / "model.safetensors")
     if overrides:
@@ -94,7 +94,7 @@ def test_a_run_resumes_with_what_it_still_uses_of_its_model(recipe, model, overr
         ):
             begin(r, resume=True)
         shutil.copy(weights, model)
-    begin(r, resume=True).folder.close()
+    begin(r, resume=True).recorder.folder.close()
     with (model / "tokenizer.json").open("a") as file:
         file.write("\n")
     with pytest.raises(
@@ -110,31 +110,32 @@ def test_too_many_non_finite_steps_stop_the_run_with_a_checkpoint(recipe):
         "loss_fn.variant=clip_cov",  # which scores apart from its update
     )
     parts = begin(r)
-    healthy = parts.policy.score
+    healthy = parts.learner.policy.score
 
     def poisoned(*arguments, **settings):
         scores = healthy(*arguments, **settings)
         return scores._replace(logprobs=scores.logprobs * float("nan"))
 
-    parts.policy.score = poisoned
+    parts.learner.policy.score = poisoned
     with pytest.raises(TrainingAborted, match="2 steps in a row"):
         train(parts)
     assert rows(r.run_dir)[-1]["steps/skipped"] == 2
-    assert parts.saver.store.latest().name == "step_000002"
+    assert parts.recorder.saver.store.latest().name == "step_000002"
     again = begin(r, resume=True)
-    assert (again.state.skipped, again.state.skipped_in_a_row) == (2, 0)  # it has all its attempts again
-    again.folder.close()
+    state = again.learner.state
+    assert (state.skipped, state.skipped_in_a_row) == (2, 0)  # it has all its attempts again
+    again.recorder.folder.close()
 
 
 def commanded(line: list[str], interrupted_in: int = 0) -> tuple[int, str]:
     """Exit code and messages of the command, in a process of its own; SIGTERM comes within a step."""
 
-    def step(parts):
-        if parts.state.step + 1 == interrupted_in:
+    def interrupted(rollouts, learner):
+        if learner.state.step + 1 == interrupted_in:
             os.kill(os.getpid(), signal.SIGTERM)
-        return reinforce(parts)
+        return sample(rollouts, learner)
 
-    loop.reinforce = step
+    steps.sample = interrupted
     FigureCanvasAgg.print_png = lambda _self, path: path.touch()  # painting takes seconds
     logging.root.handlers.clear()  # pytest's
     sys.argv = ["nemo-grpo", *line]
@@ -161,11 +162,11 @@ def test_sigterm_saves_and_resume_ends_like_an_unbroken_run(tmp_path, unbroken):
 
 
 def test_a_signal_without_checkpoints_asks_for_no_other_start(recipe, monkeypatch):
-    def interrupted(parts):
+    def interrupted(*parts):
         signal.raise_signal(signal.SIGTERM)
-        return reinforce(parts)
+        return sample(*parts)
 
-    monkeypatch.setattr(loop, "reinforce", interrupted)
+    monkeypatch.setattr(steps, "sample", interrupted)
     monkeypatch.setattr(report, "plot_run", lambda _folder: None)
     r = recipe("checkpointing.enabled=false", "grpo.val_period=0", "grpo.val_at_start=false")
     assert run_recipe(r, [], resume=False) == 1
@@ -175,17 +176,17 @@ def test_a_signal_without_checkpoints_asks_for_no_other_start(recipe, monkeypatc
 
 def test_a_save_under_way_outlives_an_error_of_the_next_step(recipe, monkeypatch):
     parts = begin(recipe("policy.megatron_cfg.checkpoint.async_save=true", "checkpointing.save_period=1"))
-    monkeypatch.setattr(parts.saver, "finish_if_written", lambda: None)  # still writing
+    monkeypatch.setattr(parts.recorder.saver, "finish_if_written", lambda: None)  # still writing
 
-    def fails_after_the_first(parts):
-        if parts.state.step:
+    def fails_after_the_first(rollouts, learner):
+        if learner.state.step:
             raise RuntimeError("the retriever is gone")
-        return reinforce(parts)
+        return sample(rollouts, learner)
 
-    monkeypatch.setattr(loop, "reinforce", fails_after_the_first)
+    monkeypatch.setattr(steps, "sample", fails_after_the_first)
     with pytest.raises(RuntimeError, match="retriever"):
         train(parts)
-    assert parts.saver.store.latest().name == "step_000001"
+    assert parts.recorder.saver.store.latest().name == "step_000001"
 
 
 @pytest.fixture(scope="module")
@@ -214,23 +215,23 @@ def test_what_fails_outside_a_run_costs_it_no_step(
 ):
     parts = begin(recipe("checkpointing.save_period=100", *MOVING))
 
-    def second_fails(parts):
-        if parts.state.step == 1:
-            owner = parts.folder if broken is RunFolder else broken
+    def second_fails(rollouts, learner):
+        if learner.state.step == 1:
+            owner = parts.recorder.folder if broken is RunFolder else broken
             monkeypatch.setattr(owner, attribute, value)
-        return reinforce(parts)
+        return sample(rollouts, learner)
 
-    monkeypatch.setattr(loop, "reinforce", second_fails)
+    monkeypatch.setattr(steps, "sample", second_fails)
     with pytest.raises(error, match=r"gone|No space left on device\); make room, then --resume .* step 2"):
         train(parts)
     monkeypatch.undo()
-    assert parts.saver.store.latest().name == f"step_00000{saved}"
+    assert parts.recorder.saver.store.latest().name == f"step_00000{saved}"
     resumed = begin(parts.recipe, resume=True)
     train(resumed)
-    assert_equal(weights_of(resumed.policy), unbroken)
-    logged = {row["step"]: "validation/accuracy" in row for row in rows(resumed.folder.path)}
+    assert_equal(weights_of(resumed.learner.policy), unbroken)
+    logged = {row["step"]: "validation/accuracy" in row for row in rows(resumed.recorder.folder.path)}
     assert logged == {0: True, 1: False, 2: True, 3: False, 4: True}
-    assert len(rows(resumed.folder.path)) == 5
+    assert len(rows(resumed.recorder.folder.path)) == 5
 
 
 def test_an_export_that_finds_no_room_is_one_line(recipe, monkeypatch):
@@ -253,23 +254,23 @@ def test_a_checkpoint_before_the_first_update_resumes(recipe, distributed):
     ]
     train(begin(recipe(*nothing_to_learn)))
     longer = begin(recipe(*nothing_to_learn, "grpo.max_num_steps=3"), resume=True)
-    assert longer.state.no_signal == 2
-    longer.folder.close()
+    assert longer.learner.state.no_signal == 2
+    longer.recorder.folder.close()
 
 
 def test_resume_from_a_damaged_checkpoint_goes_back_to_the_last_whole_one(recipe, caplog, unbroken):
     first = begin(recipe("checkpointing.save_period=1", "checkpointing.keep_top_k=null", *MOVING))
     train(first)
-    newest = first.saver.store.latest()
+    newest = first.recorder.saver.store.latest()
     file = max((newest / WEIGHTS).glob("*.distcp"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     resumed = begin(first.recipe, resume=True)
-    assert resumed.state.step == 3
+    assert resumed.learner.state.step == 3
     assert "step_000004 is damaged and set aside" in caplog.text
     train(resumed)
-    assert_equal(weights_of(resumed.policy), unbroken)
+    assert_equal(weights_of(resumed.learner.policy), unbroken)
 
 
 class Gadget:
@@ -284,7 +285,7 @@ class Gadget:
 def test_a_forged_checkpoint_is_refused_and_nothing_runs(recipe, tmp_path, monkeypatch, place, error):
     first = begin(recipe("grpo.max_num_steps=1"))
     train(first)
-    weights = first.saver.store.latest() / WEIGHTS
+    weights = first.recorder.saver.store.latest() / WEIGHTS
     if place == "metadata":
         (weights / ".metadata").write_bytes(pickle.dumps(Gadget()))
     elif place == "object":
@@ -294,7 +295,7 @@ def test_a_forged_checkpoint_is_refused_and_nothing_runs(recipe, tmp_path, monke
         (weights / ".metadata").rename(weights / "weights" / ".metadata")
         for file in weights.glob("*.distcp"):
             shutil.copy(file, weights / "weights")
-    write_sha256(first.saver.store.latest())  # who forges a file can forge its hash, too
+    write_sha256(first.recorder.saver.store.latest())  # who forges a file can forge its hash, too
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=error):
         begin(recipe("grpo.max_num_steps=2"), resume=True)

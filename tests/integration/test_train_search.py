@@ -12,10 +12,10 @@ from toy_policies import hf_model, policy_of
 
 from nemo_grpo import UserError, build_objective
 from nemo_grpo.engine import rollout
-from nemo_grpo.engine.rollout import Group, Scored, assemble
 from nemo_grpo.evaluate.runner import _judge, _scores
 from nemo_grpo.evaluate.sampling import Completion
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
+from nemo_grpo.run.groups import Group, Scored, assemble
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.sampling.requests import Request, SamplingParams
 from nemo_grpo.support.distributed import from_first_rank

@@ -64,10 +64,11 @@ def loss_by_transformers(folder: Path, task, prompt, problems: list[tuple[Proble
 def test_losses_are_the_mean_cross_entropy_of_all_response_tokens(sft):
     r = sft("grpo.max_num_steps=1", "grpo.val_period=0", "grpo.val_at_start=true")
     parts = begin(r)
-    task, prompt = parts.task, r.nemo_grpo.prompt
-    held_out = [(problem, (problem.id,)) for problem in parts.problems]
+    task, prompt = parts.rollouts.task, r.nemo_grpo.prompt
+    held_out = [(problem, (problem.id,)) for problem in parts.rollouts.problems]
     first = [(task.train_problem(i, r.grpo.seed), (r.grpo.seed, i)) for i in range(8)]
-    expected = [loss_by_transformers(parts.source, task, prompt, part) for part in (held_out, first)]
+    source = parts.recorder.saver.source
+    expected = [loss_by_transformers(source, task, prompt, part) for part in (held_out, first)]
     train(parts)
     start, step = rows(r.run_dir)
     assert start["validation/val_loss"] == pytest.approx(expected[0], rel=1e-5)
@@ -89,8 +90,8 @@ def test_a_run_lowers_the_held_out_loss_and_leaves_what_others_read(sft):
     assert keys | {"time/step", "validation/accuracy", "validation/greedy"} <= last.keys()
     assert last["tokens/trained"] == round(sum(8 * row.get("length/mean", 0) for row in found))
     assert (r.run_dir / "checkpoints/latest").read_text() == "step_000020"
-    exported = AutoModelForCausalLM.from_pretrained(parts.folder.hf).state_dict()
-    for name, tensor in parts.policy.named_tensors():
+    exported = AutoModelForCausalLM.from_pretrained(parts.recorder.folder.hf).state_dict()
+    for name, tensor in parts.learner.policy.named_tensors():
         assert torch.equal(exported[name], tensor), name
 
 
@@ -122,9 +123,9 @@ def test_a_file_of_problems_with_solutions_trains_for_epochs(sft, tmp_path):
     ]
     r = sft(math_files(tmp_path, problems[:8], problems[8:]), "grpo.max_num_steps=3", name="file")
     parts = begin(r)
+    shown = parts.rollouts.demonstrations
     first, second = (
-        [parts.demonstrations.training(i).responses[0].response.text for i in range(start, start + 8)]
-        for start in (0, 8)
+        [shown.training(i).responses[0].response.text for i in range(start, start + 8)] for start in (0, 8)
     )
     assert first != second, "another order in the second epoch"
     assert sorted(first) == sorted(second) == sorted(p.metadata["solution"] for p in problems[:8])

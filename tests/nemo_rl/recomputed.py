@@ -212,8 +212,8 @@ def demonstrated(run, step):
     """A step's demonstrations; None: the validation's."""
     from transformers import AutoTokenizer
 
-    from nemo_grpo.engine.demonstrations import Demonstrations
-    from nemo_grpo.engine.rollout import assemble
+    from nemo_grpo.run.demonstrations import Demonstrations
+    from nemo_grpo.run.groups import assemble
 
     recipe = run.recipe
     tokenizer = AutoTokenizer.from_pretrained(run.rehearsal.model.folder)

@@ -167,12 +167,12 @@ def test_a_response_without_a_reward_is_left_out_of_the_step(tmp_path):
 
 
 def test_a_driver_without_the_transfer_queue_is_told_before_anything_starts(tmp_path):
-    config = started(tmp_path, {"variant": "grpo"}).run.master_config
+    recipe = started(tmp_path, {"variant": "grpo"}).run.recipe
     with (
         patch("importlib.util.find_spec", return_value=None),
         pytest.raises(UserError, match="no transfer_queue; install TransferQueue"),
     ):
-        check_data_plane(config)
+        check_data_plane(recipe)
 
 
 def test_a_step_without_signal_is_no_update(tmp_path):

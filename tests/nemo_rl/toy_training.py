@@ -200,7 +200,10 @@ class Run:
         tokenizer = MagicMock(pad_token_id=0, decode=lambda ids: f"<{ids[0]}>")
         run_grpo.install(self.run, self.context, finished_steps(self.parts), tokenizer)
         last = last_step(self.run, self.parts)
-        return run_grpo.Ready(self.parts, tokenizer, None, [{}, {}], None, last)
+        uses_data_plane = self.run.recipe.uses_data_plane
+        return run_grpo.Ready(
+            self.parts, tokenizer, None, [{}, {}], None, last, uses_data_plane=uses_data_plane
+        )
 
     def train(self):
         """Returns: the draws of prompts."""

@@ -4,11 +4,11 @@ from itertools import count
 
 import torch
 
-from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.new_model import build_model
 from nemo_grpo.engine.task_tokenizer import build_tokenizer
 from nemo_grpo.recipe.own import NewModel
 from nemo_grpo.rehearsal.model import Encoder, pretrain
+from nemo_grpo.run.demonstrations import demonstrated
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator
 from nemo_grpo.sampling.requests import SamplingParams
 from nemo_grpo.tasks.base import stream

@@ -169,7 +169,8 @@ class MegatronPolicy:
             rows, rest = torch.arange(len(sequences.lengths)), torch.arange(0)
             plan = self._microbatches(sequences, groups, mb_tokens, whole=True)
         else:
-            rows, rest = by_gradient(objective.rows_with_gradient(prepared), own_share())
+            learns = objective.rows_with_gradient(prepared.advantages, prepared.batch.mask)
+            rows, rest = by_gradient(learns, own_share())
             plan = self._plan(sequences, micro_batch_size, mb_tokens, rows)
         prepared = prepared.to(self.device)  # whole, once: the loss of a microbatch then waits for no copy
         valid_toks, valid_seqs = prepared.batch.mask.sum(), prepared.batch.sample_mask.sum()

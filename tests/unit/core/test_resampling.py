@@ -1,10 +1,12 @@
 """Which groups make a step."""
 
+from math import nan
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_grpo.core.resampling import accumulate_groups, rewards_differ
+from nemo_grpo.core.resampling import accumulate_groups, has_signal, rewards_differ
 
 
 def step(*batches: str, num_groups: int = 5, threshold: float = 0.6, max_draws: int = 20):
@@ -55,6 +57,20 @@ def test_step_is_full_and_meets_the_threshold_unless_draws_run_out(batches, thre
 
 def test_signal_is_max_differs_from_min():
     """A std would call the float noise of sixteen rewards of 0.3 a signal."""
-    nan = float("nan")
     assert all(map(rewards_differ, ([1.0, 0.0], [0.1 + 0.2, 0.3], [nan, 1.0, 0.0])))
     assert not any(map(rewards_differ, ([0.3] * 16, [0.7] * 8, [1.0], [nan, 1.0, 1.0], [nan], [])))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "trains", "expected"),
+    [
+        ([1.0, 0.0], [True, True], True),
+        ([1.0, 0.0], [False, True], True),  # what is left out still counts with its reward
+        ([1.0, 0.0], [False, False], False),
+        ([0.3, 0.3], [True, True], False),
+        ([nan, 1.0, 0.0], [True, False, False], False),  # the one that trains has no reward
+        ([nan, nan], [True, True], False),
+    ],
+)
+def test_a_group_has_signal_if_rewards_differ_and_a_rewarded_response_trains(rewards, trains, expected):
+    assert has_signal(rewards, trains) == expected

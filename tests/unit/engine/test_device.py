@@ -8,14 +8,13 @@ from megatron.core.models.gpt import gpt_layer_specs
 from processes import ROOT
 
 from nemo_grpo import UserError
-from nemo_grpo.engine import setup
-from nemo_grpo.engine.checks import choose_precision
+from nemo_grpo.engine.checks import choose_device, choose_precision
 from nemo_grpo.engine.megatron import layers, parallel
 from nemo_grpo.engine.megatron.model import transformer_config
-from nemo_grpo.engine.resume import check_same_run
 from nemo_grpo.models import ModelSpec
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.layout import Layout
+from nemo_grpo.run.continuation import check_same_run
 from nemo_grpo.support import machine, shipped
 
 SPEC = ModelSpec("tiny", "qwen2", 32, 2, 4, 2, 64, 96, 64, False, 8, rope={"rope_type": "default"})
@@ -38,22 +37,22 @@ def gpus(monkeypatch):
 def test_each_rank_takes_the_gpu_of_its_local_rank(gpus, monkeypatch):
     gpus(2)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert setup.choose_device(recipe("auto", 2)) == torch.device("cuda", 0)
+    assert choose_device(recipe("auto", 2)) == torch.device("cuda", 0)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert setup.choose_device(recipe("cuda", 2)) == torch.device("cuda", 1)
+    assert choose_device(recipe("cuda", 2)) == torch.device("cuda", 1)
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UserError, match=r"gpus_per_node=4: rank 2 of .* no GPU, torch finds 2; use 2"):
-        setup.choose_device(recipe("auto", 4))
+        choose_device(recipe("auto", 4))
 
 
 def test_a_device_that_cannot_be_had_is_refused(gpus):
     gpus(0)
-    assert setup.choose_device(recipe("auto")) == setup.choose_device(recipe("cpu")) == torch.device("cpu")
+    assert choose_device(recipe("auto")) == choose_device(recipe("cpu")) == torch.device("cpu")
     with pytest.raises(UserError, match="device=cuda: torch finds no CUDA device"):
-        setup.choose_device(recipe("cuda"))
+        choose_device(recipe("cuda"))
     gpus(1)
     with pytest.raises(UserError, match="hide it with CUDA_VISIBLE_DEVICES="):
-        setup.choose_device(recipe("cpu"))
+        choose_device(recipe("cpu"))
 
 
 def test_a_ranks_gpu_is_the_current_device(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_grpo import UserError
-from nemo_grpo.engine.recipe_checks import check_model_folder
+from nemo_grpo.run.recipe_checks import check_model_folder
 from nemo_grpo.support.hf_folder import export, export_adapter
 
 

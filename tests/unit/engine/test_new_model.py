@@ -84,13 +84,13 @@ def test_a_vocabulary_without_room_for_bytes_and_tags_is_refused(task, tmp_path)
 
 def test_a_run_starts_from_the_folder_that_its_recipe_names():
     recipe = load_recipe(shipped.recipe_file("quickstart"))
-    with starting_model(recipe) as folder:
+    with starting_model(recipe, recipe.task.build()) as folder:
         assert folder == shipped.model("quickstart")
 
 
 def test_a_new_model_lasts_as_long_as_its_run():
     recipe = load_recipe(shipped.recipe_file("quickstart-sft"))
-    with starting_model(recipe) as folder:
+    with starting_model(recipe, recipe.task.build()) as folder:
         assert (folder / "model.safetensors").is_file()
     assert not folder.exists()
 

@@ -5,9 +5,10 @@ import torch
 
 from nemo_grpo.engine.learning import TrainingState
 from nemo_grpo.engine.megatron.microbatches import UpdateResult, by_gradient, plan_groups, plan_rows
-from nemo_grpo.engine.rollout import Group, Scored
-from nemo_grpo.engine.step_metrics import mean_metrics, mean_scores, note, sample_rows, signal_shares
+from nemo_grpo.engine.step_metrics import mean_metrics, mean_scores, note, signal_shares
 from nemo_grpo.report.runs import validation_note
+from nemo_grpo.run.groups import Group, Scored
+from nemo_grpo.run.samples import sample_rows
 from nemo_grpo.sampling.episodes import Episode, Response
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.scoring import over_sets
@@ -26,11 +27,13 @@ def group(*responses: Scored, name: str = "p") -> Group:
 
 def test_scores_are_means_over_all_responses():
     groups = [group(response(1.0), response(0.0, cut=True)), group(response(1.0))]
-    assert mean_scores(groups) == {
+    assert mean_scores(groups, groups) == {
         "reward/accuracy": pytest.approx(2 / 3),
         "reward/format": 0.5,
         "reward/not_finite": 0.0,
         "reward/abstained": 0.0,
+        "rollout/all_right": 0.5,
+        "rollout/all_wrong": 0.0,
         "length/truncated": pytest.approx(1 / 3),
     }
 
@@ -39,7 +42,8 @@ def test_turns_are_means_over_the_responses_that_have_some():
     counts = {name: 0 for name in Episode.__dataclass_fields__}
     first = next(iter(counts))
     episodes = [Episode(**counts | {first: number}) for number in (1, 4)]
-    found = mean_scores([group(*(response(1.0, episode=one) for one in episodes), response(0.0))])
+    groups = [group(*(response(1.0, episode=one) for one in episodes), response(0.0))]
+    found = mean_scores(groups, groups)
     assert found[f"episode/{first}"] == 2.5
 
 
@@ -67,8 +71,9 @@ def test_shares_are_of_all_drawn_groups():
         group(*(response(reward, cut=True) for reward in (1.0, 0.0, 0.0))),
     ]
     shares = {"rollout/all_right": 0.25, "rollout/all_wrong": 0.25}
-    assert signal_shares(drawn) == shares | {"rollout/with_signal": 0.5}
-    assert signal_shares(drawn, drop_truncated=True) == shares | {"rollout/with_signal": 0.25}
+    assert shares.items() <= mean_scores(drawn[:1], drawn).items()
+    assert signal_shares(drawn) == {"rollout/with_signal": 0.5}
+    assert signal_shares(drawn, drop_truncated=True) == {"rollout/with_signal": 0.25}
 
 
 def test_updates_of_a_step_are_averaged_and_counted():

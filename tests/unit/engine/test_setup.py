@@ -11,15 +11,18 @@ from transformers import AutoConfig
 from nemo_grpo import UserError
 from nemo_grpo.engine import run as run_module
 from nemo_grpo.engine import setup
-from nemo_grpo.engine.checks import check_fp8_fits_the_model
-from nemo_grpo.engine.learning import TrainingState
-from nemo_grpo.engine.loop import save_if_due
+from nemo_grpo.engine.checks import Start, check_fp8_fits_the_model
+from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron import parallel
+from nemo_grpo.engine.recorder import Recorder
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support import shipped
 from nemo_grpo.support.hf_folder import end_tokens
 
 SCHEDULER = "policy.megatron_cfg.scheduler"
+
+
+CPU = torch.device("cpu")
 
 
 def recipe(*overrides: str):
@@ -56,7 +59,7 @@ def given(monkeypatch):
 def test_learning_rate_falls_until_the_last_update(given, overrides, expected):
     sizes = ["grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "grpo.max_num_steps=7"]
     setup.build_policy(
-        recipe(*sizes, f"{SCHEDULER}.lr_warmup_iters=0", *overrides), "folder", keep_reference=True
+        recipe(*sizes, f"{SCHEDULER}.lr_warmup_iters=0", *overrides), "folder", CPU, keep_reference=True
     )
     assert given["schedule"].lr_decay_iters == expected
     assert (given["hf"], given["tensors"], given["keep_reference"]) == ("the model's", "its tensors", True)
@@ -67,7 +70,7 @@ def test_policy_gets_the_recipes_settings(given):
         *("policy.precision=bfloat16", "grpo.seed=5", "policy.megatron_cfg.optimizer.lr=0.125"),
         "policy.megatron_cfg.peft={enabled: true, dim: 4, alpha: 6, exclude_modules: [linear_fc1]}",
     )
-    setup.build_policy(made, "folder", keep_reference=False)
+    setup.build_policy(made, "folder", CPU, keep_reference=False)
     assert (given["dtype"], given["seed"], given["keep_reference"]) == (torch.bfloat16, 5, False)
     assert given["optimizer"].lr == 0.125
     assert given["layout"] == made.policy.megatron_cfg.layout
@@ -88,8 +91,10 @@ def test_widths_of_the_model_that_fp8_cannot_have_are_refused(tmp_path):
 def test_a_launch_of_another_number_of_ranks_is_refused_before_they_meet(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(parallel, "initialize", Mock(side_effect=AssertionError("the ranks meet")))
+    launched = recipe(f"nemo_grpo.runs_dir={tmp_path}")
+    start = Start(CPU, launched.task.build())
     with pytest.raises(UserError, match=r"are 1 ranks, but 2 were launched; make them agree"):
-        setup.set_up(recipe(f"nemo_grpo.runs_dir={tmp_path}"), shipped.model("quickstart"))
+        setup.set_up(launched, shipped.model("quickstart"), start)
 
 
 @pytest.mark.parametrize(
@@ -132,11 +137,12 @@ def test_an_end_of_sequence_that_is_no_token_id_is_refused(tmp_path, eos):
     ],
 )
 def test_checkpoint_is_due_by_the_period_and_at_the_end(state, stopping, saves):
-    made, state = recipe("checkpointing.save_period=3", "grpo.max_num_steps=8"), TrainingState(**state)
-    ended = state.step == 8 or state.reached_goal
-    run = SimpleNamespace(recipe=made, state=state, saver=Mock(), save=Mock(), has_ended=ended)
-    save_if_due(run, stopping=stopping)
-    assert run.save.called == saves
+    made = recipe("checkpointing.save_period=3", "grpo.max_num_steps=8")
+    state = TrainingState(**state)
+    saver = Mock()
+    recorder = Recorder(made, Mock(), saver, Mock())
+    recorder.save_if_due(Learner(made, Mock(), Mock(), state), stopping=stopping)
+    assert saver.save.called == saves
 
 
 def test_recipe_is_checked_once_before_ranks_start(monkeypatch):

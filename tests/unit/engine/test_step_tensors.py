@@ -8,8 +8,8 @@ import torch
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron.microbatches import Scores
-from nemo_grpo.engine.rollout import Group, Scored, assemble
 from nemo_grpo.engine.steps import shape
+from nemo_grpo.run.groups import Group, Scored, assemble
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.variants.grpo import GRPO
 

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from unit.launch.shell import write_programs
 
 from nemo_grpo.cli import app
-from nemo_grpo.engine.recipe_checks import Findings, check_recipe
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.run.recipe_checks import Findings, check_recipe
 from nemo_grpo.support.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -14,11 +14,11 @@ import pytest
 from processes import ROOT, wait_for
 
 from nemo_grpo.cli.compare import show_results
-from nemo_grpo.engine.resume import keep_inputs, model_files
 from nemo_grpo.experiments.jobs import Status, make_jobs
 from nemo_grpo.experiments.results import finished_groups, is_complete, write_results
 from nemo_grpo.experiments.runner import check_unchanged, run_experiment, run_jobs
 from nemo_grpo.experiments.sweep import sweep_variants, with_overrides
+from nemo_grpo.run.continuation import keep_inputs, model_files
 from nemo_grpo.support.errors import UserError, how_ended
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -5,10 +5,10 @@ from typer.testing import CliRunner
 from unit.launch.shell import write_programs
 
 from nemo_grpo.cli import app
-from nemo_grpo.engine.recipe_checks import missing_files
 from nemo_grpo.launch import node_facts
 from nemo_grpo.launch.preflight import Job, check_job
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.run.recipe_checks import missing_files
 
 RECIPE = "cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g"
 """One node of eight GPUs."""

@@ -3,12 +3,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace as Of
 
 import pytest
 import torch
 
-from nemo_grpo.engine.signals import StopRequest
 from nemo_grpo.nemorl.callbacks import (
     BF16_BOUND,
     EXCEEDS,
@@ -27,6 +27,7 @@ from nemo_grpo.nemorl.callbacks import (
 from nemo_grpo.nemorl.exit_status import LAST_PREFIX, Ending
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.report.runs import read_run
+from nemo_grpo.run.signals import StopRequest
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem
 from nemo_grpo.tasks.base import NOT_FINITE, VALIDATION_SET
@@ -179,6 +180,16 @@ def test_rows_of_a_run_without_a_checkpoint_are_moved_aside(recipe):
     assert rows(recipe) == [{"step": 1, "reward/mean": 0.25}]
     old = (recipe.run_dir / "metrics.old.jsonl").read_text()
     assert json.loads(old) == {"step": 1, "reward/mean": 0.5}
+
+
+def test_rows_have_null_for_what_json_cannot_express_and_a_full_disk_ends_the_run(recipe):
+    record, logger = RunRecord(recipe), Logger()
+    with calling_back([record], logger):
+        logger.log_metrics({"reward": float("nan"), "loss": 1.0}, 1, "train")
+        assert rows(recipe) == [{"step": 1, "reward/mean": None, "loss/total": 1.0}]
+        record.run.metrics = Path("/dev/full")
+        with pytest.raises(OSError, match="No space left"):
+            logger.log_metrics({"loss": 1.0}, 2, "train")
 
 
 HOLDER = """

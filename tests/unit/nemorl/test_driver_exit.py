@@ -10,11 +10,11 @@ from unittest.mock import Mock
 import pytest
 from transformers import Qwen2Config
 
-from nemo_grpo.engine.signals import StopRequest
 from nemo_grpo.nemorl import compat, run_grpo
 from nemo_grpo.nemorl.callbacks import Callback
 from nemo_grpo.nemorl.exit_status import Ending, exit_code, last_step
 from nemo_grpo.nemorl.pretrained import load_tokenizer, model_config
+from nemo_grpo.run.signals import StopRequest
 from nemo_grpo.support.errors import UserError
 
 GRPO = Of(max_num_steps=100, use_dynamic_sampling=False, is_async=False)

@@ -9,12 +9,14 @@ import torch
 
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.random import response_ids
-from nemo_grpo.nemorl.advantage import StepDiagnostics, VariantEstimator, group_ids, predicted_tokens
+from nemo_grpo.nemorl.advantage import VariantEstimator, group_ids, predicted_tokens
 from nemo_grpo.nemorl.callbacks import calling_back
 from nemo_grpo.nemorl.checkpoints import CARRIED, SideFiles, resume_carried
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.report.tokens import token_diagnostics
+from nemo_grpo.run.diagnostics import StepDiagnostics
+from nemo_grpo.run.folder import RunFolder
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants import parse_loss_fn
 
@@ -235,11 +237,16 @@ REWARDS = torch.tensor([1.0, 0.0, 1.0, 0.0])
 LOGPROBS = -torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
 
 
+def token_text(ids):
+    return str(ids[0])
+
+
 def test_estimator_measures_the_step_as_the_embedded_engine_does(tmp_path):
     config = parse_loss_fn({"variant": "grpo"})
-    assert StepDiagnostics(tmp_path, 0, str).measure(config.build(), None, LOGS, 1) == {}
-    assert not list(tmp_path.iterdir()), "no period writes nothing"
-    made = VariantEstimator(config, num_generations=2, diagnostics=StepDiagnostics(tmp_path, 2, str))
+    folder = RunFolder(tmp_path)
+    assert not StepDiagnostics(folder, 0, token_text).is_due(1)
+    diagnostics = StepDiagnostics(folder, 2, token_text)
+    made = VariantEstimator(config, num_generations=2, diagnostics=diagnostics)
     logged = []
     for _ in range(4):
         prompts = torch.tensor([row[:2] for row in ROWS])

@@ -5,9 +5,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from nemo_grpo.engine.rollout import Group, Scored
 from nemo_grpo.nemorl import config, sft
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.run.groups import Group, Scored
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.tasks import Problem
 

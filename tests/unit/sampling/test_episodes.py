@@ -5,9 +5,9 @@ import torch
 from small_models import SPECIAL, small_config
 from toy_models import logprobs_of, make_generator, make_model
 
-from nemo_grpo.engine.demonstrations import demonstrated
 from nemo_grpo.engine.rollout import sample_groups
 from nemo_grpo.engine.task_tokenizer import build_tokenizer
+from nemo_grpo.run.demonstrations import demonstrated
 from nemo_grpo.sampling.episodes import StopTexts, sample_responses
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.sampling.generate_hf import HFGenerator

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from processes import ROOT, output_of, python
 
-from nemo_grpo.engine.recipe_checks import check_recipe
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.run.recipe_checks import check_recipe
 from nemo_grpo.support import extensions
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt, parse_task

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from nemo_grpo.engine.rollout import Group, Scored
 from nemo_grpo.recipe import Recipe
+from nemo_grpo.run.groups import Group, Scored
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
-from nemo_grpo.engine.resume import check_continuation
 from nemo_grpo.nemorl import run_grpo
 from nemo_grpo.nemorl.callbacks import RunRecord
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.run.continuation import check_continuation
 from nemo_grpo.support.errors import UserError
 
 CLUSTER = "cluster-quickstart"

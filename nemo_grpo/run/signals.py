@@ -24,6 +24,18 @@ class StopRequest:
         return self.signal is not None
 
 
+def code_when_stopped(step: int, *, has_checkpoints: bool, remedy: str) -> int:
+    """Log that a run was stopped after a step, and return its exit code, the same on both engines.
+
+    Args: remedy: how to continue the run.
+    """
+    if not has_checkpoints:
+        log.error("stopped at step %d without a checkpoint: checkpointing.enabled=false", step)
+        return 1  # there is nothing to go on from
+    log.warning("stopped at step %d; %s", step, remedy)
+    return EXIT_INTERRUPTED
+
+
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
     """Let SIGINT, SIGTERM and SIGUSR1 set the request within the block; a second signal acts as outside."""

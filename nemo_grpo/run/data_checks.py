@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.support.errors import UserError
-from nemo_grpo.tasks import Problem, Prompt, encode_prompt
+from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
 from nemo_grpo.tasks.jsonl import question_of
 from nemo_grpo.tasks.mathematics import MathematicalAnswers
 
@@ -21,10 +21,12 @@ TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json
 """Files of a model's folder that may hold its chat template."""
 
 
-def data_notes(recipe: Recipe, trained: Sequence[Problem], kept: Sequence[Problem]) -> Iterator[str]:
+def data_notes(
+    recipe: Recipe, task: Task, trained: Sequence[Problem], kept: Sequence[Problem]
+) -> Iterator[str]:
     """Yield probable mistakes in the problems, and in how they are asked.
 
-    Args: trained: problems of train_files.  kept: those of them that are not held out.
+    Args: task: the recipe's.  trained: problems of train_files.  kept: those of them that are not held out.
     """
     prompts = recipe.grpo.num_prompts_per_step
     if kept and prompts > len(kept):
@@ -38,7 +40,7 @@ def data_notes(recipe: Recipe, trained: Sequence[Problem], kept: Sequence[Proble
             f"validation_files, too; training leaves them out and has {len(kept)}"
         )
     yield from _repetitions(kept)
-    yield from _unread_forms(recipe, kept)
+    yield from _unread_forms(task, kept)
     if kept:
         yield from _think_tags(recipe, kept[0])
 
@@ -62,9 +64,9 @@ def _repetitions(problems: Sequence[Problem]) -> Iterator[str]:
         )
 
 
-def _unread_forms(recipe: Recipe, problems: Sequence[Problem]) -> Iterator[str]:
+def _unread_forms(task: Task, problems: Sequence[Problem]) -> Iterator[str]:
     """Yield a note if questions ask for a form of the answer that the maths grader never reads."""
-    if not problems or not isinstance(recipe.task.build(), MathematicalAnswers):
+    if not problems or not isinstance(task, MathematicalAnswers):
         return
     looked_at = problems[:NUM_LOOKED_AT]
     asked = [match[1] for problem in looked_at if (match := ASKED_FORM.search(problem.question))]

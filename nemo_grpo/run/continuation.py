@@ -8,69 +8,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from nemo_grpo.engine.run_folder import newest_checkpoint, own_copy
 from nemo_grpo.recipe import Recipe, load_recipe
+from nemo_grpo.recipe.continuity import deciding_settings
 from nemo_grpo.recipe.recipe import RECIPE_FILE
+from nemo_grpo.run.folder import newest_checkpoint, own_copy
 from nemo_grpo.support.dotted import leaves
 from nemo_grpo.support.errors import UserError, reading
 from nemo_grpo.support.files import sha256_of, write_atomically
 from nemo_grpo.support.model_folder import side_files
 
-PLACES = (
-    "checkpointing.",
-    "cluster.",
-    "data.num_workers",
-    "data_plane.",
-    "logger.",
-    "nemo_grpo.engine.",
-    "nemo_grpo.evaluation.",
-    "nemo_grpo.export.",
-    "nemo_grpo.max_failed_rewards",
-    "nemo_grpo.run_name",
-    "nemo_grpo.runs_dir",
-    "policy.dynamic_batching.",
-    "policy.generation.colocated.",
-    "policy.generation.vllm_cfg.enable_expert_parallel",
-    "policy.generation.vllm_cfg.enforce_eager",
-    "policy.generation.vllm_cfg.env_vars",
-    "policy.generation.vllm_cfg.expert_parallel_size",
-    "policy.generation.vllm_cfg.gpu_memory_utilization",
-    "policy.generation.vllm_cfg.pipeline_parallel_size",
-    "policy.generation.vllm_cfg.tensor_parallel_size",
-    "policy.generation_batch_size",
-    "policy.logprob_batch_size",
-    "policy.make_sequence_length_divisible_by",
-    "policy.megatron_cfg.activation_checkpointing",
-    "policy.megatron_cfg.checkpoint.",
-    "policy.megatron_cfg.context_parallel_size",
-    "policy.megatron_cfg.empty_unused_memory_level",
-    "policy.megatron_cfg.env_vars",
-    "policy.megatron_cfg.expert_model_parallel_size",
-    "policy.megatron_cfg.expert_tensor_parallel_size",
-    "policy.megatron_cfg.num_layers_in_",
-    "policy.megatron_cfg.pipeline_model_parallel_size",
-    "policy.megatron_cfg.recompute_",
-    "policy.megatron_cfg.sequence_parallel",
-    "policy.megatron_cfg.tensor_model_parallel_size",
-    "policy.sequence_packing.",
-    "policy.train_micro_batch_size",
-)
-"""Keys or prefixes of keys that place a run, and do not change what it computes or measures."""
-
-OWN_FILES = "own/"
-"""Files of the user's own loss, rewards and task; a recipe cannot have this key."""
-MAY_CHANGE = (
-    *PLACES,
-    OWN_FILES,
-    "grpo.max_num_epochs",
-    "grpo.max_num_steps",
-    "grpo.max_val_samples",
-    "grpo.stop_at_",
-    "grpo.val_",
-    "policy.generation.val_",
-    "policy.megatron_cfg.scheduler.lr_decay_iters",
-)
-"""`PLACES`, and the length of a run, its validation, and its own code, whose change `keep_settings` notes."""
 ANOTHER_RUN = "start another nemo_grpo.run_name"
 INPUTS_FILE = "inputs.json"
 """In a run's folder: name -> SHA-256, as they were when it began."""
@@ -80,13 +26,16 @@ MODEL, WEIGHTS = "model/", ".safetensors"
 def check_same_run(
     recipe: Recipe,
     resolved: Path,
-    may_change: tuple[str, ...] = MAY_CHANGE,
     remedy: str = ANOTHER_RUN,
+    *,
+    may_extend: bool = True,
 ) -> Recipe | None:
     """Refuse to continue a run with a recipe that computes something else.
 
     Args:    resolved: the run's recipe.resolved.yaml; nothing is checked if it is not there.
-             may_change: keys or prefixes of keys.  remedy: the alternative to undoing the change.
+             remedy: the alternative to undoing the change.
+             may_extend: the run may become longer, be validated otherwise, and go on with changed code of the
+                 user's own, which `RunFolder.keep_settings` notes.
     Returns: the recipe in ``resolved``.
     """
     if not resolved.exists():
@@ -95,13 +44,14 @@ def check_same_run(
     left, found = (newest_checkpoint(one.checkpoint_dir) for one in (first, recipe))
     if recipe.nemo_grpo.target == "cluster" and left is None and found is None:
         return first  # without a checkpoint NeMo-RL starts from the beginning
-    before, now = dict(leaves(first.to_dict())), dict(leaves(recipe.to_dict()))
+    before = deciding_settings(first, may_extend=may_extend)
+    now = deciding_settings(recipe, may_extend=may_extend)
     if now["policy.precision"] == "auto":
         del before["policy.precision"], now["policy.precision"]  # the run keeps its own
     changed = [
         f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not key.startswith(may_change)
+        if before.get(key) != now.get(key)
     ]
     if changed:
         raise UserError(
@@ -110,7 +60,7 @@ def check_same_run(
         )
     for name, text in recipe.own_files.items():
         copy = own_copy(resolved.parent, name)
-        if OWN_FILES not in may_change and copy.is_file() and copy.read_bytes() != text.encode():
+        if not may_extend and copy.is_file() and copy.read_bytes() != text.encode():
             raise UserError(
                 f"another {name} than {resolved.parent} was trained with, which {copy} holds; undo the "
                 f"change, or {remedy}"

@@ -6,16 +6,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_grpo.data import SOURCES
-from nemo_grpo.engine.data_checks import data_notes
-from nemo_grpo.engine.resume import check_continuation
 from nemo_grpo.models import COMPUTED, read_spec, refuse_uncomputed
 from nemo_grpo.plan.rules import shape_problems
 from nemo_grpo.recipe import Recipe, refuse_unsupported
 from nemo_grpo.recipe.recipe import RECIPE_FILE
 from nemo_grpo.recipe.validation import RecipeErrors
+from nemo_grpo.run.continuation import check_continuation
+from nemo_grpo.run.data_checks import data_notes
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.extensions import is_reference
 from nemo_grpo.support.model_folder import check_no_other_weights, hf_config, how_to_get, is_hub_name
+from nemo_grpo.tasks import Task
 from nemo_grpo.tasks.jsonl import FileTaskConfig, check_columns, listed_problems, not_held_out
 from nemo_grpo.tasks.own_task import try_own_task
 from nemo_grpo.tasks.scoring import Scorer
@@ -179,7 +180,8 @@ def check_data(recipe: Recipe) -> Findings:
         return Findings(errors, prepared)
     try:
         check_columns(task)
-        _draw(recipe)
+        built = task.build()
+        _draw(recipe, built)
         read = {key: listed_problems(task, key) for key in ("train_files", "validation_files")}
     except UserError as error:
         return Findings((str(error),))
@@ -189,11 +191,11 @@ def check_data(recipe: Recipe) -> Findings:
     if kept:
         epochs = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step / len(kept)
         found += f": {epochs:.3g} epochs of training"
-    return Findings(notes=tuple(data_notes(recipe, trained, kept)), found=found)
+    return Findings(notes=tuple(data_notes(recipe, built, trained, kept)), found=found)
 
 
-def _draw(recipe: Recipe) -> None:
-    task, grpo = recipe.task.build(), recipe.grpo
+def _draw(recipe: Recipe, task: Task) -> None:
+    grpo = recipe.grpo
     task.train_problem(0, grpo.seed)
     if grpo.validates and grpo.max_val_samples is not None:
         task.validation_problems(grpo.max_val_samples)

@@ -25,11 +25,13 @@ from nemo_grpo.support.errors import UNREADABLE, UserError
 from nemo_grpo.support.files import existing_parent, hold_lock, write_atomically
 
 if TYPE_CHECKING:
-    from nemo_grpo.engine.trackers import Ended, Tracker
+    from nemo_grpo.run.trackers import Ended, Tracker
 
 log = logging.getLogger(__name__)
 
 VERSIONS_FILE = "versions.json"
+SIDE_FOLDER = Path("policy/tokenizer")
+"""Folder in a checkpoint of config.json, tokenizer and chat template; the converters' --hf-config."""
 PACKAGES = (
     "nemo-grpo",
     "torch",
@@ -122,21 +124,24 @@ class RunFolder:
             if self.checkpoints is not None:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.lock()
-            self.keep_settings(recipe_yaml, own_files, from_step)
+            self.begin_record(recipe_yaml, own_files, from_step)
         except FileExistsError:
             raise UserError(
                 f"run folder {self.path} was created by another run just now; choose another name"
             ) from None
         except OSError as error:
             raise UserError(f"run folder {self.path} cannot be written: {error.strerror}") from None
-        self.drop_abandoned_rows(from_step)
         self._trackers = list(trackers(self.path))
+
+    def begin_record(self, recipe_yaml: str, own_files: Mapping[str, str], from_step: int) -> None:
+        """Write the run's settings, and drop the rows that it writes again; both engines, before any row."""
+        self.keep_settings(recipe_yaml, own_files, from_step)
+        self.drop_abandoned_rows(from_step)
 
     def drop_abandoned_rows(self, from_step: int) -> None:
         """Remove the rows of steps after the checkpoint that the run continues from: they are trained again.
 
-        Without these, a report would show rewards and accuracies of a policy that no longer exists. Both
-        engines call this before their first row.
+        With them, a report would show rewards and accuracies of a policy that no longer exists.
 
         Args: from_step: the checkpoint's step; -1: there is none, and all rows move to ``*.old.jsonl``.
         """

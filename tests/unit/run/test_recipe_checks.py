@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
-from nemo_grpo.engine.recipe_checks import check_data, missing_files, remedies
 from nemo_grpo.evaluate.benchmarks import load_benchmark
 from nemo_grpo.evaluate.config import EvalConfig
 from nemo_grpo.launch.preflight import Job, recipe_and_data
 from nemo_grpo.recipe import load_recipe
+from nemo_grpo.run.recipe_checks import check_data, missing_files, remedies
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import jsonl
 

@@ -1,0 +1,1 @@
+"""One kernel under both engines: checks, run folder, continuation, signals, samples, demonstrations."""

@@ -1,0 +1,109 @@
+"""Groups of scored responses, and the aligned tensors that a step's groups become; for both engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nemo_grpo.core.batch import Sequences, TokenBatch
+from nemo_grpo.core.random import response_ids
+from nemo_grpo.core.resampling import has_signal
+from nemo_grpo.sampling.episodes import Response
+from nemo_grpo.tasks import Problem
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A response with its reward's components and their weighted sum; NaN: see `reward_of`."""
+
+    response: Response
+    scores: dict[str, float] = field(default_factory=dict)
+    reward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """One prompt and its responses."""
+
+    problem: Problem
+    prompt: list[int]
+    responses: list[Scored]
+
+    def has_signal(self, *, drop_truncated: bool = False) -> bool:
+        """True if the rewards of the responses differ and one of them trains."""
+        trains = [not (drop_truncated and one.response.truncated) for one in self.responses]
+        return has_signal([one.reward for one in self.responses], trains)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's groups as tensors; token tensors are [B, S - 1] and aligned as in `TokenBatch`."""
+
+    sequences: Sequences
+    token_mask: Tensor
+    sample_mask: Tensor
+    generation_logprobs: Tensor
+    rewards: Tensor
+    group_ids: Tensor
+    response_ids: Tensor
+    truncated: Tensor
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """[B] int64, tokens, an environment's included."""
+        return self.sequences.lengths - self.sequences.prompt_lengths
+
+    def token_batch(
+        self, prev: Tensor, entropies: Tensor | None = None, reference: Tensor | None = None
+    ) -> TokenBatch:
+        """Join with the policy's scores, each [B, S - 1]."""
+        return TokenBatch(
+            prev_logprobs=prev,
+            entropies=entropies,
+            reference_policy_logprobs=reference,
+            generation_logprobs=self.generation_logprobs,
+            token_mask=self.token_mask,
+            sample_mask=self.sample_mask,
+            rewarded=~self.rewards.isnan(),
+            rewards=self.rewards,
+            group_ids=self.group_ids,
+            response_ids=self.response_ids,
+        )
+
+
+def assemble(groups: Sequence[Group]) -> Step:
+    """Lay a step's groups out as tensors.
+
+    Token column t belongs to input_ids[:, t + 1], so a response from position p on starts at column p - 1. An
+    environment's text is context: its columns are False in the mask. Rows are padded with token 0, whatever
+    it means: many tokenizers have no padding token. A response without a reward is masked as a whole.
+    """
+    flat = [(g, group.prompt, one) for g, group in enumerate(groups) for one in group.responses]
+    prompt_lengths = torch.tensor([len(prompt) for _, prompt, _ in flat])
+    lengths = prompt_lengths + torch.tensor([len(one.response.tokens) for _, _, one in flat])
+    ids = torch.zeros(len(flat), int(lengths.max()), dtype=torch.int64)
+    generation_logprobs = torch.zeros(len(flat), ids.shape[1] - 1)
+    token_mask = torch.zeros(generation_logprobs.shape, dtype=torch.bool)
+    for row, (_, prompt, one) in enumerate(flat):
+        start, end = len(prompt), int(lengths[row])
+        ids[row, :start] = torch.tensor(prompt)
+        ids[row, start:end] = one.response.tokens
+        generation_logprobs[row, start - 1 : end - 1] = one.response.logprobs
+        token_mask[row, start - 1 : end - 1] = one.response.token_mask
+    group_ids = torch.tensor([g for g, _, _ in flat])
+    rewards = torch.tensor([one.reward for _, _, one in flat], dtype=torch.float32)
+    return Step(
+        sequences=Sequences(ids, lengths, prompt_lengths, group_ids),
+        token_mask=token_mask,
+        sample_mask=~rewards.isnan(),
+        generation_logprobs=generation_logprobs,
+        rewards=rewards,
+        group_ids=group_ids,
+        response_ids=response_ids(
+            (prompt, one.response.tokens[one.response.token_mask].tolist()) for _, prompt, one in flat
+        ),
+        truncated=torch.tensor([one.response.truncated for _, _, one in flat]),
+    )

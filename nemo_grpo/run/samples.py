@@ -1,0 +1,41 @@
+"""Rows of samples.jsonl: responses of a step, and greedy responses of a validation."""
+
+from typing import Any
+
+from nemo_grpo.evaluate.runner import ProblemResult
+from nemo_grpo.run.groups import Group
+
+
+def sample_rows(step: int, groups: list[Group], num_samples: int, tokenizer: Any) -> list[dict[str, Any]]:
+    """Make rows of samples.jsonl from the first responses of a step, each with its prompt as sampled."""
+    flat = [(group, one) for group in groups for one in group.responses]
+    return [
+        {
+            "step": step,
+            "problem": group.problem.id,
+            "question": group.problem.question,
+            "prompt": tokenizer.decode(group.prompt, skip_special_tokens=False),
+            "response": one.response.text,
+            "answer": group.problem.answer,
+            "reward": one.reward,
+            "scores": one.scores,
+            "truncated": one.response.truncated,
+            "num_tokens": len(one.response.tokens),
+        }
+        for group, one in flat[:num_samples]
+    ]
+
+
+def validation_row(validation_set: str, problem: ProblemResult) -> dict[str, Any]:
+    """Make a row of samples.jsonl, without its step, of a held-out problem and the greedy response."""
+    greedy = problem.greedy
+    return {
+        "validation": validation_set or "validation",
+        "problem": problem.id,
+        "prompt": problem.prompt,
+        "response": greedy.completions[0],
+        "answer": problem.gold,
+        "scores": {"accuracy": greedy.scores[0], "format": greedy.formats[0]},
+        "truncated": greedy.truncated[0],
+        "num_tokens": greedy.lengths[0],
+    }
