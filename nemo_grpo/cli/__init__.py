@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from typer import Argument, Option
@@ -143,11 +143,25 @@ for group in GROUPS:
     app.add_typer(group)
 
 
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to the present `sys.stderr`, which rich replaces while it shows a bar, to put lines above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)  # a StreamHandler's would keep the stream of now
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        """The present standard error."""
+        return sys.stderr
+
+
 def main(commands: typer.Typer = app) -> None:
     """Run the command line; a `UserError` becomes one line on stderr and exit code 2."""
     leads = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(
-        level=logging.INFO if leads else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+        level=logging.INFO if leads else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+        handlers=[StderrHandler()],
     )
     for chatty in ("megatron", "huggingface_hub", "matplotlib", "vllm"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
