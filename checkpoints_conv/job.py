@@ -242,13 +242,17 @@ def run_parallel(items: Iterable[Item], work: Callable[[Item], None], num_worker
             raise
 
 
+FLUSH_SECONDS = 0.2
+"""Pause of `flush_behind`."""
+
+
 @contextlib.contextmanager
-def flush_behind(descriptors: Sequence[int], every_seconds: float = 0.2) -> Iterator[None]:
+def flush_behind(descriptors: Sequence[int]) -> Iterator[None]:
     """Flush these files in the background, so that little is left for the end."""
     stop = threading.Event()
 
     def flush() -> None:
-        while not stop.wait(every_seconds):
+        while not stop.wait(FLUSH_SECONDS):
             for descriptor in descriptors:
                 os.fdatasync(descriptor)
 
