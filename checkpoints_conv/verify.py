@@ -74,7 +74,7 @@ class Gap:
     exports: bool = False
 
 
-def verify(hf_model: str | Path, megatron_checkpoint: str | Path) -> Comparison:
+def verify(hf_model: str | Path, megatron_checkpoint: str | Path, num_workers: int = 2) -> Comparison:
     """Compare every tensor; a few megabytes in memory per worker.
 
     Raises: UserError: a folder cannot be read, or is of another model.
@@ -106,7 +106,7 @@ def verify(hf_model: str | Path, megatron_checkpoint: str | Path) -> Comparison:
 
         total = sum(weights.tensors[name].num_bytes for name in family.hf_shapes)
         with progress("verify", total, in_bytes=True) as advance:
-            run_parallel(places, compare, num_workers=2)
+            run_parallel(places, compare, num_workers)
     return result
 
 
