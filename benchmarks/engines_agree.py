@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.agreement.comparison import Differences, compare, drift_table, table
 from benchmarks.agreement.recording import LAYOUTS, VARIANTS, Case, StepResult, record
-from nemo_grpo.engine.launch import free_port
+from nemo_grpo.engine.launch import reserved_port
 from nemo_grpo.rehearsal.cluster import ray_cluster
 from nemo_grpo.rehearsal.environment import Stack, find_stack
 
@@ -92,15 +92,16 @@ def run_embedded(stack: Stack, folder: Path, cases: list[Case]) -> Results:
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
     }
     command = [str(stack.python), "-W", "ignore", "-m", "benchmarks.agreement.embedded"]
     command += [str(folder), str(output)]
-    started = [
-        subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
-    ]
+    with reserved_port() as port:
+        shared["MASTER_PORT"] = str(port)
+        started = [
+            subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(ranks)
+        ]
     try:
         codes = [process.wait(TIMEOUT) for process in started]
     finally:

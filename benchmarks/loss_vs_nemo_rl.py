@@ -54,12 +54,13 @@ def losses(kl: float) -> dict[str, Any]:
     """Make ours and NeMo-RL's, of the same equation."""
     from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 
-    from nemo_grpo.nemorl.loss import build_loss
+    from nemo_grpo.nemorl.loss import ObjectiveLoss
+    from nemo_grpo.variants import parse_loss_fn
 
     ours = {"variant": "grpo", "reference_policy_kl_penalty": kl, "kl_score_function_gradient": kl > 0}
     return {
         "NeMo-RL": ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=kl)),
-        "ours": build_loss(ours),
+        "ours": ObjectiveLoss(parse_loss_fn(ours)),
     }
 
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from nemo_grpo.support.errors import UserError
-from nemo_grpo.support.files import flush, flush_tree, hold_lock, make_readable, write_sha256
+from nemo_grpo.support.files import hold_lock, make_readable, publish_folder, write_sha256
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -175,18 +175,11 @@ class Job:
         if sha256:
             write_sha256(self.data)
         make_readable(self.data)
-        flush_tree(self.data)
         try:
             self._check_output()
         except UserError as error:
             raise _MayResume(str(error)) from None
-        replaced = self.output.with_name(f".{self.output.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        if self.output.exists():
-            self.output.rename(replaced)
-        self.data.rename(self.output)
-        flush(self.output.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        publish_folder(self.data, self.output)
         os.close(self._file)
         shutil.rmtree(self.partial)
 
@@ -242,13 +235,17 @@ def run_parallel(items: Iterable[Item], work: Callable[[Item], None], num_worker
             raise
 
 
+FLUSH_SECONDS = 0.2
+"""Pause of `flush_behind`."""
+
+
 @contextlib.contextmanager
-def flush_behind(descriptors: Sequence[int], every_seconds: float = 0.2) -> Iterator[None]:
+def flush_behind(descriptors: Sequence[int]) -> Iterator[None]:
     """Flush these files in the background, so that little is left for the end."""
     stop = threading.Event()
 
     def flush() -> None:
-        while not stop.wait(every_seconds):
+        while not stop.wait(FLUSH_SECONDS):
             for descriptor in descriptors:
                 os.fdatasync(descriptor)
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from nemo_grpo.engine.launch import reserved_port
+
 ROOT = Path(__file__).parents[1]
 PATIENCE = 1000
 """Seconds before a process counts as hanging: some need 100 of a processor, and a busy machine gives few."""
@@ -45,3 +47,9 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str] | Non
         assert process is None or process.poll() is None, process.stdout.read()
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def free_port() -> int:
+    """A port that is free right now, for servers that cannot take a `reserved_port`."""
+    with reserved_port() as port:
+        return port

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from typer import Argument, Option
@@ -31,9 +31,6 @@ log = logging.getLogger(__name__)
 app = typer.Typer(
     name="nemo-grpo", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-
-DOCTOR_CODES = {"supported": 0, "untested": 3, "broken": 1}
-COLORS = {"there": "green", "changed": "yellow", "gone": "yellow", "supported": "green", "untested": "yellow"}
 
 
 def print_version(asked: bool) -> None:
@@ -101,42 +98,37 @@ def report(
 @app.command()
 def doctor(
     nemo_rl: Annotated[Path | None, Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")] = None,
-    changes: Annotated[bool, Option("--changes", help="Only what is changed or gone.")] = False,
 ) -> None:
-    """Compare a NeMo-RL tree with the names that this package calls, reads and replaces.
+    """Check that a NeMo-RL tree has the names that this package calls and replaces, with their signatures.
 
-    Reads the tree's syntax: no import, no GPU, a few seconds. One line for each name, against the tested
-    version with the fewest differences: there, changed (how) or gone; then the verdict.
-    Red: a run would fail there, or silently do something else.
+    Reads the tree's source: no import, no GPU, a few seconds. Lists each name that does not fit, with the
+    recipes that need it and the signatures expected and found.
 
-    Example: nemo-grpo doctor --nemo-rl ../RL --changes
+    Example: nemo-grpo doctor --nemo-rl ../RL
 
-    Exit codes: 0 supported: exactly a tested version's interface; 3 untested: different, and no difference is
-    known to break anything; 1 broken; 2 no NeMo-RL in the folder.
+    Exit codes: 0 all names fit, or only those of the single controller do not; 1 others do not; 2 no NeMo-RL
+    in the folder.
     """
-    from nemo_grpo.nemorl.doctor import diagnose_tree
-    from nemo_grpo.nemorl.host_api import TESTED
+    from nemo_grpo.nemorl.doctor import check_tree
+    from nemo_grpo.nemorl.host_api import HOST_API, SINGLE_CONTROLLER, tested
 
-    given = nemo_rl or (Path(os.environ["NEMO_RL_SRC"]) if os.environ.get("NEMO_RL_SRC") else None)
-    if given is None:
+    default = os.environ.get("NEMO_RL_SRC")
+    root = nemo_rl or (Path(default) if default else None)
+    if root is None:
         raise UserError("--nemo-rl is missing and NEMO_RL_SRC is not set; give the folder of NeMo-RL's clone")
-    found = diagnose_tree(given)
-    for finding in found.findings:
-        if changes and finding.state == "there":
-            continue
-        colour = "red" if finding.breaks else COLORS[finding.state]
-        needed = f" [{finding.part}]" if finding.breaks else ""
-        typer.echo(f"{typer.style(f'{finding.state:8}', fg=colour)} {finding.name}{needed}")
-        for line in (finding.how, finding.why if finding.state != "there" else ""):
-            if line:
-                typer.echo(f"         {line}")
-    broken = sum(finding.breaks for finding in found.findings)
-    verdict = typer.style(found.verdict, fg=COLORS.get(found.verdict, "red"))
-    typer.echo(
-        f"doctor: {verdict}; {len(found.differences)} of {len(found.findings)} names differ from "
-        f"{TESTED[found.like]}, {broken} of them break"
-    )
-    raise typer.Exit(DOCTOR_CODES[found.verdict])
+    misfits = check_tree(root)
+    for misfit in misfits:
+        typer.echo(f"{misfit} [{misfit.name.part}]")
+    fits = all(misfit.name.part == SINGLE_CONTROLLER for misfit in misfits)  # 0.7.0 has none
+    if not fits:
+        verdict = f"NeMo-RL does not fit; tested: {tested()}"
+    elif misfits:
+        verdict = f"NeMo-RL fits, except for {SINGLE_CONTROLLER}"
+    else:
+        verdict = "NeMo-RL fits"
+    color = "green" if fits else "red"
+    typer.secho(f"doctor: {verdict}; {len(misfits)} of {len(HOST_API)} names differ", fg=color)
+    raise typer.Exit(0 if fits else 1)
 
 
 for command in (plan.plan, rehearse.rehearse, compare.compare, compare.sweep, preflight.preflight):
@@ -151,11 +143,25 @@ for group in GROUPS:
     app.add_typer(group)
 
 
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to the present `sys.stderr`, which rich replaces while it shows a bar, to put lines above it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)  # a StreamHandler's would keep the stream of now
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        """The present standard error."""
+        return sys.stderr
+
+
 def main(commands: typer.Typer = app) -> None:
     """Run the command line; a `UserError` becomes one line on stderr and exit code 2."""
     leads = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(
-        level=logging.INFO if leads else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+        level=logging.INFO if leads else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+        handlers=[StderrHandler()],
     )
     for chatty in ("megatron", "huggingface_hub", "matplotlib", "vllm"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

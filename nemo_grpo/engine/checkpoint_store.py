@@ -29,7 +29,7 @@ from nemo_grpo.support.files import (
     SHA256SUMS,
     check_sha256,
     files_in,
-    flush_tree,
+    publish_folder,
     write_atomically,
     write_sha256,
 )
@@ -87,10 +87,7 @@ class CheckpointStore:
     def _publish(self, temporary: Path, final: Path, info: dict[str, Any]) -> None:
         (temporary / INFO).write_text(json.dumps(info, indent=2))
         write_sha256(temporary)
-        flush_tree(temporary)
-        if final.exists():
-            self._remove(final)
-        temporary.rename(final)
+        publish_folder(temporary, final)
         write_atomically(self.folder / LATEST, final.name)
         self._prune(final)
         self._name_best()

@@ -88,9 +88,3 @@ def reserved_port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         yield int(holder.getsockname()[1])
-
-
-def free_port() -> int:
-    """Find a port that is free right now, for servers that cannot take a `reserved_port`."""
-    with reserved_port() as port:
-        return port

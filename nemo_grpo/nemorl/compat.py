@@ -1,6 +1,6 @@
 """Access to the installed NeMo-RL: imports by name, the tested version that it matches, rebinding.
 
-A name of `host_api` that has moved raises an error here, before any GPU is allocated.
+A name of `host_api` that does not fit raises an error here, before any GPU is allocated.
 """
 
 import importlib
@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nemo_grpo.nemorl.host_api import ELSEWHERE, EVERY_RUN, GRPO, HEAD, HOST_API, TESTED, V0_7_0, Name, tested
+from nemo_grpo.nemorl.host_api import EVERY_RUN, GRPO, HEAD, REBOUND, TESTED, V0_7_0, Name, tested
 from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
-    from nemo_grpo.nemorl.doctor import Diagnosis
+    from nemo_grpo.nemorl.doctor import Misfit
 
 log = logging.getLogger(__name__)
 
@@ -49,43 +49,28 @@ def version() -> str:
 
 def check() -> str:
     """Check that this NeMo-RL has what every run needs; returns the version of `TESTED` that it matches."""
-    like = version()
-    used = (one for one in HOST_API.values() if one.how == "used" and one.part not in ELSEWHERE)
-    missing = [one.name for one in used if one.is_required and not has_name(one.name)]
-    if missing:
-        raise UserError(
-            f"nemo_rl at {package_folder()} looks like {TESTED[like]} but lacks {', '.join(missing)}; use a "
-            f"tested version: {tested()}"
-        )
+    matching_version = version()
     require(EVERY_RUN)
-    found = installed()
-    if found.verdict == "supported":
-        log.info("NeMo-RL has the interface of %s", TESTED[found.like])
-    else:
-        differences = "".join(f"\n  {finding}" for finding in found.differences)
-        log.warning(
-            "NeMo-RL at %s is %s; tested: %s. Against %s:%s",
-            *(package_folder(), found.verdict, tested(), TESTED[found.like], differences),
-        )
-    return like
+    log.info("NeMo-RL at %s has the signatures of %s", package_folder(), TESTED[matching_version])
+    return matching_version
 
 
 def require(part: str) -> None:
-    """Check that the names which a part of this package needs are intact."""
-    broken = [finding for finding in installed().findings if finding.breaks and finding.part == part]
-    if broken:
+    """Check that the names which a part of this package needs are there, with their signatures."""
+    misfits = [str(misfit) for misfit in installed() if misfit.name.part == part]
+    if misfits:
         raise UserError(
-            f"nemo_rl at {package_folder()} does not fit ({part}): {'; '.join(map(str, broken))}; "
+            f"nemo_rl at {package_folder()} does not fit ({part}): {'; '.join(misfits)}; "
             f"use a tested version: {tested()}"
         )
 
 
 @cache
-def installed() -> "Diagnosis":
-    """Diagnose the NeMo-RL that would be imported."""
-    from nemo_grpo.nemorl.doctor import diagnose_tree  # griffe, which NeMo-RL's workers need not have
+def installed() -> "list[Misfit]":
+    """Find the names that do not fit in the NeMo-RL that would be imported."""
+    from nemo_grpo.nemorl.doctor import check_tree  # griffe, which NeMo-RL's workers need not have
 
-    return diagnose_tree(package_folder().parent)
+    return check_tree(package_folder().parent)
 
 
 def package_folder() -> Path:
@@ -113,7 +98,7 @@ def places(name: Name) -> list[tuple[Any, str]]:
         except (ImportError, AttributeError):
             continue
         found.append((owner, last))
-    if not found and name.is_required:
+    if not found:
         raise UserError(f"NeMo-RL has no {name.name}; use a tested version: {tested()}")
     return found
 
@@ -121,10 +106,10 @@ def places(name: Name) -> list[tuple[Any, str]]:
 def rebind(key: str, make: Make, owner: Any = None) -> Callable[[], None]:
     """Put ``make(theirs)`` wherever NeMo-RL binds a name.
 
-    Args:    key: of `HOST_API`.  owner: one object, whose method alone is replaced.
+    Args:    key: of `REBOUND`.  owner: one object, whose method alone is replaced.
     Returns: a function that puts everything back.
     """
-    name = HOST_API[key]
+    name = REBOUND[key]
     where = places(name) if owner is None else [(owner, name.name.rpartition(".")[2])]
     before = [(holder, last, vars(holder).get(last, getattr(holder, last))) for holder, last in where]
     for holder, last in where:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.host_api import BASE, CONTROLLER_CONFIG, GRPO, SFT, V0_7_0, VISION_BASE
+from nemo_grpo.nemorl.host_api import CONTROLLER_CONFIG, GRPO, SFT, V0_7_0
 from nemo_grpo.recipe import Recipe, host, load_recipe, refuse_unsupported
 from nemo_grpo.recipe.cluster_rules import refit_sends_updated_weights
 from nemo_grpo.recipe.interpolation import Tree, resolve
@@ -23,6 +23,8 @@ from nemo_grpo.support.errors import UserError
 
 log = logging.getLogger(__name__)
 
+BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
+"""NeMo-RL's base configurations in ``examples/configs``, for text and for images."""
 FROM_THE_RECIPE = ("loss_fn", "nemo_grpo")
 """Sections that replace the base's as a whole, because the base's loss does not train."""
 

@@ -18,7 +18,7 @@ import torch
 
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.callbacks import RolloutRewards, ValidationRewards
-from nemo_grpo.nemorl.host_api import ACTOR_PYTHONS
+from nemo_grpo.nemorl.host_api import ACTOR_PYTHONS, IMAGES
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.extensions import receive_files
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
@@ -63,6 +63,7 @@ def read_problems(run: ClusterRun) -> TaskProblems:
     own, grpo = run.recipe.nemo_grpo, run.recipe.grpo
     task = run.recipe.task.build()
     if run.has_images:
+        compat.require(IMAGES)
         check_image_prompt(own.prompt)
     task.train_problem(0, grpo.seed)
     make_ready(task)

@@ -220,8 +220,3 @@ def loss_of(run: ClusterRun) -> ObjectiveLoss:
     fused = bool(value_of(run.master_config, "policy.megatron_cfg.use_fused_linear_logprobs", False))
     folded = run.recipe.uses_data_plane
     return ObjectiveLoss(run.recipe.loss_fn, use_fused_linear_logprobs=fused, folded=folded)
-
-
-def build_loss(loss_fn: Mapping[str, Any]) -> ObjectiveLoss:
-    """Make the loss of a recipe's ``loss_fn`` section."""
-    return ObjectiveLoss(parse_loss_fn(loss_fn))

@@ -10,11 +10,13 @@ from typing import Any
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.config import ClusterRun
-from nemo_grpo.nemorl.host_api import GYM_SETTINGS, NEMO_GYM, OWN_DATA, VIDEO_SETTINGS
+from nemo_grpo.nemorl.host_api import NEMO_GYM, OWN_DATA
 from nemo_grpo.recipe import host
 from nemo_grpo.support.dotted import set_value
 from nemo_grpo.support.errors import UserError, first_line
 
+GYM_SETTINGS = "nemo_rl.environments.nemo_gym:setup_nemo_gym_config"
+VIDEO_SETTINGS = "nemo_rl.models.generation.vllm.config:materialize_vllm_video_config"
 PROMPT_FILES = ("prompt_file", "system_prompt_file")
 
 Data = tuple[Any, Any, dict[str, Any], dict[str, Any]]

@@ -226,10 +226,10 @@ def metrics(recipe: Recipe) -> list[dict[str, float]]:
     return list(json_lines(recipe.run_dir / METRICS_FILE))
 
 
-def tail(path: Path, lines: int = LAST_LINES) -> str:
+def tail(path: Path) -> str:
     """Quote the end of a driver's log, without lines of workers, Triton's bindings and destructors."""
     text = path.read_text(encoding="utf-8", errors="replace").partition("\nException ignored in: ")[0]
-    return "\n".join([line for line in text.splitlines() if not NOISE.match(line)][-lines:])
+    return "\n".join([line for line in text.splitlines() if not NOISE.match(line)][-LAST_LINES:])
 
 
 def newest_checkpoint(rehearsal: Rehearsal) -> Path:

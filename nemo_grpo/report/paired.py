@@ -88,15 +88,15 @@ class Paired:
     differences: Mapping[str, Difference]
 
 
-def t_quantile(df: int, confidence: float = CONFIDENCE) -> float:
-    """Compute the t with P(-t < T < t) = ``confidence`` for Student's t with ``df`` >= 1 degrees of freedom.
+def t_quantile(df: int) -> float:
+    """Compute the t with P(-t < T < t) = `CONFIDENCE` for Student's t with ``df`` >= 1 degrees of freedom.
 
     Bisects the closed form of P for whole df (Abramowitz and Stegun 26.7.3 and 26.7.4) in atan(t / sqrt(df)).
     """
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _probability_within(middle, df) < confidence else (low, middle)
+        low, high = (middle, high) if _probability_within(middle, df) < CONFIDENCE else (low, middle)
     return math.sqrt(df) * math.tan((low + high) / 2)
 
 

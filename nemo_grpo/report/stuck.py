@@ -26,17 +26,15 @@ ZERO = 1e-12
 
 def findings(
     rows: Sequence[Mapping[str, Any]],
-    num_steps: int = NUM_STEPS,
     weights: Mapping[str, float] | None = None,
 ) -> list[str]:
     """List reasons why a run does not learn, with numbers and remedies.
 
     Args:    rows: metrics of training steps in order, as in metrics.jsonl.
-             num_steps: newest steps that must agree; a shorter run is judged by all of its steps.
              weights: the recipe's ``nemo_grpo.rewards``; what has no weight is no obstacle. None: unknown.
     Returns: nothing for a run that learns, or without steps.
     """
-    rows = [row for row in rows if _number(row, SIGNAL) is not None][-num_steps:]
+    rows = [row for row in rows if _number(row, SIGNAL) is not None][-NUM_STEPS:]
     if not rows:
         return []
     when = f"steps {rows[0]['step']} to {rows[-1]['step']}" if len(rows) > 1 else f"step {rows[0]['step']}"

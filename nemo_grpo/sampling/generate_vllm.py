@@ -25,6 +25,8 @@ from nemo_grpo.support.errors import UserError
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
 """vLLM raises a lower temperature to 0.01 and says so in its log only; it refuses a higher one."""
+GPU_SHARE = 0.9
+"""Share of each GPU's memory that vLLM takes, unless the size of its cache is given."""
 CPU_CACHE_BYTES = 1 << 30
 """Bytes of keys and values on a CPU, where vLLM's default is a share of the whole memory."""
 
@@ -65,7 +67,6 @@ class VLLMGenerator:
         dtype: of the weights: auto, float32, bfloat16 or float16.
         max_model_len: longest prompt with its response; bounds the memory of a sequence's cache.
         tensor_parallel_size: GPUs that share the model.
-        gpu_memory_utilization: share of each GPU's memory that vLLM takes; unused with cache_bytes.
         cache_bytes: memory of keys and values, on each GPU or on the CPU. None: on a GPU the rest of
             vLLM's share, on a CPU `CPU_CACHE_BYTES`.
         max_images: of a prompt; 0: text only.
@@ -78,7 +79,6 @@ class VLLMGenerator:
         *,
         max_model_len: int,
         tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = 0.9,
         cache_bytes: int | None = None,
         max_images: int = 0,
     ) -> None:
@@ -97,7 +97,7 @@ class VLLMGenerator:
                     dtype=dtype,
                     max_model_len=max_model_len,
                     tensor_parallel_size=tensor_parallel_size,
-                    gpu_memory_utilization=gpu_memory_utilization,
+                    gpu_memory_utilization=GPU_SHARE,
                     kv_cache_memory_bytes=cache_bytes,
                     logprobs_mode="processed_logprobs",
                     generation_config="vllm",  # not the model's own temperature, top_p and end tokens

@@ -9,23 +9,16 @@ import importlib
 import importlib.util
 import inspect
 import linecache
-import os
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pydantic import PydanticUserError, ValidationError
 
-from nemo_grpo.support.errors import EXIT_USAGE, UserError, did_you_mean
-
-IMPORT_CPU_SECONDS, IMPORT_SECONDS = 30.0, 300.0
-"""Limits for the import of a user's code: of CPU time, which load does not lengthen, and of time."""
+from nemo_grpo.support.errors import UserError, did_you_mean
 
 _FILES: dict[str, str] = {}
 """File, as the recipe names it -> its text: all that this process loaded or received."""
@@ -78,13 +71,12 @@ def _module(name: str, key: str, reference: str) -> ModuleType:
             f"{key}={reference}: {name!r} is no module; write my_file.py:Name or package.module:Name"
         )
     try:
-        with _limited(f"{key}={reference}"):
-            return importlib.import_module(name)
+        return importlib.import_module(name)
     except ImportError as error:
         raise UserError(
             f"{key}={reference}: {error}; install it, or name a file, as my_file.py:Name"
         ) from None
-    except (Exception, SystemExit, ImportTooLong) as error:
+    except (Exception, SystemExit) as error:
         file = getattr(importlib.util.find_spec(name.partition(".")[0]), "origin", None)
         raise UserError(f"{key}={reference}: when it is imported: {place_of(error, file)}") from None
 
@@ -116,51 +108,11 @@ def _run(text: str, file: str, name: str, what: str) -> None:
     sys.modules[name] = module  # before it runs: dataclasses and pydantic look their module up
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     try:
-        with _limited(what):
-            exec(compile(text, file, "exec"), vars(module))
-    except (Exception, SystemExit, ImportTooLong) as error:
+        exec(compile(text, file, "exec"), vars(module))
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         _BROKEN[name] = place_of(error, file)
         raise UserError(f"{what}: {_BROKEN[name]}") from None
-
-
-class ImportTooLong(BaseException):
-    """No `Exception`, so that the interrupted code does not catch it and go on."""
-
-
-@contextmanager
-def _limited(what: str) -> Iterator[None]:
-    """Interrupt code in the block that runs too long; on the main thread alone."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    interrupted = list[int]()
-
-    def interrupt(number: int, _frame: Any) -> None:
-        text = (
-            f"its import takes more than {IMPORT_CPU_SECONDS:g} s of CPU time, or {IMPORT_SECONDS:g} s; move "
-            "the work into the functions"
-        )
-        if interrupted:  # the code caught it and went on
-            sys.stderr.write(f"error: {what}: {text}\n")
-            os._exit(EXIT_USAGE)
-        interrupted.append(number)
-        raise ImportTooLong(text)
-
-    timers = {
-        (signal.ITIMER_PROF, signal.SIGPROF): IMPORT_CPU_SECONDS,
-        (signal.ITIMER_REAL, signal.SIGALRM): IMPORT_SECONDS,
-    }
-    before = {number: signal.signal(number, interrupt) for _, number in timers}
-    try:
-        for (timer, _), seconds in timers.items():
-            signal.setitimer(timer, seconds, 1.0)  # and every second again
-        yield
-    finally:
-        for (timer, number), _ in timers.items():
-            signal.setitimer(timer, 0)
-            signal.signal(number, before[number])
 
 
 def place_of(error: BaseException, file: str | None) -> str:

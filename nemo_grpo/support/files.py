@@ -2,9 +2,12 @@
 
 import errno
 import fcntl
+import glob
 import hashlib
 import logging
 import os
+import shutil
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +16,8 @@ from nemo_grpo.support.errors import UserError, reading
 log = logging.getLogger(__name__)
 
 SHA256SUMS = "SHA256SUMS"
+REPLACED = "tmp_removed_"
+"""Prefix of a folder that `publish_folder` replaces; checkpoints' leftovers begin with ``tmp_``, too."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Lustre without -o flock, NFS without a lock daemon."""
 
@@ -44,6 +49,22 @@ def flush_tree(folder: Path) -> None:
     """`flush` everything below a folder, then the folder."""
     for path in (*sorted(folder.rglob("*"), reverse=True), folder):
         flush(path)
+
+
+def publish_folder(unfinished: Path, folder: Path) -> None:
+    """Flush a finished folder and give it its name; an existing folder of that name is replaced.
+
+    A kill between the two renames leaves both, complete, under other names: the old one is deleted when the
+    new one has its name.
+    """
+    flush_tree(unfinished)
+    prefix = f"{REPLACED}{folder.name}."
+    if folder.exists():
+        folder.rename(folder.with_name(f"{prefix}{time.time_ns()}"))  # NFS may keep an earlier one
+    unfinished.rename(folder)
+    flush(folder.parent)
+    for replaced in folder.parent.glob(f"{glob.escape(prefix)}*"):
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def hold_lock(file: IO[Any] | int, refusal: str, *, per_process: bool = False) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from nemo_grpo.support.errors import UserError, first_line
-from nemo_grpo.support.files import make_readable
+from nemo_grpo.support.files import make_readable, publish_folder
 from nemo_grpo.support.model_card import Training, base_model, write_card
 from nemo_grpo.support.model_folder import (
     copy_side_files,
@@ -153,8 +153,7 @@ def appearing(target: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     yield temporary
     make_readable(temporary)
-    shutil.rmtree(target, ignore_errors=True)
-    temporary.rename(target)
+    publish_folder(temporary, target)
 
 
 def export_adapter(

@@ -1,13 +1,11 @@
 """Progress of long work: a bar on a terminal, elsewhere one plain log line every so often."""
 
-import io
 import logging
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -66,36 +64,10 @@ def progress(
     if not (bar and console.is_terminal):
         yield _Lines(description, total, done, in_bytes, every_seconds, metered)
         return
-    stderr = sys.stderr  # rich replaces it while the bar is shown
-    with (
-        Progress(*_columns(in_bytes, metered), console=console, expand=True) as shown,
-        _log_lines_above(console, stderr),
-    ):
+    # While the bar is shown, rich puts what is written to `sys.stderr` above it.
+    with Progress(*_columns(in_bytes, metered), console=console, expand=True) as shown:
         task = shown.add_task(description, total=total, completed=done, note="")
         yield lambda note="", amount=1: shown.update(task, advance=amount, note=note)
-
-
-@contextmanager
-def _log_lines_above(console: Console, stderr: TextIO) -> Iterator[None]:
-    """Print log lines to ``stderr`` above the bar within the block."""
-
-    class Above(io.StringIO):
-        def write(self, text: str) -> int:
-            console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
-            return len(text)
-
-    handlers = [
-        handler
-        for handler in logging.getLogger().handlers
-        if isinstance(handler, logging.StreamHandler) and handler.stream is stderr
-    ]
-    for handler in handlers:
-        handler.setStream(Above())
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.setStream(stderr)
 
 
 def _columns(in_bytes: bool, metered: bool) -> list[ProgressColumn]:

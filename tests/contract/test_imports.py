@@ -147,7 +147,7 @@ HEAVY = ("torch", "transformers", "megatron", "numpy")
 
 STATEMENTS = """
 import nemo_grpo.cli, nemo_grpo.variants
-from nemo_grpo.nemorl import doctor; doctor.recorded('0.7.0')
+import nemo_grpo.nemorl.doctor
 from nemo_grpo.recipe import load_recipe; load_recipe('recipes/quickstart-erpo.yaml')
 from nemo_grpo.cli import plan; plan.plan(['recipes/erpo', 'nemo_grpo.run_name=x'])
 """

@@ -14,6 +14,7 @@ from conv_models import write_chunk
 from processes import wait_for
 from safetensors.torch import save as save_tensors
 
+from checkpoints_conv import job
 from checkpoints_conv.formats.archive import SavedTensor, Section, TensorReference, save
 from checkpoints_conv.formats.dtypes import DTYPES, WEIGHT_DTYPES, byte_view
 from checkpoints_conv.formats.pieces import PIECE_BYTES, same
@@ -136,14 +137,15 @@ def test_same_compares_every_byte():
 
 def test_files_are_flushed_meanwhile_and_a_failure_is_not_lost(monkeypatch):
     flushed = []
+    monkeypatch.setattr(job, "FLUSH_SECONDS", 0.001)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", flushed.append)
-        with flush_behind([3, 4], every_seconds=0.001):
+        with flush_behind([3, 4]):
             wait_for(lambda: len(flushed) >= 4)
     assert flushed[:4] == [3, 4, 3, 4]
     ends, flush, tried = os.pipe(), os.fdatasync, []  # a pipe cannot be flushed
     monkeypatch.setattr(os, "fdatasync", lambda end: tried.append(end) or flush(end))
-    with pytest.raises(OSError, match="Invalid argument"), flush_behind(ends, every_seconds=0.001):
+    with pytest.raises(OSError, match="Invalid argument"), flush_behind(ends):
         wait_for(lambda: bool(tried))
     for end in ends:
         os.close(end)

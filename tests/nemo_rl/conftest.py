@@ -78,10 +78,10 @@ def private_ray():
 def names_are_restored(monkeypatch):
     """The driver rebinds NeMo-RL's globals for good, a test for itself."""
     from nemo_grpo.nemorl.compat import places
-    from nemo_grpo.nemorl.host_api import HOST_API
+    from nemo_grpo.nemorl.host_api import REBOUND
 
     for key in ("estimator", "sampling"):
-        for owner, name in places(HOST_API[key]):
+        for owner, name in places(REBOUND[key]):
             monkeypatch.setattr(owner, name, getattr(owner, name))
 
 

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron_without_gpu import our_worker, stock_worker
-
-from nemo_grpo.engine.launch import free_port
+from processes import free_port
 
 VOCAB, LENGTHS, WIDTH = 16, [5, 8, 3], 10
 

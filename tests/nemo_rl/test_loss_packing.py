@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from losses import build_loss
 from nemo_rl.algorithms.loss.utils import prepare_loss_input, prepare_packed_loss_input
 from nemo_rl.algorithms.loss.wrapper import SequencePackingFusionLossWrapper, SequencePackingLossWrapper
 from nemo_rl_steps import LENGTH, ROWS, counts, current_logprobs, embedding, loss_data, packed
 
-from nemo_grpo.nemorl.loss import EXTREMES, build_loss
+from nemo_grpo.nemorl.loss import EXTREMES
 from nemo_grpo.variants import VARIANTS
 
 SETTINGS = {name: {"variant": name} for name in VARIANTS} | {

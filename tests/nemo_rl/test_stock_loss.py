@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from losses import build_loss
 from nemo_rl.algorithms.loss import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl_steps import counts, current_logprobs, loss_data
 
-from nemo_grpo.nemorl.loss import EXTREMES, build_loss
+from nemo_grpo.nemorl.loss import EXTREMES
 
 NO_KL = {"reference_policy_kl_penalty": 0.0}
 BOUNDS = {"truncated_importance_sampling_ratio": 1.02, "truncated_importance_sampling_ratio_min": 0.97}

@@ -3,10 +3,10 @@
 import io
 import logging
 import re
-import sys
 
 from rich.console import Console
 
+from nemo_grpo.cli import StderrHandler
 from nemo_grpo.support import progress as module
 from nemo_grpo.support.progress import TokenMeter, progress
 
@@ -60,14 +60,12 @@ def test_on_a_terminal_there_is_a_bar_and_no_line(caplog):
 def test_what_is_logged_stands_above_the_bar_on_a_line_of_its_own(monkeypatch):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80, color_system=None)
-    handlers = [logging.StreamHandler(sys.stderr)]
-    monkeypatch.setattr(logging.getLogger(), "handlers", handlers)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [StderrHandler()])
     with progress("work", 2, console=console) as advance:
         advance()
         logging.getLogger("x").warning("step 1: accuracy 0.5 [red]")
         advance()
     assert "\r\x1b[2Kstep 1: accuracy 0.5 [red]\n" in out.getvalue(), "the bar is erased first"
-    assert handlers[0].stream is sys.stderr
 
 
 def test_a_narrow_terminal_cuts_the_note_and_nothing_else():

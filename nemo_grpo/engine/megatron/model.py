@@ -120,8 +120,9 @@ class PackableGPTModel(GPTModel):
         hidden_states = hidden_states.transpose(0, 1).contiguous()
         if self.config.sequence_parallel:
             return hidden_states
-        # Gradients of the ranks' parts of the vocabulary add up. Contiguous, because megatron-core 0.16
-        # reduces a copy of other tensors and returns the tensor itself.
+        # Gradients of the ranks' parts of the vocabulary add up. Contiguous, because
+        # megatron-core 0.16 reduces a copy of other tensors and returns the tensor itself; 0.19.2 does not
+        # (NVIDIA/Megatron-LM#5337; tests/unit/engine/test_upstream_faults.py).
         return copy_to_tensor_model_parallel_region(hidden_states)
 
     @property

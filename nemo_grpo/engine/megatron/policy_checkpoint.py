@@ -1,6 +1,7 @@
 """A policy's state on disk, through megatron-core's own distributed checkpointing.
 
-megatron-core before 0.19 forks a process per file at every save. A trainer killed meanwhile leaves them
+megatron-core before 0.19 forks a process per file at every save (NVIDIA/Megatron-LM#3633;
+tests/unit/engine/test_upstream_faults.py). A trainer killed meanwhile leaves them
 asleep with its memory, and one of them killed leaves the trainer waiting for ever. Later versions use threads
 and do not say why one of them failed. Here the files are written by a thread of this process, which cannot
 outlive it and tells every failure.

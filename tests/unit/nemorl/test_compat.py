@@ -1,5 +1,6 @@
 """The installed NeMo-RL: its verdict in the driver, and rebinding of its names; without NeMo-RL."""
 
+import re
 import sys
 import types
 from pathlib import Path
@@ -10,38 +11,35 @@ import pytest
 
 from nemo_grpo.nemorl import compat, policy
 from nemo_grpo.nemorl.config import load_run
-from nemo_grpo.nemorl.doctor import diagnose, recorded
+from nemo_grpo.nemorl.doctor import Misfit
 from nemo_grpo.nemorl.host_api import (
     ENTROPIES,
     EVERY_RUN,
     HEAD,
     HOST_API,
+    REBOUND,
     STAGES,
     SUPERVISED,
-    V0_7_0,
-    VIDEO_SETTINGS,
     Name,
 )
-from nemo_grpo.nemorl.nemo_rl_batches import fix_video_frames
+from nemo_grpo.nemorl.nemo_rl_batches import VIDEO_SETTINGS, fix_video_frames
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support.errors import UserError
 
 
 @pytest.fixture
 def install(monkeypatch):
-    """A function that makes HEAD with some other descriptions the installed NeMo-RL; None takes one away."""
+    """A function that makes a NeMo-RL at HEAD without these names the installed one."""
     monkeypatch.setattr(compat, "version", lambda: HEAD)
-    monkeypatch.setattr(compat, "has_name", lambda _: True)
     monkeypatch.setattr(compat, "import_name", lambda _: MagicMock)
     monkeypatch.setattr(compat, "package_folder", lambda: Path("/RL/nemo_rl"))
 
-    def with_changes(changes):
-        interface = {k: v for k, v in {**recorded(HEAD), **changes}.items() if v is not None}
-        found = diagnose(interface)
-        monkeypatch.setattr(compat, "installed", lambda: found)
-        return found
+    def without(*names):
+        misfits = [Misfit(name, None) for name in HOST_API if name.name in names]
+        assert len(misfits) == len(names)
+        monkeypatch.setattr(compat, "installed", lambda: misfits)
 
-    return with_changes
+    return without
 
 
 def test_what_setup_returns_is_named_by_place_and_counted():
@@ -67,62 +65,39 @@ def test_frames_of_a_video_are_nemo_rls_to_fix_where_it_has_videos(has_videos, m
     assert asked == [("policy", "data")] * has_videos
 
 
-def test_a_tested_version_is_named_and_another_warned_of_with_its_differences(install, caplog):
+def test_a_version_that_fits_is_named(install, caplog):
     caplog.set_level("INFO")
-    install({})
+    install()
     assert compat.check() == HEAD
-    assert caplog.messages == ["NeMo-RL has the interface of the commit 7ea279abf"]
-    caplog.clear()
-    install({"policy": recorded(V0_7_0)["policy"], "controller rows": None})
-    compat.check()
-    (record,) = caplog.records
-    text = record.getMessage()
-    assert record.levelname == "WARNING"
-    assert "/RL/nemo_rl is untested; tested: the release 0.7.0 or the commit 7ea279abf" in text
-    assert "changed nemo_rl.models.policy.lm_policy:Policy.__init__: parameters: -skip_weight_load=" in text
-    assert "gone nemo_rl.experience.payload:record_to_train_batch" in text
-
-
-def test_a_broken_version_or_one_without_a_name_is_refused_with_the_reason(install, monkeypatch):
-    install({"nemo_rl.utils.config:load_config": None})
-    with pytest.raises(
-        UserError, match=r"does not fit \(every run\): gone nemo_rl\.utils\.config:load_config; use"
-    ):
-        compat.check()
-    install({})
-    monkeypatch.setattr(compat, "has_name", lambda name: not name.endswith(":init_ray"))
-    with pytest.raises(UserError, match=r"lacks nemo_rl\.distributed\.virtual_cluster:init_ray; use a"):
-        compat.check()
-
-
-def broken(key):
-    return {key: {**recorded(HEAD)[key], "kind": "value"}}
+    assert caplog.messages == ["NeMo-RL at /RL/nemo_rl has the signatures of the commit 7ea279abf"]
 
 
 @pytest.mark.parametrize(
-    ("key", "part"),
+    ("name", "part"),
     [
-        ("post-processor call", ENTROPIES),
-        ("temperature", STAGES),
+        ("nemo_rl.models.megatron.train:LogprobsPostProcessor.__call__", ENTROPIES),
+        ("nemo_rl.models.megatron.train:apply_temperature_scaling", STAGES),
         ("nemo_rl.algorithms.sft:sft_train", SUPERVISED),
-        ("metrics", EVERY_RUN),
+        ("nemo_rl.utils.logger:Logger.log_metrics", EVERY_RUN),
     ],
 )
-def test_only_runs_that_need_the_broken_part_are_refused(install, key, part, caplog):
-    found = install(broken(key))
-    assert found.verdict == "broken"
+def test_only_runs_that_need_the_misfit_are_refused(install, name, part):
+    install(name)
     for other in (ENTROPIES, STAGES, SUPERVISED, EVERY_RUN):
         if other != part:
             compat.require(other)
-    with pytest.raises(UserError, match=f"does not fit \\({part}\\)"):
+    expected = f"nemo_rl at /RL/nemo_rl does not fit ({part}): {name} is gone; use a tested version"
+    with pytest.raises(UserError, match=re.escape(expected)):
         compat.require(part)
-    if part != EVERY_RUN:
+    if part == EVERY_RUN:
+        with pytest.raises(UserError, match=re.escape(expected)):
+            compat.check()
+    else:
         compat.check()
-        assert "is broken" in caplog.text
 
 
 def test_a_policy_with_entropies_asks_for_its_parts(install):
-    install(broken("post-processor call"))
+    install("nemo_rl.models.megatron.train:LogprobsPostProcessor.__call__")
 
     def make(recipe):
         loaded = load_recipe(recipe, ["nemo_grpo.run_name=x"])
@@ -147,12 +122,11 @@ def modules(monkeypatch):
     monkeypatch.setitem(sys.modules, "made_up_too", imports)
     also = ("made_up_too", "made_up_absent")
     for name in (
-        Name("go", "made_up:go", also=also),
-        Name("find", "made_up:Manager.find"),
-        Name("gone", "made_up:gone"),
-        Name("newer", "made_up:gone", versions=(HEAD,)),
+        Name("made_up:go", key="go", also=also),
+        Name("made_up:Manager.find", key="find"),
+        Name("made_up:gone", key="gone"),
     ):
-        monkeypatch.setitem(HOST_API, name.key, name)
+        monkeypatch.setitem(REBOUND, name.key, name)
     return defines, imports
 
 
@@ -170,7 +144,6 @@ def test_a_static_method_stays_one(modules):
     assert defines.Manager().find("a") == "a"
 
 
-def test_a_name_that_every_tested_version_has_must_be_there(modules):
+def test_a_name_that_is_rebound_must_be_there(modules):
     with pytest.raises(UserError, match=r"no made_up:gone; use a tested version: the release 0\.7\.0 or"):
         compat.rebind("gone", lambda theirs: theirs)
-    compat.rebind("newer", lambda theirs: theirs)

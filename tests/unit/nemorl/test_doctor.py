@@ -1,114 +1,174 @@
-"""The doctor's verdict on changed interfaces, and on a tree; without NeMo-RL."""
+"""Names and signatures of a NeMo-RL tree against the table; without NeMo-RL.
 
-import copy
+The tree is made of the table: a stub for each name with the signature that the table expects.
+"""
 
 import pytest
 from typer.testing import CliRunner
 
 from nemo_grpo.cli import app
-from nemo_grpo.nemorl import doctor
-from nemo_grpo.nemorl.doctor import diagnose, recorded
-from nemo_grpo.nemorl.host_api import HEAD, SINGLE_CONTROLLER, V0_7_0
-
-SETUP, TRAIN = "nemo_rl.algorithms.grpo:setup", "nemo_rl.algorithms.grpo:grpo_train"
-INTERFACE = "nemo_rl.environments.interfaces:EnvironmentInterface"
-CONFIG, SAMPLING = "nemo_rl.algorithms.grpo:MasterConfig", "nemo_rl.algorithms.grpo:dynamic_sampling (code)"
-LEVELS = "nemo_rl.algorithms.loss.interfaces:LossType"
-TEXTS = "texts of nemo_rl.algorithms.grpo"
+from nemo_grpo.nemorl.doctor import check_tree, fits
+from nemo_grpo.nemorl.host_api import HOST_API
+from nemo_grpo.support.errors import UserError
 
 
-def changed(key, part, change):
-    """Of the newest tested interface after ``change(description[part])``, which returns the new value."""
-    interface = copy.deepcopy(dict(recorded(HEAD)))
-    interface[key] = {**interface[key], part: change(interface[key][part])}
-    return diagnose(interface)
+def stub(name, signature, indent=""):
+    words = signature[1:-1].split(", ") if signature != "()" else []
+    words = [word.replace("=", "=None") for word in words if word != "..."]
+    if words[-1:] == ["*"]:
+        words.append("_more=None")
+    if indent:
+        words.insert(0, "self")
+    return f"{indent}def {name}({', '.join(words)}): ...\n"
 
 
-def swapped(names):
-    return [names[1], names[0], *names[2:]]
+@pytest.fixture
+def tree(tmp_path):
+    """A NeMo-RL with every name of the table."""
+    functions, methods = {}, {}
+    for name in HOST_API:
+        module, _, path = name.name.partition(":")
+        holder, _, last = path.rpartition(".")
+        methods.setdefault(module, {})
+        if holder:
+            methods[module].setdefault(holder, {})[last] = name.signature or "(...)"
+        else:
+            functions.setdefault(module, {})[last] = name.signature or "(...)"
+    for module, classes in methods.items():
+        text = "".join(
+            f"class {holder}:\n" + "".join(stub(last, sign, "    ") for last, sign in members.items())
+            for holder, members in classes.items()
+        )
+        text += "".join(
+            stub(last, sign) for last, sign in functions.get(module, {}).items() if last not in classes
+        )
+        folder = tmp_path / module.replace(".", "/")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "__init__.py").write_text(text)
+    for folder in (tmp_path / "nemo_rl").rglob("*/"):
+        (folder / "__init__.py").touch()
+    (tmp_path / "nemo_rl" / "__init__.py").touch()
+    return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("key", "part", "change", "verdict", "how"),
-    [
-        # Overrides pass further arguments on; what is replaced takes none that it does not know.
-        ("post-processor call", "calls", lambda _: ["(input_ids=_)"], "broken", "missing"),
-        ("post-processor call", "calls", lambda c: [f"{c[0][:-1]}, size=_)"], "untested", ", size=_)"),
-        ("policy train", "parameters", lambda p: [*p, "draft="], "untested", "parameters: +draft="),
-        ("policy train", "calls", lambda c: [*c, "(_, loss=_)"], "broken", "calls (_, loss=_), which"),
-        ("loss", "calls", lambda _: ["(_, _, _, _, draft=_)"], "broken", "'draft'"),
-        ("sampling", "calls", lambda _: ["(_, _, _, _, _)"], "broken", "missing a required argument"),
-        ("stop", "calls", lambda _: ["(now=_)"], "untested", "calls: +(now=_) -()"),
-        ("stop", "kind", lambda _: "async function", "broken", "was a function, is a async function"),
-        # Names that are rebound only where they are known to be bound.
-        ("estimator", "bound_in", lambda m: [*m, "nemo_rl.new"], "broken", "nemo_rl.new imports it"),
-        ("metrics", "calls", lambda _: [], "broken", "NeMo-RL calls it nowhere"),
-        # Values by position.
-        (SETUP, "returns", lambda names: [*names, "more"], "broken", "returns 14 values, not 13"),
-        (SETUP, "returns", swapped, "broken", "policy is no longer number 1"),
-        (SETUP, "returns", lambda names: [*names[:-1], "aliases"], "untested", "+aliases -alias_to"),
-        (TRAIN, "parameters", swapped, "broken", "policy is no longer number 1"),
-        (TRAIN, "parameters", lambda p: [*p[:12], "more", *p[12:]], "broken", "argument: 'more'"),
-        (TRAIN, "parameters", lambda p: [*p, "more="], "untested", "+more="),
-        (SETUP, "parameters", lambda p: p[:-1], "broken", "unexpected keyword argument 'policy_factory'"),
-        # What is read.
-        (INTERFACE, "abstract", lambda names: [*names, "reset"], "broken", "does not define reset"),
-        (CONFIG, "bases", lambda _: ["TypedDict"], "broken", "is a dictionary"),
-        (LEVELS, "has", lambda h: {**h, "TOKEN_LEVEL": False}, "broken", "lacks"),
-        (TEXTS, "gen_kl_error", lambda _: False, "broken", "lacks 'gen_kl_error"),
-        ("metrics that the trainers read", "names", lambda n: [*n, "new"], "untested", "+new"),
-        (SAMPLING, "code", lambda _: "0", "untested", "its code has changed"),
-    ],
-)  # fmt: skip
-def test_a_change_is_named_and_judged(key, part, change, verdict, how):
-    found = changed(key, part, change)
-    assert found.verdict == verdict
-    assert len(found.differences) == 1
-    assert how in found.differences[0].how
-    assert found.differences[0].breaks == (verdict == "broken")
-
-
-def test_a_single_controller_that_does_not_fit_breaks_its_recipes_alone():
-    key = "nemo_rl.algorithms.single_controller_utils.setup:setup_single_controller"
-    (difference,) = (found := changed(key, "returns", lambda names: [*names, "more"])).differences
-    assert (difference.breaks, difference.part, found.verdict) == (True, SINGLE_CONTROLLER, "untested")
-
-
-@pytest.mark.parametrize(
-    ("key", "verdict"),
-    [
-        ("metrics", "broken"),
-        ("nemo_rl.utils.config:load_config", "broken"),
-        ("examples/configs/grpo_math_1B_megatron.yaml", "broken"),
-        ("controller rows", "untested"),  # 0.7.0 has none
-        ("nemo_rl.algorithms.loss.interfaces:MetricNormalizer", "untested"),
-    ],
-)
-def test_what_is_gone_breaks_if_every_tested_version_has_it(key, verdict):
-    found = diagnose({name: value for name, value in recorded(HEAD).items() if name != key})
-    assert found.verdict == verdict
-    assert [(f.state, f.breaks) for f in found.differences] == [("gone", verdict == "broken")]
+def change(tree, module, before, after):
+    path = tree / module.replace(".", "/") / "__init__.py"
+    text = path.read_text()
+    assert text.count(before) == 1
+    path.write_text(text.replace(before, after))
 
 
 def run(*arguments):
     return CliRunner().invoke(app, ["doctor", *arguments])
 
 
-def test_a_tree_is_judged_and_every_name_listed(monkeypatch, tmp_path):
-    with pytest.raises(doctor.UserError, match="give the folder of NeMo-RL's clone"):
-        doctor.diagnose_tree(tmp_path)
-    (tmp_path / "nemo_rl").mkdir()
-    (tmp_path / "nemo_rl" / "__init__.py").touch()
-    result = run("--nemo-rl", str(tmp_path))
+def test_a_tree_with_all_signatures_fits(tree):
+    assert check_tree(tree) == []
+    result = run("--nemo-rl", str(tree))
+    assert (result.exit_code, result.output) == (
+        0,
+        f"doctor: NeMo-RL fits; 0 of {len(HOST_API)} names differ\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "before", "after", "message"),
+    [
+        (
+            "nemo_rl.algorithms.grpo",
+            "timer, batch_cache=None)",
+            "timer)",
+            "nemo_rl.algorithms.grpo:dynamic_sampling has the signature (repeated_batch, std, baseline, "
+            "dynamic_sampling_num_gen_batches, master_config, timer), expected: (repeated_batch, std, "
+            "baseline, dynamic_sampling_num_gen_batches, master_config, timer, batch_cache=) [every run]",
+        ),
+        (
+            "nemo_rl.utils.config",
+            "def load_config(",
+            "def read_config(",
+            "nemo_rl.utils.config:load_config is gone [every run]",
+        ),
+        (
+            "nemo_rl.models.megatron.train",
+            "logits, sampling_params)",
+            "sampling_params, logits)",
+            "nemo_rl.models.megatron.train:apply_temperature_scaling has the signature (sampling_params, "
+            "logits), expected: (logits, sampling_params) [pipeline stages at a temperature other than 1]",
+        ),
+    ],
+    ids=["parameter removed", "function renamed", "parameters swapped"],
+)  # fmt: skip
+def test_a_change_is_reported_with_name_and_both_signatures(tree, module, before, after, message):
+    change(tree, module, before, after)
+    result = run("--nemo-rl", str(tree))
     assert result.exit_code == 1
-    assert "gone     nemo_rl.algorithms.grpo:dynamic_sampling [every run]" in result.output
-    for version in (HEAD, V0_7_0):
-        monkeypatch.setattr(doctor, "observe", lambda _tree, version=version: recorded(version))
-        result = run("--nemo-rl", str(tmp_path))
-        assert result.exit_code == 0
-        assert result.output.count("there    ") == len(recorded(version))
-    shown = run("--nemo-rl", str(tmp_path), "--changes").output
-    count = len(recorded(V0_7_0))
-    assert shown == f"doctor: supported; 0 of {count} names differ from the release 0.7.0, 0 of them break\n"
+    first, last = result.output.splitlines()
+    assert first == message
+    assert last.startswith(
+        "doctor: NeMo-RL does not fit; tested: the release 0.7.0 or the commit 7ea279abf; 1 of"
+    )
+
+
+def test_names_of_the_single_controller_alone_leave_the_verdict(tree):
+    change(tree, "nemo_rl.experience.payload", "record_to_train_batch", "record_to_rows")
+    result = run("--nemo-rl", str(tree))
+    assert result.exit_code == 0
+    assert "record_to_train_batch is gone [recipes with async_rl]" in result.output
+    assert "doctor: NeMo-RL fits, except for recipes with async_rl; 1 of" in result.output
+
+
+def test_imported_and_inherited_names_are_found(tree):
+    logger = tree / "nemo_rl" / "utils" / "logger" / "__init__.py"
+    (logger.parent / "base.py").write_text(logger.read_text().replace("class Logger", "class Base"))
+    logger.write_text(
+        "from nemo_rl.utils.logger.base import Base, get_next_experiment_dir\nclass Logger(Base): ...\n"
+    )
+    assert check_tree(tree) == []
+
+
+def test_an_optional_name_may_be_missing_but_not_differ(tree):
+    change(tree, "nemo_rl.algorithms.grpo", "shutdown_environments(task_to_env, ", "shutdown_environments(")
+    assert [misfit.found for misfit in check_tree(tree)] == ["(val_task_to_env)"]
+    change(tree, "nemo_rl.algorithms.grpo", "shutdown_environments", "shut_down")
+    assert check_tree(tree) == []
+
+
+def test_fields_of_a_class_without_constructor_are_its_signature(tree):
+    fields = ["observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers"]
+    interfaces = "nemo_rl.environments.interfaces"
+    stub_of_it = stub("EnvironmentReturn", f"({', '.join(fields)})").strip()
+    as_class = "class EnvironmentReturn:\n" + "".join(f"    {name}: int\n" for name in fields)
+    change(tree, interfaces, stub_of_it, as_class)
+    assert check_tree(tree) == []
+    change(tree, interfaces, "    rewards: int\n", "")
+    (misfit,) = check_tree(tree)
+    assert misfit.found == "(observations, metadata, next_stop_strings, terminateds, answers)"
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "does_fit"),
+    [
+        ("(a, b=)", "(a, b=)", True),
+        ("(a, b=)", "(a, b=, c=)", False),  # ours takes no c
+        ("(a, b=)", "(a, b)", False),
+        ("()", "()", True),
+        ("(...)", "()", True),
+        ("(...)", "(a)", False),  # which we would not pass
+        ("(a, ...)", "(a, b=, *, c=, **more)", True),
+        ("(a, ...)", "(a, b)", False),
+        ("(a, b=, ...)", "(b, a)", False),
+        ("(a, *, c=, ...)", "(a, b=, c=)", True),  # by name, at any place
+        ("(a, *, c=, ...)", "(a, b=)", False),
+        ("(a, *, c=, ...)", "(a, *, c)", True),
+        ("(a, b=, ...)", "(a, *, b=)", False),
+    ],
+)
+def test_a_signature_fits_if_our_calls_do(expected, found, does_fit):
+    assert fits(expected, found) is does_fit
+
+
+def test_a_folder_without_nemo_rl_and_none_at_all_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="give the folder of NeMo-RL's clone"):
+        check_tree(tmp_path)
     monkeypatch.delenv("NEMO_RL_SRC", raising=False)
     assert "NEMO_RL_SRC is not set" in str(run().exception)

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from losses import build_loss
 
-from nemo_grpo.nemorl.loss import EXTREMES, ObjectiveLoss, build_loss
+from nemo_grpo.nemorl.loss import EXTREMES, ObjectiveLoss
 from nemo_grpo.variants import VARIANTS
 from nemo_grpo.variants.base import RatioConfig
 

@@ -6,8 +6,8 @@ import threading
 import time
 
 import pytest
+from processes import free_port
 
-from nemo_grpo.engine.launch import free_port
 from nemo_grpo.nemorl import compat, start_checks
 from nemo_grpo.nemorl.host_api import HEAD, V0_7_0
 from nemo_grpo.nemorl.policy import STOCK_WORKER
