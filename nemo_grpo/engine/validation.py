@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_grpo.evaluate.runner import ProblemResult, evaluate
+from nemo_grpo.evaluate.runner import ProblemResult, evaluate_problems
+from nemo_grpo.evaluate.sampling import ResponseSource
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.sections import GRPOSection, metric_key
 from nemo_grpo.sampling.requests import Generator, SamplingParams
@@ -44,19 +45,10 @@ def validate(
     k, found = recipe.grpo.val_num_generations_per_prompt, dict[str, dict[str, float]]()
     samples: list[Row] = []
     with _shown(recipe.world_size, len(problems), k, sampling) as meter:
+        prompt = recipe.nemo_grpo.prompt
+        source = ResponseSource(generator, tokenizer, scorer.task, prompt, sampling, recipe.grpo.seed, meter)
         for name, some in by_validation_set(problems).items():
-            result = evaluate(
-                generator,
-                tokenizer,
-                scorer.task,
-                recipe.nemo_grpo.prompt,
-                some,
-                num_samples=k,
-                sampling=sampling,
-                seed=recipe.grpo.seed,
-                meter=meter,
-                scorer=scorer,
-            )
+            result = evaluate_problems(source, some, k, scorer)
             found[name] = result.metrics()
             for problem in result.problems[: recipe.logger.num_val_samples_to_print]:
                 log.info("%s -> %r (gold %s)", problem.id, problem.greedy.completions[0], problem.gold)
