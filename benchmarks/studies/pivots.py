@@ -18,7 +18,7 @@ import typer
 from matplotlib.axes import Axes
 
 from nemo_grpo.cli import main
-from nemo_grpo.cli.eval import check_place, finite_logits, result_name
+from nemo_grpo.evaluate.folders import check_place, finite_logits, result_name
 from nemo_grpo.support import machine
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.hf_folder import load_config

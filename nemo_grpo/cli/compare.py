@@ -14,6 +14,7 @@ from typer import Argument, Option
 from nemo_grpo.cli import launch
 from nemo_grpo.cli.recipe import Overrides, wide_console
 from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.sections import parse_seeds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -142,19 +143,6 @@ def _submit(runs: Sequence[Job], out: Path, slurm: Slurm, baseline: str | None, 
 
 def _command() -> str:
     return shlex.join(["nemo-grpo", *sys.argv[1:]])
-
-
-def parse_seeds(text: str) -> list[int]:
-    """Read ``3`` as the seeds 0, 1, 2; ``0,7`` as these two; ``7,`` as seed 7 alone."""
-    try:
-        numbers = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        numbers = []
-    if "," not in text and numbers:
-        numbers = list(range(numbers[0]))
-    if not numbers or min(numbers) < 0:
-        raise UserError(f"--seeds {text}: give how many, such as 3, or which, such as 0,7")
-    return numbers
 
 
 def _run(runs: Sequence[Job], out: Path, num_parallel: int, baseline: str | None, dry_run: bool) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from nemo_grpo.engine.rollout import Rollouts
-from nemo_grpo.evaluate.runner import evaluate
+from nemo_grpo.evaluate.runner import evaluate_problems
+from nemo_grpo.evaluate.sampling import ResponseSource
 from nemo_grpo.recipe.sections import GRPOSection, metric_key
 from nemo_grpo.run.samples import validation_row
 from nemo_grpo.sampling.requests import SamplingParams
@@ -41,19 +42,17 @@ def validate(
     found: dict[str, dict[str, float]] = {}
     samples: list[Row] = []
     with _shown(recipe.world_size, len(rollouts.problems), k, sampling) as meter:
+        source = ResponseSource(
+            rollouts.generator,
+            rollouts.tokenizer,
+            rollouts.task,
+            recipe.nemo_grpo.prompt,
+            sampling,
+            recipe.grpo.seed,
+            meter,
+        )
         for name, some in by_validation_set(rollouts.problems).items():
-            result = evaluate(
-                rollouts.generator,
-                rollouts.tokenizer,
-                rollouts.task,
-                recipe.nemo_grpo.prompt,
-                some,
-                num_samples=k,
-                sampling=sampling,
-                seed=recipe.grpo.seed,
-                meter=meter,
-                scorer=rollouts.scorer,
-            )
+            result = evaluate_problems(source, some, k, rollouts.scorer)
             found[name] = result.metrics()
             for problem in result.problems[: recipe.logger.num_val_samples_to_print]:
                 log.info("%s -> %r (gold %s)", problem.id, problem.greedy.completions[0], problem.gold)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from nemo_grpo.evaluate.config import EvalConfig
 from nemo_grpo.support.errors import UserError, did_you_mean
 from nemo_grpo.support.files import sha256_of
 from nemo_grpo.tasks import PRESETS, TASKS, Problem, Prompt, Task, TaskConfig, encode_prompt
+from nemo_grpo.tasks.base import MultiTurnTask
 from nemo_grpo.tasks.jsonl import FileTaskConfig, read_problems
 from nemo_grpo.tasks.rows import PARQUET
 
@@ -61,6 +62,21 @@ class Benchmark:
         by_recipe = of_recipe if self.by_recipe else None
         return {"sha256": digest, "prompt": self.prompt_name, "recipe": by_recipe}
 
+    def response_key(self, conditions: Mapping[str, Any]) -> str:
+        """Hash all that decides the responses: model files, sampling, prompt, benchmark file.
+
+        A multi-turn task's parameters belong to it: its tool's answers are part of the response. Grading is
+        not: recorded responses are graded anew. A recipe's own problems have no file; each recorded line
+        identifies its problem.
+        """
+        multi_turn = isinstance(self.task, MultiTurnTask)
+        task = self.task.config.model_dump(mode="json") if multi_turn else None
+        prompt = self.prompt.model_dump(mode="json")
+        # the seed stands in each line, as the greedy responses serve all seeds
+        decides = {name: value for name, value in conditions.items() if name != "seed"}
+        everything = json.dumps([decides, prompt, self.digest, task], sort_keys=True)
+        return hashlib.sha256(everything.encode()).hexdigest()[:12]
+
     def as_prompted(self, tokenizer: Any) -> Task:
         """Return the task that reads responses to this prompt: some chat templates open the think block.
 
@@ -93,7 +109,7 @@ COLUMNS = "nemo_grpo.task.columns"
 
 def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
     """Load a data set by name, a JSONL or Parquet file, or ``recipe``: a recipe's held-out problems."""
-    path = None if item == RECIPE else _path_of(item, config.data_dir)
+    path = None if item == RECIPE else _path_of(item, Path(config.data_dir))
     base, prompt, prompt_name, by_recipe = _asked(path, config)
     if base.needs_images and not config.uses_vllm:
         raise UserError(

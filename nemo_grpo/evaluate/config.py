@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 import yaml
 
+from nemo_grpo.evaluate.passk import parse_ks
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.own import NemoGRPOSection
 from nemo_grpo.sampling.generate_vllm import VLLMGenerator, check_sampling, vllm_device
@@ -19,6 +20,7 @@ from nemo_grpo.sampling.requests import Sampler, SamplingParams, check_fits
 from nemo_grpo.support.errors import UserError, did_you_mean
 from nemo_grpo.support.files import sha256_of
 from nemo_grpo.support.hf_folder import end_tokens, load_config
+from nemo_grpo.support.sections import EvalOptions, parse_seeds
 
 PROTOCOLS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("protocols.yaml").read_text())
 """Papers' evaluations by name: fields of `EvalConfig` with the source of their values."""
@@ -28,25 +30,19 @@ PROTOCOLS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("
 class EvalConfig:
     """Settings from the command line, a recipe and a protocol. The defaults are ERPO's (A.3).
 
+    The fields of `EvalOptions` have their meaning; None stays where a set, a model or a recipe decides.
+
     Attributes:
-        benchmarks: prepared sets, JSONL files and ``recipe``, comma-separated; None: the recipe's problems.
-        data_dir: folder of prepared sets.  num_problems: at most; None: all, or the recipe's number.
-        task: task of files without a manifest; None: math.
-        prompt: a preset's name; None: the recipe's prompt, or the task's default.
         presets: benchmark or task -> preset, if neither a recipe nor ``prompt`` is given.
         section: a recipe's section ``nemo_grpo``, with its task and prompt.
-        protocol, source: a key of `PROTOCOLS`, and the source of its values.
-        k: samples per problem.  pass_at: more k for pass@k.  temperature: 0 is greedy.
-        max_tokens: longest response.  stop_token_ids: in addition to the model's own, `end_tokens`.
-        dtype: of the weights; auto: bfloat16 on a GPU, float32 on a CPU.
-        batch_size: responses sampled together; not for vllm.
-        tensor_parallel, cache_gib: GPUs and GiB of KV cache, for vllm.
+        source: of the values of ``protocol``, a key of `PROTOCOLS`.
+        stop_token_ids: in addition to the model's own, `end_tokens`.
         num_threads: on a CPU; None: torch's default.
     """
 
     model: Path
     benchmarks: str | None = None
-    data_dir: Path = Path("data")
+    data_dir: str = "data"
     num_problems: int | None = None
     task: str | None = None
     prompt: str | None = None
@@ -54,8 +50,8 @@ class EvalConfig:
     section: NemoGRPOSection | None = None
     protocol: str | None = None
     source: str = ""
-    k: int = 16
-    pass_at: tuple[int, ...] = ()
+    num_samples: int = 16
+    pass_at: str | None = None
     temperature: float = 1.0
     top_p: float = 0.95
     max_tokens: int = 2048
@@ -68,13 +64,20 @@ class EvalConfig:
     cache_gib: float | None = None
     num_threads: int | None = None
     seed: int = 0
+    seeds: str | None = None
 
     @classmethod
-    def of(cls, model: Path, recipe: Recipe | None, options: Mapping[str, Any]) -> Self:
-        """Merge options; each None becomes the protocol's value, else the recipe's, else the default."""
-        given = {name: value for name, value in options.items() if value is not None}
+    def of(cls, model: Path, options: EvalOptions, recipe: Recipe | None = None) -> Self:
+        """Merge options; each None becomes the protocol's value, else the recipe's, else the default.
+
+        Raises: UserError: an unknown protocol, or numbers that exclude each other.
+        """
+        given = options.given()
         values = _of_recipe(recipe) if recipe else {}
-        if name := given.get("protocol"):
+        if options.seed is not None and options.seeds is None:
+            values.pop("seeds", None)  # one seed in place of the recipe's several
+        name = given.get("protocol", values.get("protocol"))
+        if name is not None:
             if name not in PROTOCOLS:
                 raise UserError(f"--protocol {name} is unknown{did_you_mean(name, PROTOCOLS)}")
             values |= PROTOCOLS[name]
@@ -82,9 +85,22 @@ class EvalConfig:
         if "batch_size" not in values:
             values["batch_size"] = fitting_batch_size(model, values.get("max_tokens", cls.max_tokens))
         config = cls(model, **values)
-        if config.k < 1:
-            raise UserError(f"--k {config.k} must be at least 1")
+        parse_ks(config.pass_at, config.num_samples)
+        if "seed" in given and "seeds" in given:
+            raise UserError("--seed and --seeds exclude each other; name all seeds in --seeds")
+        config.all_seeds()
         return config
+
+    def all_seeds(self) -> list[int]:
+        """List the seeds of the samples: of ``seeds``, at least two, else ``seed``."""
+        if self.seeds is None:
+            return [self.seed]
+        numbers = list(dict.fromkeys(parse_seeds(self.seeds)))
+        if len(numbers) < 2:
+            raise UserError(f"--seeds {self.seeds}: a deviation needs two seeds or more; for one use --seed")
+        if self.temperature == 0:
+            raise UserError("--seeds: greedy responses are the same for every seed; set --temperature")
+        return numbers
 
     @property
     def uses_vllm(self) -> bool:
@@ -105,7 +121,7 @@ class EvalConfig:
     def problems_per_call(self) -> int:
         """Problems sampled per call: one batch, or more for vLLM, which fills its batches itself."""
         at_once = max(self.batch_size, 1024) if self.uses_vllm else self.batch_size
-        return max(1, at_once // self.k)
+        return max(1, at_once // self.num_samples)
 
     def resolved(self, tokenizer: Any) -> Self:
         """Replace ``auto`` by the generator, device and dtype in use, and add the model's stop tokens."""
@@ -133,7 +149,7 @@ class EvalConfig:
             "dtype": self.dtype,
             "device": torch.cuda.get_device_name() if on_gpu else f"cpu ({platform.machine()})",
             "sampling": asdict(self.sampling),
-            "num_samples": self.k,
+            "num_samples": self.num_samples,
             "seed": self.seed,
         }
 
@@ -172,11 +188,8 @@ def describe(conditions: Mapping[str, Any], seeds: Sequence[int] = ()) -> str:
 
 def _of_recipe(recipe: Recipe) -> dict[str, Any]:
     section, generation = recipe.nemo_grpo, recipe.policy.generation
-    return {
+    of_training = {
         "section": section,
-        "k": section.evaluation.num_samples,
-        "temperature": section.evaluation.temperature,
-        "top_p": section.evaluation.top_p,
         "max_tokens": generation.max_new_tokens,
         "stop_token_ids": tuple(generation.stop_token_ids or ()),
         "generator": section.engine.generator,
@@ -185,6 +198,11 @@ def _of_recipe(recipe: Recipe) -> dict[str, Any]:
         "batch_size": recipe.policy.generation_batch_size,
         "num_threads": section.engine.num_threads,
     }
+    evaluation = section.evaluation.given()
+    del evaluation[
+        "num_problems"
+    ]  # counts the task's own problems, which `load_benchmark` reads; not a file's
+    return of_training | evaluation
 
 
 CACHE_BYTES = 1 << 30

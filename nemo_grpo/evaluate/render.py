@@ -14,7 +14,7 @@ from nemo_grpo.evaluate.summary import BENCHMARKS, ERRORS, SEEDS, SPREAD, SUMMAR
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from nemo_grpo.evaluate.suite import SuiteResult
+    from nemo_grpo.evaluate.suite import Evaluation
 
 PICTURE = "scores.png"
 GROUP_WIDTH = 0.8
@@ -24,13 +24,12 @@ OWN = ("box_", "mask_")
 """Prefixes of a task's own metrics that the table shows."""
 
 
-def show(result: SuiteResult, summaries: Mapping[int, dict[str, Any]], model: Path, out: Path) -> None:
-    """Print and plot the results; for several seeds, also write their mean.
-
-    Args: result: of one seed.  summaries: by seed, from `SuiteResult.write`.
-    """
+def show(evaluation: Evaluation, model: Path) -> None:
+    """Print and plot the results; for several seeds, also write their mean."""
     from rich.console import Console
 
+    result = next(iter(evaluation.results.values()))
+    summaries, out = evaluation.summaries, evaluation.out
     summary, written, spread = next(iter(summaries.values())), SUMMARY, ERRORS
     described, spread_name = describe(result.conditions, [*summaries]), "standard error over problems"
     if len(summaries) > 1:

@@ -4,7 +4,7 @@ import json
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -18,19 +18,13 @@ from nemo_grpo.evaluate.passk import (
     pass_at_k,
     stderr_of_runs,
 )
-from nemo_grpo.evaluate.sampling import CachedSampler, Completion, ResponseCache, calls, eval_request
-from nemo_grpo.sampling.requests import Sampler, SamplingParams
+from nemo_grpo.evaluate.sampling import Completion, ResponseSource
 from nemo_grpo.support.distributed import from_first_rank
-from nemo_grpo.support.progress import TokenMeter
-from nemo_grpo.tasks import Problem, Prompt, Task
+from nemo_grpo.tasks import Problem, Task
 from nemo_grpo.tasks.grading import checked_score, extracted_answer
-from nemo_grpo.tasks.prompts import first_words
 from nemo_grpo.tasks.scoring import Scorer, validation_rewards
 
 log = logging.getLogger(__name__)
-
-PROBLEMS_PER_CALL = 64
-"""Problems sampled per call; the result does not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -181,54 +175,42 @@ def ks(num_samples: int, others: Sequence[int] = ()) -> list[int]:
     return sorted({*powers, num_samples, *others})
 
 
-def evaluate(
-    generator: Sampler,
-    tokenizer: Any,
-    task: Task,
-    prompt: Prompt,
-    problems: Sequence[Problem],
-    num_samples: int,
-    sampling: SamplingParams,
-    seed: int,
-    meter: TokenMeter | None = None,
-    cache: ResponseCache | None = None,
-    problems_per_call: int | None = None,
-    scorer: Scorer | None = None,
+def evaluate_problems(
+    source: ResponseSource, problems: Sequence[Problem], num_samples: int, scorer: Scorer | None = None
 ) -> EvalResult:
     """Answer each problem once greedily and ``num_samples`` times at random.
 
-    Args:    generator: with the weights to evaluate.  tokenizer: a Hugging Face tokenizer.
-             problems: at least one.
-             sampling: of the random answers; its length limit and stop tokens hold for the greedy one too.
-             meter: counts every token and response.
-             cache: recorded responses; those of each call are added when it ends.
-             problems_per_call: None: `PROBLEMS_PER_CALL`. A smaller number takes less memory.
+    Args:    problems: at least one.
              scorer: also computes the rewards of the samples; None: the task's score alone.
-    Returns: `EvalResult`; the same arguments give the same result, whatever is in the cache.
+    Returns: `EvalResult`; the same arguments give the same result, whatever is recorded.
     Raises:  UserError: a prompt and its response do not fit into the model's context.
     """
     assert problems
     assert num_samples >= 1
-    greedy = replace(sampling, greedy=True)
-    questions = [eval_request(tokenizer, prompt, problem, task.config.needs_images) for problem in problems]
-    ask = CachedSampler(generator, tokenizer, task, cache, meter, first_words(prompt, task.config))
+    task = source.task
+    requests = [source.request(problem) for problem in problems]
     results: dict[int, ProblemResult] = {}
     components: list[dict[str, float]] = []
-    for part, part_seed in calls(questions, problems_per_call or PROBLEMS_PER_CALL, seed):
-        asked = [questions[index] for index in part]
-        by_greedy = ask(asked, 1, greedy, part_seed)
-        if sampling.greedy:  # every sample equals that response
-            by_chance = [responses * num_samples for responses in by_greedy]
+    for indices, call_seed in source.calls(requests):
+        asked = [requests[index] for index in indices]
+        greedy = source.greedy(asked, call_seed)
+        if source.sampling.greedy:  # every sample equals that response
+            samples = [responses * num_samples for responses in greedy]
         else:
-            by_chance = ask(asked, num_samples, sampling, part_seed)
-        scores = _scores(scorer, task, [problems[index] for index in part], by_chance)
-        for index, first, samples, of_samples in zip(part, by_greedy, by_chance, scores, strict=True):
+            samples = source.samples(asked, num_samples, call_seed)
+        scores = _scores(scorer, task, [problems[index] for index in indices], samples)
+        for place, index in enumerate(indices):
             problem = problems[index]
-            text = tokenizer.decode(questions[index].tokens, skip_special_tokens=False)
-            (of_greedy,) = _scores(None, task, [problem], [first])
-            answers = _judge(task, first, of_greedy), _judge(task, samples, of_samples)
-            results[index] = ProblemResult(problem.id, text, problem.answer, *answers)
-            components += of_samples
+            text = source.tokenizer.decode(requests[index].tokens, skip_special_tokens=False)
+            (greedy_scores,) = _scores(None, task, [problem], [greedy[place]])
+            results[index] = ProblemResult(
+                problem.id,
+                text,
+                problem.answer,
+                _judge(task, greedy[place], greedy_scores),
+                _judge(task, samples[place], scores[place]),
+            )
+            components += scores[place]
     ordered = [results[index] for index in range(len(problems))]
     own: dict[str, Any] = {
         name: getattr(task, name) for name in ("same_answer", "undecided") if hasattr(task, name)

@@ -5,7 +5,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -16,9 +16,7 @@ from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.files import hold_lock
 from nemo_grpo.support.progress import TokenMeter
 from nemo_grpo.tasks import Problem, Prompt, Task, encode_prompt
-
-GREEDY = "greedy"
-"""Sample number of a greedy response."""
+from nemo_grpo.tasks.prompts import first_words
 
 
 class Completion(NamedTuple):
@@ -29,12 +27,29 @@ class Completion(NamedTuple):
     truncated: bool
 
 
-class ResponseLog:
-    """Responses in a JSONL file, a line each; new ones are appended and are on disk when `write` returns.
+class EvalRequest(NamedTuple):
+    """A problem's encoded prompt. ``id`` contains a digest of each image."""
 
-    A line's ``key`` hashes everything that the response depends on, so that a changed model, prompt or
-    setting finds no match and keeps the old lines. A last line that a kill truncated is dropped. The file is
-    locked: one process at a time.
+    id: str
+    tokens: list[int]
+    images: Images
+
+    @property
+    def prompt_hash(self) -> str:
+        """Hash the prompt's tokens."""
+        return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()[:32]
+
+
+Place = tuple[str, str, int | None, int]
+"""Identity of a recorded response: problem, hash of its prompt, seed (None: greedy), number of the sample."""
+
+
+class ResponseFile:
+    """Responses to one benchmark in a JSONL file, a line each.
+
+    The file's name hashes all that decides them, see `Benchmark.response_key`; what it holds is read, not
+    sampled again. New lines are appended and are on disk when `put` returns. A last line that a kill
+    truncated is dropped. The file is locked: one process at a time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +58,7 @@ class ResponseLog:
         self._file = path.open("a+b")
         try:
             hold_lock(self._file, f"{path} is being written by another evaluation; give each its own --out")
-            self._known = self._read()
+            self._recorded = self._read()
         except BaseException:
             self._file.close()
             raise
@@ -55,92 +70,49 @@ class ResponseLog:
         self._file.close()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._recorded)
 
-    def read(self, key: str, sample: int | str) -> Completion | None:
-        """Return the response of this key and number, if recorded."""
-        return self._known.get((key, sample))
+    def get(self, request: EvalRequest, count: int, seed: int | None) -> list[Completion] | None:
+        """Return the ``count`` responses to a problem; None unless all are recorded.
 
-    def write(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Append records with ``key``, ``sample`` and the fields of `Completion`, in one write."""
+        Args: seed: None: greedy.
+        """
+        places = [(request.id, request.prompt_hash, seed, number) for number in range(count)]
+        recorded = [self._recorded[place] for place in places if place in self._recorded]
+        return recorded if len(recorded) == count else None
+
+    def put(self, answered: Iterable[tuple[EvalRequest, Sequence[Completion]]], seed: int | None) -> None:
+        """Record problems with all their responses in order, in one write.  Args: seed: None: greedy."""
+        lines = []
+        for request, responses in answered:
+            for number, response in enumerate(responses):
+                if (request.id, request.prompt_hash, seed, number) not in self._recorded:
+                    place = {"id": request.id, "prompt": request.prompt_hash, "seed": seed, "sample": number}
+                    lines.append({**place, **response._asdict()})
         self._file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
         self._file.flush()
-        os.fsync(self._file.fileno())
-        self._known |= dict(map(_entry, lines))
+        os.fsync(self._file.fileno())  # a job that is killed now has lost nothing
+        self._recorded |= dict(map(_entry, lines))
 
-    def _read(self) -> dict[tuple[str, int | str], Completion]:
+    def _read(self) -> dict[Place, Completion]:
         self._file.seek(0)
         content = self._file.read()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
             self._file.truncate(len(whole))
-        known = {}
+        recorded = {}
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                key, sampled = _entry(json.loads(line))
+                place, response = _entry(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{self.path}:{number} is damaged ({error}); remove that line") from error
-            known[key] = sampled
-        return known
+            recorded[place] = response
+        return recorded
 
 
-def _entry(line: Mapping[str, Any]) -> tuple[tuple[str, int | str], Completion]:
-    return (line["key"], line["sample"]), Completion(line["text"], line["num_tokens"], line["truncated"])
-
-
-@dataclass(frozen=True)
-class ResponseCache:
-    """Recorded responses of one benchmark under one set of conditions.
-
-    Attributes: conditions: JSON values; all that a response depends on besides its prompt. A greedy response
-                does not depend on ``seed`` and serves all seeds.
-    """
-
-    log: ResponseLog
-    benchmark: str
-    conditions: Mapping[str, Any]
-
-    def get(
-        self, problem: str, prompt: Sequence[int], count: int, *, greedy: bool
-    ) -> list[Completion] | None:
-        """Return the ``count`` responses to a problem's prompt; None unless all of them are recorded."""
-        key = self._key(problem, prompt, greedy)
-        found = [self.log.read(key, GREEDY if greedy else number) for number in range(count)]
-        known = [response for response in found if response is not None]
-        return known if len(known) == count else None
-
-    def put(
-        self, answered: Iterable[tuple[str, Sequence[int], Sequence[Completion]]], *, greedy: bool
-    ) -> None:
-        """Record (problem, prompt, all responses in order) of one call."""
-        lines = []
-        for problem, prompt, responses in answered:
-            where = {"key": self._key(problem, prompt, greedy), "benchmark": self.benchmark, "id": problem}
-            for number, response in enumerate(responses):
-                sample = GREEDY if greedy else number
-                if self.log.read(where["key"], sample) is None:
-                    lines.append({**where, "sample": sample, **response._asdict()})
-        self.log.write(lines)
-
-    def _key(self, problem: str, prompt: Sequence[int], greedy: bool) -> str:
-        conditions = {name: v for name, v in self.conditions.items() if not (greedy and name == "seed")}
-        everything = [conditions, self.benchmark, problem, list(prompt)]
-        return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:32]
-
-
-class EvalRequest(NamedTuple):
-    """A problem's encoded prompt. ``id`` contains a digest of each image."""
-
-    id: str
-    tokens: list[int]
-    images: Images
-
-
-def eval_request(tokenizer: Any, prompt: Prompt, problem: Problem, has_images: bool) -> EvalRequest:
-    """Encode a problem with its prompt."""
-    tokens = encode_prompt(tokenizer, prompt, problem, with_images=has_images)
-    images: Images = tuple(problem.metadata["images"]) if has_images else ()
-    return EvalRequest(" ".join([problem.id, *map(image_digest, images)]), tokens, images)
+def _entry(line: Mapping[str, Any]) -> tuple[Place, Completion]:
+    place = (line["id"], line["prompt"], line["seed"], line["sample"])
+    return place, Completion(line["text"], line["num_tokens"], line["truncated"])
 
 
 def calls(questions: Sequence[EvalRequest], size: int, seed: int) -> Iterator[tuple[list[int], int]]:
@@ -161,45 +133,82 @@ def calls(questions: Sequence[EvalRequest], size: int, seed: int) -> Iterator[tu
 
 
 _ROUND = 1_000_003
+"""Distance of the seeds of two rounds: larger than any range of seeds that somebody averages over."""
+
+PROBLEMS_PER_CALL = 64
+"""Problems sampled per call; the result does not depend on it."""
 
 
 @dataclass(frozen=True)
-class CachedSampler:
-    """Responses to problems: from the cache, else sampled and recorded, one call at a time."""
+class ResponseSource:
+    """Responses to a task's problems: recorded ones, else sampled and recorded, one call at a time.
+
+    Attributes:
+        generator: with the weights to evaluate.  tokenizer: a Hugging Face tokenizer.
+        sampling: of the random responses; its length limit and stop tokens hold for greedy ones too.
+        meter: counts every token and response.
+        recorded: responses on disk; those of each call are added when it ends.
+        problems_per_call: a smaller number takes less memory.
+    """
 
     generator: Sampler
     tokenizer: Any
     task: Task
-    cache: ResponseCache | None = None
+    prompt: Prompt
+    sampling: SamplingParams
+    seed: int
     meter: TokenMeter | None = None
-    first_words: str = ""
+    recorded: ResponseFile | None = None
+    problems_per_call: int = PROBLEMS_PER_CALL
 
-    def __call__(
-        self, asked: Sequence[EvalRequest], count: int, sampling: SamplingParams, seed: int
+    def request(self, problem: Problem) -> EvalRequest:
+        """Encode a problem with its prompt."""
+        has_images = self.task.config.needs_images
+        tokens = encode_prompt(self.tokenizer, self.prompt, problem, with_images=has_images)
+        images: Images = tuple(problem.metadata["images"]) if has_images else ()
+        return EvalRequest(" ".join([problem.id, *map(image_digest, images)]), tokens, images)
+
+    def calls(self, requests: Sequence[EvalRequest]) -> Iterator[tuple[list[int], int]]:
+        """Yield the indices of each call's problems, and its seed, as `calls` splits them."""
+        return calls(requests, self.problems_per_call, self.seed)
+
+    def greedy(self, requests: Sequence[EvalRequest], call_seed: int) -> list[list[Completion]]:
+        """Return one greedy response to each request."""
+        return self._respond(requests, 1, replace(self.sampling, greedy=True), call_seed)
+
+    def samples(self, requests: Sequence[EvalRequest], count: int, call_seed: int) -> list[list[Completion]]:
+        """Return ``count`` random responses to each request."""
+        return self._respond(requests, count, self.sampling, call_seed)
+
+    def _respond(
+        self, requests: Sequence[EvalRequest], count: int, sampling: SamplingParams, call_seed: int
     ) -> list[list[Completion]]:
-        """Return ``count`` responses to each request.  Args: asked: all different in prompt or images."""
-        found = {
-            place: known
-            for place, one in enumerate(asked)
-            if self.cache and (known := self.cache.get(one.id, one.tokens, count, greedy=sampling.greedy))
-        }
+        """Return ``count`` responses to each request; the requests all differ in prompt or images."""
+        seed = None if sampling.greedy else self.seed
+        responses: dict[int, list[Completion]] = {}
+        if self.recorded is not None:
+            for index, request in enumerate(requests):
+                recorded = self.recorded.get(request, count, seed)
+                if recorded is not None:
+                    responses[index] = recorded
         if self.meter is not None:
-            self.meter.recalled(count * len(found))
-        missing = [place for place in range(len(asked)) if place not in found]
-        if missing:
-            fresh = self._sample([asked[place] for place in missing], count, sampling, seed)
-            found |= dict(zip(missing, fresh, strict=True))
-            if self.cache is not None:
-                answered = ((asked[place].id, asked[place].tokens, found[place]) for place in missing)
-                self.cache.put(answered, greedy=sampling.greedy)
-        return [found[place] for place in range(len(asked))]
+            self.meter.recalled(count * len(responses))
+        unrecorded = [index for index in range(len(requests)) if index not in responses]
+        if unrecorded:
+            fresh = self._sample([requests[index] for index in unrecorded], count, sampling, call_seed)
+            responses |= dict(zip(unrecorded, fresh, strict=True))
+            if self.recorded is not None:
+                self.recorded.put(((requests[index], responses[index]) for index in unrecorded), seed)
+        return [responses[index] for index in range(len(requests))]
 
     def _sample(
-        self, asked: Sequence[EvalRequest], count: int, sampling: SamplingParams, seed: int
+        self, requests: Sequence[EvalRequest], count: int, sampling: SamplingParams, call_seed: int
     ) -> list[list[Completion]]:
-        images = [one.images for one in asked] if any(one.images for one in asked) else ()
-        prompts = [one.tokens for one in asked]
-        request = Request(prompts, count, sampling, seed, images=images, meter=self.meter)
-        sampled = sample_responses(self.generator, self.tokenizer, self.task, request, self.first_words)
+        has_images = any(request.images for request in requests)
+        images = [request.images for request in requests] if has_images else ()
+        prompts = [request.tokens for request in requests]
+        batch = Request(prompts, count, sampling, call_seed, images=images, meter=self.meter)
+        opening = first_words(self.prompt, self.task.config)
+        sampled = sample_responses(self.generator, self.tokenizer, self.task, batch, opening)
         read = [Completion(r.text, int(r.token_mask.sum()), r.truncated) for r in sampled]
         return [read[start : start + count] for start in range(0, len(read), count)]

@@ -8,20 +8,23 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from nemo_grpo.evaluate.benchmarks import Benchmark
+from nemo_grpo.evaluate.benchmarks import Benchmark, load_benchmarks
 from nemo_grpo.evaluate.config import EvalConfig
-from nemo_grpo.evaluate.runner import EvalResult, ProblemResult, evaluate
-from nemo_grpo.evaluate.sampling import ResponseCache, ResponseLog
+from nemo_grpo.evaluate.folders import check_place, finite_logits, model_limits, result_name, tokenizer_of
+from nemo_grpo.evaluate.passk import parse_ks
+from nemo_grpo.evaluate.runner import EvalResult, ProblemResult, evaluate_problems
+from nemo_grpo.evaluate.sampling import ResponseFile, ResponseSource
 from nemo_grpo.evaluate.summary import BENCHMARKS, SUMMARY, check_summary, joined, read_summary
+from nemo_grpo.recipe import Recipe
 from nemo_grpo.sampling.images import ImageTokens
 from nemo_grpo.sampling.requests import Request, Rollout, Sampler
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.progress import TokenMeter, progress
+from nemo_grpo.support.sections import EvalOptions
 from nemo_grpo.tasks import encode_prompt
-from nemo_grpo.tasks.base import MultiTurnTask, make_ready
+from nemo_grpo.tasks.base import make_ready
 from nemo_grpo.tasks.prompts import check_vocabulary
 
-RESPONSES = "responses.jsonl"
 GROUPED_BY = ("num_people", "type", "task")
 """Metadata by which results are also grouped: puzzles by size (TR-GRPO Table 1), CV-Bench by 2D and 3D and by
 task (GPG Table 7), MATH by subject."""
@@ -79,68 +82,112 @@ class SuiteResult:
         return summary
 
 
-def run_suite(
-    generator: Sampler,
-    tokenizer: Any,
-    benchmarks: Sequence[Benchmark],
-    config: EvalConfig,
-    conditions: dict[str, Any],
-    log: ResponseLog,
-    meter: TokenMeter | None = None,
-) -> SuiteResult:
-    """Evaluate one benchmark after the other; responses in ``log`` are not sampled again.
+@dataclass(frozen=True)
+class Suite:
+    """Benchmarks to evaluate under one configuration.
 
-    Args: config: resolved.  conditions: the config's, with the seed to use.
+    Attributes: config: resolved.  conditions: the configuration's, which hash the model's files once.
+                out: folder of the recorded responses.
     """
-    results = {}
-    for benchmark in benchmarks:
-        decides = dict(conditions)
-        if isinstance(benchmark.task, MultiTurnTask):  # responses depend on its tool's parameters, too
-            decides["task"] = benchmark.task.config.model_dump(mode="json")
-        result = evaluate(
-            generator,
-            tokenizer,
-            benchmark.as_prompted(tokenizer),
-            benchmark.prompt,
-            benchmark.problems,
-            config.k,
-            config.sampling,
-            conditions["seed"],
-            meter,
-            ResponseCache(log, benchmark.name, decides),
-            config.problems_per_call,
-        )
-        results[benchmark.name] = replace(result, pass_at=config.pass_at)
-    protocol = {"name": config.protocol, "source": config.source} if config.protocol else None
-    return SuiteResult(conditions, {b.name: b for b in benchmarks}, results, protocol)
+
+    config: EvalConfig
+    conditions: dict[str, Any]
+    tokenizer: Any
+    benchmarks: Sequence[Benchmark]
+    out: Path
+
+    def responses(self, benchmark: Benchmark) -> Path:
+        """Return the file of a benchmark's responses."""
+        key = benchmark.response_key(self.conditions)
+        return self.out / f"responses-{benchmark.name}-{key}.jsonl"
+
+    def run(self, generator: Sampler, seed: int, meter: TokenMeter | None = None) -> SuiteResult:
+        """Evaluate one benchmark after the other; recorded responses are not sampled again."""
+        config = self.config
+        results = {}
+        for benchmark in self.benchmarks:
+            with ResponseFile(self.responses(benchmark)) as recorded:
+                source = ResponseSource(
+                    generator,
+                    self.tokenizer,
+                    benchmark.as_prompted(self.tokenizer),
+                    benchmark.prompt,
+                    config.sampling,
+                    seed,
+                    meter,
+                    recorded,
+                    config.problems_per_call,
+                )
+                result = evaluate_problems(source, benchmark.problems, config.num_samples)
+            pass_at = parse_ks(config.pass_at, config.num_samples)
+            results[benchmark.name] = replace(result, pass_at=pass_at)
+        protocol = {"name": config.protocol, "source": config.source} if config.protocol else None
+        conditions = {**self.conditions, "seed": seed}
+        return SuiteResult(conditions, {b.name: b for b in self.benchmarks}, results, protocol)
 
 
-def evaluate_seeds(
-    config: EvalConfig,
-    tokenizer: Any,
-    benchmarks: Sequence[Benchmark],
-    folders: Mapping[int, Path],
-    out: Path,
-    longest: int,
+@dataclass(frozen=True)
+class Evaluation:
+    """Results by seed, their summaries as written, and the folder of all files."""
+
+    results: dict[int, SuiteResult]
+    summaries: dict[int, dict[str, Any]]
+    out: Path
+
+
+def evaluate(
+    model: Path,
+    options: EvalOptions,
+    recipe: Recipe | None = None,
+    out: Path | None = None,
     *,
     overwrite: bool = False,
-) -> dict[int, SuiteResult]:
-    """Evaluate under every seed.
+) -> Evaluation:
+    """Evaluate a model folder on benchmarks, and write the results.
 
-    Args:    folders: seed -> folder of its results.  out: folder of all responses.
-             longest: tokens of the longest prompt.
-    Returns: results by seed, not written yet.
+    Args:    model: Hugging Face folder.  recipe: with the task, prompt and settings; options win.
+             out: folder of the results; None: ``eval-NAME`` in the recipe's folder of runs, or in ``runs``.
+             overwrite: replace results of other conditions in ``out``.
+    Raises:  UserError: settings, prompts or results that exclude each other; nothing is created then.
     """
+    tokenizer = tokenizer_of(model)
+    config = EvalConfig.of(model, options, recipe)
+    benchmarks = load_benchmarks(config)
+    limit, vocab_size = model_limits(model)
+    if config.protocol and options.max_tokens is None and limit is not None:  # room after the longest prompt
+        room = limit - longest_prompt(benchmarks, tokenizer, model, 0, None, vocab_size)
+        config = replace(config, max_tokens=max(1, min(config.max_tokens, room)))
+    runs_dir = recipe.nemo_grpo.runs_dir if recipe else "runs"
+    out = out or Path(runs_dir) / f"eval-{result_name(model)}"
+    check_place(out)
+    longest = longest_prompt(benchmarks, tokenizer, model, config.max_tokens, limit, vocab_size)
     config = config.resolved(tokenizer)
+    suite = Suite(config, config.conditions(), tokenizer, benchmarks, out)
+    folders = {config.seed: out}
+    if config.seeds is not None:
+        folders = {seed: out / f"seed-{seed}" for seed in config.all_seeds()}
+    with finite_logits(model):
+        results = _evaluate_seeds(suite, folders, longest, overwrite)
+    summaries = {seed: result.write(folders[seed], model) for seed, result in results.items()}
+    return Evaluation(results, summaries, out)
+
+
+def _evaluate_seeds(
+    suite: Suite, folders: Mapping[int, Path], longest: int, overwrite: bool
+) -> dict[int, SuiteResult]:
+    """Evaluate under every seed; results are not written yet.
+
+    Args: folders: seed -> folder of its results.  longest: tokens of the longest prompt.
+    """
+    config, benchmarks = suite.config, suite.benchmarks
     max_images = max(
         len(problem.metadata["images"]) if benchmark.task.config.needs_images else 0
         for benchmark in benchmarks
         for problem in benchmark.problems
     )
-    conditions = config.conditions()
     if not overwrite:
         for seed, folder in folders.items():
-            check_summary(folder, {**conditions, "seed": seed}, benchmarks)
+            check_summary(folder, {**suite.conditions, "seed": seed}, benchmarks)
 
     def build() -> Sampler:
         for benchmark in benchmarks:
@@ -148,18 +195,13 @@ def evaluate_seeds(
         return config.build_generator(longest, max_images)
 
     generator = LazyGenerator(build)
-    if not (out / RESPONSES).exists():
+    if not all(suite.responses(benchmark).exists() for benchmark in benchmarks):
         generator.load()  # a broken model is reported before anything is created
     num_problems = len(folders) * sum(len(benchmark.problems) for benchmark in benchmarks)
-    total = num_problems * (1 if config.sampling.greedy else 1 + config.k)
-    with ResponseLog(out / RESPONSES) as log, progress("responses", total, metered=True) as advance:
+    total = num_problems * (1 if config.sampling.greedy else 1 + config.num_samples)
+    with progress("responses", total, metered=True) as advance:
         meter = TokenMeter(advance, total, config.max_tokens)
-        return {
-            seed: run_suite(
-                generator, tokenizer, benchmarks, config, {**conditions, "seed": seed}, log, meter
-            )
-            for seed in folders
-        }
+        return {seed: suite.run(generator, seed, meter) for seed in folders}
 
 
 class LazyGenerator:

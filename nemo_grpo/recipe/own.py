@@ -4,10 +4,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, ValidationInfo, field_validator
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
 from nemo_grpo.support.errors import UserError, did_you_mean
 from nemo_grpo.support.extensions import is_reference
+from nemo_grpo.support.sections import EvalOptions, OwnSection
 from nemo_grpo.tasks import Prompt, TaskConfig, parse_task
 from nemo_grpo.tasks.rewards.own_reward import parameters_of
 
@@ -15,14 +16,6 @@ FOLDER_NAME = r"\w[\w.,=+@-]{0,199}"
 """Pattern of a run's name, which goes into paths and scripts."""
 MAX_REWARD = 1e6
 """Largest weight of a reward component."""
-
-
-class OwnSection(BaseModel):
-    """A part of the recipe that this package defines."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class NewModel(OwnSection):
@@ -70,11 +63,11 @@ class Engine(OwnSection):
     """Measure the tokens of the first and every n-th step (diagnostics.jsonl); 0: never."""
 
 
-class Evaluation(OwnSection):
+class Evaluation(EvalOptions):
     """Settings of `nemo-grpo eval`; grpo.val_* sets validation during training."""
 
     num_problems: int = Field(default=256, gt=0)
-    """Held-out problems, the same at every evaluation."""
+    """Held-out problems of the task, the same at every evaluation; of files, all are taken."""
     num_samples: int = Field(default=8, gt=0)
     """Samples per problem: avg@k and pass@k."""
     temperature: float = Field(default=1.0, ge=0)
@@ -114,7 +107,7 @@ class NemoGRPOSection(OwnSection):
     """Problems and verifier: a name and its parameters; null: NeMo-RL's own sections data and env."""
     prompt: Prompt = Field(default_factory=Prompt)
     """Prompt."""
-    rewards: dict[str, float] = {"accuracy": 1.0}
+    rewards: dict[str, float] = Field(default={"accuracy": 1.0})
     """Weight of each reward component that the task declares, or own function (my_rewards.py:length_bonus);
     the reward is their weighted sum."""
     max_failed_rewards: float = Field(default=0.1, ge=0, le=1)

@@ -162,6 +162,16 @@ class Panel:
             return any(run.diagnostics for group in groups for run in group.runs)
         return any(run.points(key) for group in groups for run in group.runs for key in self.keys)
 
+    def is_always_zero(self, groups: Sequence[RunGroup]) -> bool:
+        """True if there are values and all are 0, which a sentence says as well as a picture.
+
+        Held-out measures are drawn even then: a flat line at 0 is the result.
+        """
+        if self.of_diagnostics or self.draw is draw_validation or not self.is_filled(groups):
+            return False
+        curves = [run.points(key) for group in groups for run in group.runs for key in self.keys]
+        return not any(value for points in curves for value in points.values())
+
 
 def draw_panel(panel: Panel, groups: Sequence[RunGroup], path: Path) -> None:
     """Write one panel as a picture of its own."""

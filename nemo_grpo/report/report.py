@@ -38,6 +38,17 @@ DRAWN: dict[str, Draw] = {
     "bins": token_plots.draw_bins,
 }
 
+NEXT_STEPS = {
+    "Compare variants, three seeds each": "nemo-grpo compare RECIPE --variants grpo,dapo,gpg --seeds 3",
+    "Train on problems of your own: copy a recipe, and name their files in its nemo_grpo.task": (
+        "nemo-grpo recipe copy quickstart mine.yaml"
+    ),
+    "Train on a cluster: plan the memory and the time, then submit the job": (
+        "nemo-grpo plan RECIPE, nemo-grpo launch RECIPE"
+    ),
+}
+"""Sentence -> command, at a report's end."""
+
 PANELS = tuple(
     Panel(name, draw=DRAWN[entry.pop("draw", "training")], keys=tuple(entry.pop("keys", ())), **entry)
     for name, entry in yaml.safe_load(Path(__file__).with_name("panels.yaml").read_text()).items()
@@ -88,7 +99,7 @@ def write_group_report(
 def draw(groups: Sequence[RunGroup], folder: Path) -> None:
     """Draw every panel that has data, and all of them in ``overview.png``; remove outdated files."""
     folder.mkdir(parents=True, exist_ok=True)
-    filled = [panel for panel in panels_of(groups) if panel.is_filled(groups)]
+    filled = drawn_panels(groups)
     for panel in PANELS:
         for outdated in folder.glob(f"{panel.name}-*.png" if panel.each else f"{panel.name}.png"):
             outdated.unlink()
@@ -100,6 +111,11 @@ def draw(groups: Sequence[RunGroup], folder: Path) -> None:
 def panels_of(groups: Sequence[RunGroup]) -> list[Panel]:
     """List all panels in order, with one for each reward component and each of several validation sets."""
     return [panel for one in PANELS for panel in one.of_each(groups)]
+
+
+def drawn_panels(groups: Sequence[RunGroup]) -> list[Panel]:
+    """List the panels that show something: they have values, and not only zeros."""
+    return [p for p in panels_of(groups) if p.is_filled(groups) and not p.is_always_zero(groups)]
 
 
 def render(groups: Sequence[RunGroup], plots: Path, paired: Sequence[Paired], baseline: str) -> str:
@@ -123,7 +139,9 @@ def render(groups: Sequence[RunGroup], plots: Path, paired: Sequence[Paired], ba
         paired=paired,
         baseline=baseline,
         settings=_settings(groups),
-        panels=panels_of(groups),
+        panels=drawn_panels(groups),
+        zeros=[panel.title for panel in panels_of(groups) if panel.is_always_zero(groups)],
+        next_steps=NEXT_STEPS,
         pairs=pairs,
         summary=summary,
         tokens=token_plots,

@@ -9,7 +9,7 @@ import yaml
 from processes import output_of, python
 from taught_policy import SMALL, greedy, taught
 
-from nemo_grpo.evaluate import evaluate
+from nemo_grpo.evaluate import ResponseSource, evaluate_problems
 from nemo_grpo.sampling.generate_decoder import DecoderGenerator
 from nemo_grpo.support.hf_folder import load_tokenizer
 from nemo_grpo.tasks import Prompt, parse_task
@@ -54,7 +54,8 @@ def export(sums, tmp_path_factory):
 def expected(sums, problems, export):
     tokenizer, generator = load_tokenizer(export), DecoderGenerator(export)
     sampling = greedy(tokenizer, LIMIT)
-    metrics = evaluate(generator, tokenizer, sums, Prompt(), problems, 1, sampling, 0).metrics()
+    source = ResponseSource(generator, tokenizer, sums, Prompt(), sampling, seed=0)
+    metrics = evaluate_problems(source, problems, 1).metrics()
     assert (len(problems), metrics["format"]) == (NUM_PROBLEMS, 1)
     assert 0.1 < metrics["greedy"] < 1
     return metrics

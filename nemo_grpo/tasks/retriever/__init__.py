@@ -1,4 +1,4 @@
-"""Passages for queries: BM25 or dense vectors, in this process or behind HTTP.
+"""Passages for queries: BM25 in this process, or any retriever behind HTTP.
 
 Needs the extra ``search``; its libraries are imported where they are used, so that tasks load without it.
 """

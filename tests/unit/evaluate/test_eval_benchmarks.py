@@ -3,11 +3,14 @@
 import json
 
 import pytest
+from pydantic import ValidationError
 from test_eval_command import run
 
 from nemo_grpo.data.manifest import write_manifest
+from nemo_grpo.evaluate import EvalOptions, evaluate
 from nemo_grpo.evaluate.benchmarks import load_benchmarks
 from nemo_grpo.evaluate.config import EvalConfig
+from nemo_grpo.recipe import load_recipe, load_recipe_dict
 from nemo_grpo.sampling.local_generator import LocalGenerator
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.files import sha256_of
@@ -104,13 +107,71 @@ def test_results_are_not_replaced_by_a_benchmark_with_another_prompt(model, data
     one(model, data, tmp_path, "aime24", "--num-problems", 1, "--overwrite")
 
 
+def responses(out):
+    """Lines of each file of responses by its name."""
+    paths = sorted(out.glob("responses-*.jsonl"))
+    return {path.name: path.read_text().splitlines(keepends=True) for path in paths}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": "another model's files"},
+        {"sampling": {"temperature": 0.5}},
+        {"num_samples": 4},
+        {"prompt": "tr_grpo_math"},
+        {"file": [("1+1?", "2"), ("2+3?", "5")]},
+    ],
+)
+def test_responses_are_filed_under_all_that_produced_them(model, tmp_path, changed):
+    """Seeds share a file: a greedy response has none."""
+
+    def key(prompt="gpg_7b", file=(("1+1?", "2"), ("2+2?", "4")), **conditions):
+        write(tmp_path / "mine.jsonl", file)
+        chosen = EvalOptions(benchmarks=str(tmp_path / "mine.jsonl"), prompt=prompt)
+        (benchmark,) = load_benchmarks(EvalConfig.of(model, chosen))
+        fixed = {"model": "files", "sampling": {"temperature": 1.0}, "num_samples": 3, "seed": 0}
+        return benchmark.response_key(fixed | conditions)
+
+    assert key(seed=5) == key()
+    assert key(**changed) != key()
+
+
+def test_a_recipe_sets_any_option_and_the_command_overrides_it(model, data):
+    given = ["nemo_grpo.evaluation.max_tokens=9", "nemo_grpo.evaluation.benchmarks=aime24",
+             "nemo_grpo.evaluation.protocol=erpo", "nemo_grpo.evaluation.seeds=0,7"]  # fmt: skip
+    recipe = load_recipe("recipes/quickstart.yaml", given)
+    assert load_recipe_dict(recipe.to_dict()).nemo_grpo.evaluation == recipe.nemo_grpo.evaluation
+    config = EvalConfig.of(model, EvalOptions(data_dir=str(data)), recipe)
+    assert (config.benchmarks, config.protocol, config.num_samples) == ("aime24", "erpo", 16)
+    assert (config.max_tokens, config.num_problems, config.all_seeds()) == (2048, None, [0, 7])
+    config = EvalConfig.of(model, EvalOptions(max_tokens=5, seed=3, protocol="greedy"), recipe)
+    assert (config.max_tokens, config.num_samples, config.all_seeds()) == (5, 1, [3])
+    without = EvalConfig.of(model, EvalOptions(), load_recipe("recipes/quickstart.yaml"))
+    assert without.max_tokens == recipe.policy.generation.max_new_tokens
+
+
+def test_python_evaluates_as_the_command_does(unbroken, model, data, tmp_path):
+    chosen = EvalOptions(benchmarks=f"aime24,{data / 'mine.jsonl'}", data_dir=str(data), num_samples=3,
+                         max_tokens=6, device="cpu", batch_size=4)  # fmt: skip
+    evaluation = evaluate(model, chosen, out=tmp_path)
+    assert results(tmp_path) == results(unbroken[0])
+    assert json.loads(json.dumps(evaluation.summaries[0])) == results(tmp_path)[0]
+    with pytest.raises(ValidationError, match="num_sample"):
+        EvalOptions(num_sample=3)
+
+
 def test_any_responses_that_are_missing_are_sampled_as_before(unbroken, model, data, tmp_path):
-    lines = (unbroken[0] / "responses.jsonl").read_text().splitlines(keepends=True)
-    kept = [line for number, line in enumerate(lines) if number % 3]
-    (tmp_path / "responses.jsonl").write_text("".join(kept))
+    whole = responses(unbroken[0])
+    assert [name.split("-")[1] for name in whole] == ["aime24", "mine"]
+    for name, lines in whole.items():
+        partial = [line for number, line in enumerate(lines) if number % 3]
+        (tmp_path / name).write_text("".join(partial))
     run(*options(model, data, tmp_path), "--batch-size", 64)  # on which nothing depends
     assert results(tmp_path) == results(unbroken[0])
-    assert sorted((tmp_path / "responses.jsonl").read_text().splitlines(keepends=True)) == sorted(lines)
+    assert {name: sorted(lines) for name, lines in responses(tmp_path).items()} == {
+        name: sorted(lines) for name, lines in whole.items()
+    }
 
 
 def test_other_conditions_are_refused_then_kept_apart(unbroken, model, data, tmp_path):
@@ -118,11 +179,13 @@ def test_other_conditions_are_refused_then_kept_apart(unbroken, model, data, tmp
     run(*short)
     with pytest.raises(UserError, match=r"other conditions \(seed\); choose another --out, or --overwrite"):
         run(*short, "--seed", 1)
-    before = (tmp_path / "responses.jsonl").read_text()
+    before = responses(tmp_path)
     run(*short, "--seed", 1, "--overwrite")
     assert results(tmp_path)[0]["conditions"]["seed"] == 1
     assert results(tmp_path)[1][1].splitlines()[0] != results(unbroken[0])[1][1].splitlines()[0]
-    assert (tmp_path / "responses.jsonl").read_text().startswith(before)
+    for name, lines in responses(tmp_path).items():
+        assert lines[: len(before[name])] == before[name]
+        assert len(lines) > len(before[name])
 
 
 def test_a_recipe_gives_prompt_and_settings(model, data, tmp_path):
@@ -162,9 +225,15 @@ def test_a_recipe_with_nemo_rls_data_gives_settings_alone(model, data, tmp_path)
     ],
 )
 def test_a_protocol_has_its_sources_values(name, k, temperature, top_p, max_tokens, prompt, data):
-    options = {"protocol": name, "benchmarks": "aime24", "data_dir": data, "num_problems": 1, "batch_size": 1}
-    config = EvalConfig.of(data, None, options)
-    assert (config.k, config.temperature) == (k, temperature)
+    options = {
+        "protocol": name,
+        "benchmarks": "aime24",
+        "data_dir": str(data),
+        "num_problems": 1,
+        "batch_size": 1,
+    }
+    config = EvalConfig.of(data, EvalOptions(**options))
+    assert (config.num_samples, config.temperature) == (k, temperature)
     assert (config.top_p, config.max_tokens) == (top_p, max_tokens)
     assert load_benchmarks(config)[0].prompt_name == prompt
 
@@ -183,7 +252,7 @@ def test_a_set_with_images_is_asked_as_gpgs_release_asks_it(name, task, answer, 
     line = {"id": "a", "question": "q", "answer": answer, "metadata": {"images": ["x.png"]}}
     (tmp_path / f"{name}.jsonl").write_text(json.dumps(line))
     options = {"protocol": "gpg_vision", "task": task, "generator": "vllm", "batch_size": 1}
-    config = EvalConfig.of(tmp_path, None, {**options, "benchmarks": str(tmp_path / f"{name}.jsonl")})
+    config = EvalConfig.of(tmp_path, EvalOptions(**options, benchmarks=str(tmp_path / f"{name}.jsonl")))
     assert load_benchmarks(config)[0].prompt_name == prompt
 
 
@@ -216,8 +285,8 @@ def test_a_protocol_is_recorded_cut_to_the_models_length_and_gives_way_to_option
         (["--benchmarks", "aime24", "--task", "knights_knaves"], "reads no files"),
         (["--benchmarks", "aime24", "--task", "vision_math"], "add --generator vllm"),
         (["--benchmarks", "recipe"], "held-out problems of a recipe's nemo_grpo.task; add --recipe"),
-        (["--benchmarks", "aime24", "--k", "0"], "--k 0 must be at least 1"),
-        (["--benchmarks", "aime24", "--top-p", "1.5"], "top_p"),
+        (["--benchmarks", "aime24", "--k", "0"], "--k 0 must be greater than 0"),
+        (["--benchmarks", "aime24", "--top-p", "1.5"], "--top-p 1.5 must be less than or equal to 1"),
         (["--benchmarks", "aime24", "--max-tokens", "250"], "max_position_embeddings=256"),
         (["--benchmarks", "aime24", "--generator", "vllm"], r"pip install 'nemo-grpo\[vllm\]', or use hf"),
     ],

@@ -72,6 +72,12 @@ def test_one_problem_has_no_error_over_problems(model, tmp_path):
     run("--model", model, *RECIPE, "--out", tmp_path / "seeds", *few, "--seeds", "2", *TASK)
 
 
+def recorded(out):
+    """The samples of the recipe's problems, and the one file of their responses."""
+    (responses,) = out.glob("responses-recipe-*.jsonl")
+    return [out / "samples-recipe.jsonl", responses]
+
+
 def test_more_problems_are_added_to_results_and_other_ones_are_refused(model, tmp_path):
     file, out = tmp_path / "mine.jsonl", tmp_path / "o"
 
@@ -83,9 +89,9 @@ def test_more_problems_are_added_to_results_and_other_ones_are_refused(model, tm
             "--num-problems", num_problems, *more)  # fmt: skip
 
     evaluate(2, "1", "2")
-    before = [(out / name).read_text() for name in ("samples-recipe.jsonl", "responses.jsonl")]
+    before = [path.read_text() for path in recorded(out)]
     evaluate(3, "1", "2", "3")
-    after = [(out / name).read_text() for name in ("samples-recipe.jsonl", "responses.jsonl")]
+    after = [path.read_text() for path in recorded(out)]
     assert all(new.startswith(old) and new > old for new, old in zip(after, before, strict=True))
     with pytest.raises(UserError, match=r"results of recipe with another sha256; .*--overwrite"):
         evaluate(3, "1", "5", "3")
@@ -201,7 +207,7 @@ def test_wrong_settings_are_user_errors(model, tmp_path, arguments, message):
 
 def test_unwritable_output_is_refused_before_the_work(model, tmp_path, monkeypatch):
     no_access = SimpleNamespace(access=lambda path, mode: False, W_OK=os.W_OK, X_OK=os.X_OK)
-    monkeypatch.setattr("nemo_grpo.cli.eval.os", no_access)
+    monkeypatch.setattr("nemo_grpo.evaluate.folders.os", no_access)
     with pytest.raises(UserError, match="cannot be written"):
         run("--model", model, *RECIPE, "--out", tmp_path / "a" / "b", "--num-problems", 1, *TASK)
     monkeypatch.undo()
@@ -242,8 +248,10 @@ def test_pass_at_any_k_and_the_mean_over_seeds(model, tmp_path):
     assert [s["conditions"]["seed"] for s in single] == [0, 7]
     names = [name for name in joined["benchmarks"]["recipe"]["metrics"] if name.startswith("pass@")]
     assert names == [f"pass@{k}" for k in (1, 2, 3, 4, 5)]
-    lines = [json.loads(line) for line in (tmp_path / "o" / "responses.jsonl").read_text().splitlines()]
-    assert sum(line["sample"] == "greedy" for line in lines) == 2  # of two benchmarks, for both seeds
+    files = sorted((tmp_path / "o").glob("responses-*.jsonl"))
+    assert [path.name.split("-")[1] for path in files] == ["mine", "recipe"]
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    assert sum(line["seed"] is None for line in lines) == 2  # greedy, of two benchmarks, for both seeds
     assert len(lines) == 2 + 2 * 2 * 5
     run(*what, *few[:-1], tmp_path / "alone", "--seed", 0, "--pass-at", "3")
     alone = json.loads((tmp_path / "alone" / "summary.json").read_text())

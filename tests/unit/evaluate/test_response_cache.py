@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from nemo_grpo.evaluate.config import fingerprint
-from nemo_grpo.evaluate.sampling import Completion, ResponseCache, ResponseLog
+from nemo_grpo.evaluate.sampling import Completion, EvalRequest, ResponseFile
 from nemo_grpo.support import files
 from nemo_grpo.support.errors import UserError
 
@@ -20,36 +20,33 @@ def path(tmp_path):
     return tmp_path / "out" / "responses.jsonl"
 
 
+def request(id="p", tokens=(1,)):
+    return EvalRequest(id, list(tokens), ())
+
+
 def test_responses_come_back_from_the_file(path):
-    with ResponseLog(path) as log:
-        cache = ResponseCache(log, "set", {"seed": 1})
-        assert cache.get("p", [1, 2], 2, greedy=False) is None
-        cache.put([("p", [1, 2], [ONE, TWO])], greedy=False)
-        cache.put([("p", [1, 2], [TWO])], greedy=True)
-    with ResponseLog(path) as log:
-        cache = ResponseCache(log, "set", {"seed": 1})
-        assert cache.get("p", [1, 2], 2, greedy=False) == [ONE, TWO]
-        assert cache.get("p", [1, 2], 1, greedy=False) == [ONE]
-        assert cache.get("p", [1, 2], 1, greedy=True) == [TWO]
-        assert len(log) == 3
-    assert json.loads(path.read_text().splitlines()[2])["sample"] == "greedy"
+    asked = request("p", [1, 2])
+    with ResponseFile(path) as file:
+        assert file.get(asked, 2, 1) is None
+        file.put([(asked, [ONE, TWO])], 1)
+        file.put([(asked, [TWO])], None)
+    with ResponseFile(path) as file:
+        assert file.get(asked, 2, 1) == [ONE, TWO]
+        assert file.get(asked, 1, 1) == [ONE]
+        assert file.get(asked, 1, None) == [TWO]
+        assert len(file) == 3
+    assert json.loads(path.read_text().splitlines()[2])["seed"] is None
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "conditions", "problem", "prompt", "count"),
-    [
-        ("other", {"seed": 1}, "p", [1], 1),
-        ("set", {"seed": 2}, "p", [1], 1),
-        ("set", {"seed": 1}, "q", [1], 1),
-        ("set", {"seed": 1}, "p", [1, 2], 1),
-        ("set", {"seed": 1}, "p", [1], 2),
-    ],
+    ("id", "tokens", "seed", "count"),
+    [("q", [1], 1, 1), ("p", [1, 2], 1, 1), ("p", [1], 2, 1), ("p", [1], None, 1), ("p", [1], 1, 2)],
 )
-def test_nothing_is_mixed_with_other_conditions(path, benchmark, conditions, problem, prompt, count):
-    with ResponseLog(path) as log:
-        ResponseCache(log, "set", {"seed": 1}).put([("p", [1], [ONE])], greedy=False)
-        assert ResponseCache(log, benchmark, conditions).get(problem, prompt, count, greedy=False) is None
-        assert ResponseCache(log, "set", {"seed": 1}).get("p", [1], 1, greedy=False) == [ONE]
+def test_other_problems_prompts_and_seeds_find_nothing(path, id, tokens, seed, count):
+    with ResponseFile(path) as file:
+        file.put([(request(), [ONE])], 1)
+        assert file.get(request(id, tokens), count, seed) is None
+        assert file.get(request(), 1, 1) == [ONE]
 
 
 def test_a_disk_without_locks_is_used_with_a_warning(path, monkeypatch, caplog):
@@ -57,36 +54,35 @@ def test_a_disk_without_locks_is_used_with_a_warning(path, monkeypatch, caplog):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(files.fcntl, "flock", flock)
-    with ResponseLog(path) as log:
-        ResponseCache(log, "set", {}).put([("p", [1], [ONE])], greedy=False)
+    with ResponseFile(path) as file:
+        file.put([(request(), [ONE])], None)
     assert f"No locks available), so do not start it twice; else: {path} is being written" in caplog.text
 
 
 def test_a_last_line_that_was_cut_off_is_dropped(path):
-    with ResponseLog(path) as log:
-        ResponseCache(log, "set", {}).put([("p", [1], [ONE, TWO])], greedy=False)
+    with ResponseFile(path) as file:
+        file.put([(request(), [ONE, TWO])], 0)
     whole = path.read_bytes()
     path.write_bytes(whole[:-7])
-    with ResponseLog(path) as log:
-        cache = ResponseCache(log, "set", {})
-        assert len(log) == 1
-        assert cache.get("p", [1], 1, greedy=False) == [ONE]
-        cache.put([("p", [1], [ONE, TWO])], greedy=False)
+    with ResponseFile(path) as file:
+        assert len(file) == 1
+        assert file.get(request(), 1, 0) == [ONE]
+        file.put([(request(), [ONE, TWO])], 0)
     assert path.read_bytes() == whole
 
 
 def test_a_line_that_is_damaged_in_the_middle_is_named(path):
-    with ResponseLog(path) as log:
-        ResponseCache(log, "set", {}).put([("p", [1], [ONE, TWO])], greedy=False)
+    with ResponseFile(path) as file:
+        file.put([(request(), [ONE, TWO])], 0)
     first, second = path.read_text().splitlines()
     path.write_text(f"{first[:-3]}\n{second}\n")
     with pytest.raises(UserError, match=r"responses\.jsonl:1 is damaged"):
-        ResponseLog(path)
+        ResponseFile(path)
 
 
 def _is_refused(path, answers):
     try:
-        ResponseLog(path)
+        ResponseFile(path)
     except UserError as error:
         answers.put(str(error))
 
@@ -94,7 +90,7 @@ def _is_refused(path, answers):
 def test_two_evaluations_do_not_write_one_file(path):
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
-    with ResponseLog(path):
+    with ResponseFile(path):
         other = context.Process(target=_is_refused, args=(path, answers))
         other.start()
         assert "another evaluation" in answers.get()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from processes import ROOT
 
-from nemo_grpo.evaluate import evaluate
-from nemo_grpo.evaluate.sampling import ResponseCache, ResponseLog
+from nemo_grpo.evaluate import ResponseSource, evaluate_problems
+from nemo_grpo.evaluate.sampling import ResponseFile
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.rules import validation_metrics
 from nemo_grpo.sampling.images import image_digest
@@ -90,10 +90,10 @@ SCRIPT = {
 SAMPLING = SamplingParams(100, temperature=0.7, top_p=0.9, stop_token_ids=(END,))
 
 
-def run(task, generator=None, meter=None, cache=None, sampling=SAMPLING, **more):
+def run(task, generator=None, sampling=SAMPLING, scorer=None, **source):
     generator = generator or ScriptedGenerator(SCRIPT)
-    asked = (task, Prompt(), PROBLEMS, 4, sampling, 7)
-    return evaluate(generator, CharacterTokenizer(), *asked, meter, cache, **more)
+    asked = ResponseSource(generator, CharacterTokenizer(), task, Prompt(), sampling, 7, **source)
+    return evaluate_problems(asked, PROBLEMS, 4, scorer)
 
 
 def test_metrics_by_hand(task):
@@ -147,13 +147,17 @@ def test_own_rewards_are_means_over_the_samples_and_weighted(task, tmp_path, mon
 def test_a_response_prefix_begins_the_texts_that_are_graded_and_shown(task, tmp_path):
     begun = RIGHT[:10]
     script = {f"[Q0?]{begun}": (RIGHT[10:], [RIGHT[10:], BARE])}
-    arguments = (CharacterTokenizer(), task, Prompt(response_prefix=begun), PROBLEMS[:1], 2, SAMPLING, 7)
-    with ResponseLog(tmp_path / "log.jsonl") as log:
-        result = evaluate(ScriptedGenerator(script), *arguments, cache=ResponseCache(log, "b", {}))
+    fixed = (CharacterTokenizer(), task, Prompt(response_prefix=begun), SAMPLING, 7)
+
+    def answer(generator):
+        with ResponseFile(tmp_path / "log.jsonl") as file:
+            source = ResponseSource(generator, *fixed, recorded=file)
+            return evaluate_problems(source, PROBLEMS[:1], 2)
+
+    result = answer(ScriptedGenerator(script))
     assert result.problems[0].samples.completions == [RIGHT, begun + BARE]
     assert result.problems[0].greedy.scores == [1.0]
-    with ResponseLog(tmp_path / "log.jsonl") as log:  # nothing is sampled again
-        assert evaluate(ScriptedGenerator({}), *arguments, cache=ResponseCache(log, "b", {})) == result
+    assert answer(ScriptedGenerator({})) == result  # nothing is sampled again
 
 
 def test_greedy_is_one_response_with_the_same_limits(task):
@@ -167,8 +171,8 @@ def test_greedy_is_one_response_with_the_same_limits(task):
 
 def test_samples_at_temperature_0_are_the_greedy_response_again(task, tmp_path):
     generator, greedy = ScriptedGenerator(SCRIPT), replace(SAMPLING, greedy=True)
-    with ResponseLog(tmp_path / "responses.jsonl") as log:
-        result = run(task, generator, cache=ResponseCache(log, "b", {}), sampling=greedy)
+    with ResponseFile(tmp_path / "responses.jsonl") as file:
+        result = run(task, generator, recorded=file, sampling=greedy)
     assert [len(problem.samples.scores) for problem in result.problems] == [4, 4, 4]
     # one problem of three is solved, by all of its samples or by none
     metrics = result.metrics()
@@ -182,14 +186,14 @@ def test_a_killed_run_keeps_each_call_that_has_ended_and_samples_the_others(task
     """Three problems, one a call: greedily, then four samples."""
     expected, told = run(task), []
     killed = ScriptedGenerator(SCRIPT, life)
-    with ResponseLog(tmp_path / "log.jsonl") as log, pytest.raises(Killed):
-        run(task, killed, cache=ResponseCache(log, "b", {}), problems_per_call=1)
+    with ResponseFile(tmp_path / "log.jsonl") as file, pytest.raises(Killed):
+        run(task, killed, recorded=file, problems_per_call=1)
     kept = 5 * (life // 2) + life % 2
     assert (tmp_path / "log.jsonl").read_bytes().count(b"\n") == kept
     meter = TokenMeter(lambda note, amount: told.append(amount), 3 * (1 + 4), 100)
     generator = ScriptedGenerator(SCRIPT)
-    with ResponseLog(tmp_path / "log.jsonl") as log:
-        assert run(task, generator, meter, ResponseCache(log, "b", {}), problems_per_call=1) == expected
+    with ResponseFile(tmp_path / "log.jsonl") as file:
+        assert run(task, generator, meter=meter, recorded=file, problems_per_call=1) == expected
     assert len(generator.calls) == 6 - life
     assert (tmp_path / "log.jsonl").read_bytes().count(b"\n") == 15  # none twice
     assert (meter.num_ended, sum(told)) == (15 - kept, 15)
@@ -217,9 +221,9 @@ def test_problems_with_the_same_words_and_other_images_are_asked_together(tmp_pa
     script.generate = lambda request: (requests.append(request), generate(request))[1]
 
     def ask():
-        with ResponseLog(tmp_path / "log.jsonl") as log:
-            asked = (SeeingTokenizer(), task, Prompt(), problems, 2, SAMPLING, 7)
-            return evaluate(script, *asked, cache=ResponseCache(log, "b", {}))
+        with ResponseFile(tmp_path / "log.jsonl") as file:
+            fixed = (SeeingTokenizer(), task, Prompt(), SAMPLING, 7)
+            return evaluate_problems(ResponseSource(script, *fixed, recorded=file), problems, 2)
 
     assert ask().metrics()["accuracy"] == 0.5
     assert [request.images for request in requests] == [[(str(tmp_path / "a"),), (str(tmp_path / "b"),)]] * 2
@@ -237,7 +241,8 @@ def test_a_tasks_own_metrics_stand_beside_the_others(tmp_path):
     half = "<answer>(0,0),(2,4)</answer>"
     script = ScriptedGenerator({"#[Q?]": (half, [half, NONE])})
     asked = [replace(problem, answer="(0,0),(4,4)")]
-    metrics = evaluate(script, SeeingTokenizer(), task, Prompt(), asked, 2, SAMPLING, 7).metrics()
+    source = ResponseSource(script, SeeingTokenizer(), task, Prompt(), SAMPLING, 7)
+    metrics = evaluate_problems(source, asked, 2).metrics()
     assert (metrics["box_miou"], metrics["box_ciou"]) == (0.25, 8 / 32)
 
 

@@ -12,15 +12,20 @@ from test_runner import PROBLEMS, SAMPLING, SCRIPT, CharacterTokenizer, Scripted
 from nemo_grpo.evaluate.benchmarks import Benchmark
 from nemo_grpo.evaluate.config import EvalConfig
 from nemo_grpo.evaluate.render import groups, plot, table
-from nemo_grpo.evaluate.sampling import ResponseLog
-from nemo_grpo.evaluate.suite import longest_prompt, run_suite
+from nemo_grpo.evaluate.suite import Suite, longest_prompt
 from nemo_grpo.evaluate.summary import over_seeds
 from nemo_grpo.support import pictures
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Prompt, parse_task
 
 CONFIG = EvalConfig(
-    Path("model"), k=4, temperature=0.7, top_p=0.9, max_tokens=100, stop_token_ids=(0,), batch_size=8
+    Path("model"),
+    num_samples=4,
+    temperature=0.7,
+    top_p=0.9,
+    max_tokens=100,
+    stop_token_ids=(0,),
+    batch_size=8,
 )
 CONDITIONS = {
     **{"model": "f", "generator": "hf", "dtype": "float32", "device": "cpu"},
@@ -40,8 +45,8 @@ def evaluated(tmp_path):
     def results(**sets):
         chosen = [benchmark(name, problems) for name, problems in sets.items()]
         generator, tokenizer = ScriptedGenerator(SCRIPT), CharacterTokenizer()
-        with ResponseLog(tmp_path / "responses.jsonl") as log:
-            return run_suite(generator, tokenizer, chosen, CONFIG, CONDITIONS, log)
+        suite = Suite(CONFIG, CONDITIONS, tokenizer, chosen, tmp_path)
+        return suite.run(generator, CONDITIONS["seed"])
 
     return results
 

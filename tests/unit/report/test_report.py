@@ -144,6 +144,32 @@ def test_report_is_one_file_with_each_picture_inside_once(make_run):
     assert "&lt;grpo&gt;" in page
 
 
+def test_a_panel_that_is_always_zero_is_named_in_place_of_its_picture(make_run, tmp_path):
+    """Not where one step of one run differs, nor for a held-out accuracy, whose 0 is the result."""
+    zeros = {"ratio/clip_fraction": 0.0, "rollout/all_wrong": 0.0, "reward/mean": 0.0, **accuracy(0.0)[0]}
+    rows = [{"step": step, **zeros, "grad_norm": 1.0} for step in range(3)]
+    run = make_run("a", rows)
+    other = make_run("b", [*rows[:2], rows[2] | {"reward/mean": 0.5}], lr=1.0)
+    page = write_report([run, other], tmp_path / "report.html").read_text()
+    assert "0 at every step, so not drawn: Clipped tokens, Problems too hard." in page
+    pictures = {path.name for path in (tmp_path / "plots").iterdir()}
+    assert {"reward.png", "grad_norm.png", "learning_curve.png"} <= pictures
+    assert not {"clip_fraction.png", "all_wrong.png"} & pictures
+    write_report([make_run("c", [rows[0] | {"ratio/clip_fraction": 0.1, "rollout/all_wrong": 0.1}]), other],
+                 tmp_path / "report.html")  # fmt: skip
+    assert (tmp_path / "plots/clip_fraction.png").exists()
+
+
+def test_a_report_ends_with_commands_that_start_what_comes_next(make_run, tmp_path):
+    page = write_report([make_run("a", accuracy(0.5))], tmp_path / "report.html").read_text()
+    commands = re.findall(r"<code>(.*?)</code>", page.partition("<h2>Next</h2>")[2])
+    words = [command.split() for text in commands for command in text.split(", ")]
+    assert [word[1] for word in words] == ["compare", "recipe", "plan", "launch"]
+    assert page.rstrip().endswith("</ul>\n</body></html>")
+    for name in ("compare", "plan", "launch"):
+        assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
+
+
 def test_one_run_is_named_and_only_its_columns_are_explained(make_run, tmp_path):
     first, second = make_run("a", accuracy(0.1, 0.2)), make_run("b", accuracy(0.1, 0.3), seed=1)
     alone = write_report([first], tmp_path / "alone.html").read_text()

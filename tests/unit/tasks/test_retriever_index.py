@@ -1,17 +1,15 @@
-"""Corpora and indices: BM25's numbers by hand, FAISS with vectors by hand, caches that are never stale."""
+"""Corpora and indices: BM25's numbers by hand, caches that are never stale."""
 
 import json
 import math
 import os
 
-import numpy as np
 import pytest
 
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.retriever.bm25 import BM25Retriever
 from nemo_grpo.tasks.retriever.corpus import Corpus, index_folder, indexed_text
-from nemo_grpo.tasks.retriever.dense import DenseRetriever, E5Encoder
 
 TEXTS = ["red fox jumps", "blue fox sleeps", "green owl", "green owl", "red red crow"]
 
@@ -124,62 +122,3 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     with pytest.raises(UserError, match="holds something else"):
         index_folder(tmp_path / "mine", {"a": 1}, lambda target: None)
     assert (tmp_path / "mine" / "thesis.tex").exists()
-
-
-class ByHand:
-    """Directions by words: fox is east, owl north, both are between."""
-
-    name = "by hand"
-    AXES = ("fox", "owl", "crow", "")
-
-    def __init__(self):
-        self.calls = []
-
-    def encode(self, texts, *, queries):
-        self.calls.append((len(texts), queries))
-        vectors = np.array([[word in t if word else 0.1 for word in self.AXES] for t in texts], np.float32)
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-
-
-@pytest.mark.parametrize("factory", ["Flat", "IVF1,Flat"])
-def test_dense_retrieval_finds_the_nearest_vectors(corpus, factory):
-    pytest.importorskip("faiss")
-    encoder = ByHand()
-    retriever = DenseRetriever.of_file(corpus, encoder, factory=factory)
-    found = retriever.search(["an owl", "crow"], 2)
-    assert sorted(ids(found)[0]) == ["p2", "p3"]
-    assert ids(found)[1][0] == "p4"
-    assert found[1][0].score == pytest.approx(1.0, abs=1e-5)
-    assert retriever.search([], 3) == []
-    assert len(retriever.search(["fox"], 50)[0]) == len(TEXTS)
-    encoder.calls.clear()
-    assert ids(DenseRetriever.of_file(corpus, encoder, factory=factory).search(["crow"], 1)) == [["p4"]]
-    assert encoder.calls == [(1, True)]  # the index came from the disk
-    with pytest.raises(UserError, match="cannot make the index 'Nonsense'"):
-        DenseRetriever.of_file(corpus, ByHand(), factory="Nonsense")
-
-
-def test_e5_is_the_mean_of_the_states_with_its_prefixes(tmp_path):
-    torch = pytest.importorskip("torch")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
-
-    words = ["[PAD]", "[UNK]", "query", "passage", ":", "red", "fox", "owl"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
-    fast.save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 16}
-    model = BertModel(BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)).eval()
-    model.save_pretrained(tmp_path)
-    encoder = E5Encoder(tmp_path)
-    got = encoder.encode(["red fox", "owl"], queries=True)
-    with torch.no_grad():
-        states = model(input_ids=torch.tensor([[2, 4, 5, 6]])).last_hidden_state[0]
-    expected = torch.nn.functional.normalize(states.mean(0), dim=0).numpy()
-    np.testing.assert_allclose(got[0], expected, atol=1e-5)
-    np.testing.assert_allclose(np.linalg.norm(got, axis=1), 1.0, atol=1e-5)
-    assert not np.allclose(got[1], encoder.encode(["owl"], queries=False)[0], atol=1e-3)
-    with pytest.raises(UserError, match=r"no config\.json"):
-        E5Encoder(tmp_path / "none")

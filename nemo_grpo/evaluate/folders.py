@@ -1,0 +1,65 @@
+"""Folders of an evaluation, checked before the work: the model, and the results."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.files import existing_parent
+from nemo_grpo.support.hf_folder import load_tokenizer
+from nemo_grpo.support.model_card import Training, base_model
+from nemo_grpo.support.model_folder import check_no_other_weights, hf_config, how_to_get
+
+
+@contextmanager
+def finite_logits(model: Path) -> Iterator[None]:
+    """Raise UserError if sampling from the model meets NaN or inf."""
+    try:
+        yield
+    except FloatingPointError as error:
+        raise UserError(f"--model {model}: {error}; use another checkpoint or dtype") from error
+
+
+def result_name(model: Path) -> str:
+    """Return the folder's name, or the run's for a run's folder hf, a name that every run has."""
+    folder = model.resolve()
+    return folder.parent.name if folder.name == "hf" and folder.parent.name else folder.name
+
+
+def check_place(out: Path) -> None:
+    """Check before the work that results can be written; creates nothing yet."""
+    existing = existing_parent(out)
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"--out {out} cannot be made: {existing} cannot be written; choose another folder")
+
+
+def tokenizer_of(model: Path) -> Any:
+    """Load the model's tokenizer; refuses one without an end of sequence, and adapters beside the model."""
+    if not model.is_dir():
+        raise UserError(f"--model {model} is not a folder; {how_to_get(model)}")
+    known = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((model / name).is_file() for name in known):
+        raise UserError(f"--model {model} has no tokenizer ({', '.join(known)}); {_remedy(model)}")
+    tokenizer = load_tokenizer(model)
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer in --model {model} has no end-of-sequence token; set eos_token")
+    if (model / "config.json").is_file():
+        check_no_other_weights(model, hf_config(model))
+    return tokenizer
+
+
+def _remedy(model: Path) -> str:
+    name, known = base_model(Training(), model)
+    if "base_model" in known:
+        load = f"AutoTokenizer.from_pretrained({name!r})"
+        return f"{load}.save_pretrained({str(model)!r}) puts its base's there"
+    return "put the tokenizer of its base model there, the one of --hf-config if it was converted"
+
+
+def model_limits(model: Path) -> tuple[int | None, int | None]:
+    """Read the model's longest sequence and vocabulary; None if its config does not say."""
+    config = hf_config(model) if (model / "config.json").is_file() else {}
+    text = {**config, **config.get("text_config", {})}  # a vision-language model's language model
+    return text.get("max_position_embeddings"), text.get("vocab_size")
