@@ -61,6 +61,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpg": {"variant": "gpg"},
     "gspo": {"variant": "gspo"},
     "cispo": {"variant": "cispo"},
+    "maxrl": {"variant": "maxrl"},
     "grpo_tis": {
         "variant": "grpo",
         "use_importance_sampling_correction": True,

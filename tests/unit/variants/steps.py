@@ -20,6 +20,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "gpg": {},
     "gspo": {"ratio_clip_min": 0.05, "ratio_clip_max": 0.1},
     "cispo": {"ratio_clip_min": 0.1, "ratio_clip_max": 0.2, "reference_policy_kl_penalty": 0.1},
+    "maxrl": {},
 }
 """One setting per variant under which every part of it acts on small examples."""
 

@@ -125,6 +125,34 @@ def test_cispo_bounds_weights_and_keeps_every_gradient_by_hand():
     assert loss_and_gradient(bounded, batch)[1][0, 1].item() == pytest.approx(-0.6 * A / 12)
 
 
+def test_maxrl_divides_by_the_mean_reward_by_hand():
+    """One success of four: mean 1/4, so the success counts 3 and each failure -1, in 12 tokens."""
+    one, all_rows = torch.tensor([1.0, 0, 0, 0], dtype=torch.float64), torch.tensor([7] * 4)
+    o = build_objective("maxrl", advantage_eps=0.0)
+    loss, gradient, prepared = loss_and_gradient(o, on_policy(rewards=one, group_ids=all_rows))
+    assert prepared.advantages[:, 0].tolist() == pytest.approx([3, -1, -1, -1])
+    assert loss.item() == pytest.approx(0, abs=1e-12)  # every ratio is 1, and 3 - 1 - 1 - 1 = 0
+    assert gradient[:, 1].tolist() == pytest.approx([-3 / 12, 1 / 12, 1 / 12, 1 / 12])
+    assert prepared.metrics["maxrl/mean_below_zero"] == 0
+    eighth = on_policy(rewards=one / 8, group_ids=all_rows)  # the unit of the reward does not matter
+    torch.testing.assert_close(o.prepare(eighth).advantages, prepared.advantages)
+    with_eps = build_objective("maxrl", advantage_eps=0.25).prepare(
+        on_policy(rewards=one, group_ids=all_rows)
+    )
+    torch.testing.assert_close(with_eps.advantages, prepared.advantages / 2)
+
+
+def test_maxrl_learns_nothing_from_a_group_whose_mean_is_not_above_zero():
+    """Group 7: 1, -1 (mean 0); group 9: 0, -1 (mean -1/2, counted); then 3, -1 (mean 1): +2, -2."""
+    o = build_objective("maxrl", advantage_eps=0.0)
+    prepared = o.prepare(on_policy(rewards=torch.tensor([1.0, -1, 0, -1], dtype=torch.float64)))
+    assert not prepared.advantages.any()
+    assert prepared.metrics["maxrl/mean_below_zero"] == 0.5
+    assert prepared.metrics["groups/valid_fraction"] == 0
+    prepared = o.prepare(on_policy(rewards=torch.tensor([3.0, -1, 0, 0], dtype=torch.float64)))
+    assert prepared.advantages[:, 0].tolist() == pytest.approx([2, -2, 0, 0])
+
+
 def test_clip_cov_removes_the_token_of_highest_covariance_by_hand():
     """c = (logp - mean)(A - 0); mean logp = -14 ln 2 / 12, so the three tokens above 0.5 are known."""
     batch = on_policy()
@@ -286,7 +314,7 @@ def test_gpg_without_signal_counts_the_step():
     assert o.prepare(on_policy(rewards=torch.ones(4, dtype=torch.float64))).metrics["gpg/no_signal"] == 1
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "cw_grpo", "tr_grpo", "erpo", "clip_cov", "gpg"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "cw_grpo", "tr_grpo", "erpo", "clip_cov", "gpg", "maxrl"])
 def test_groups_of_equal_rewards_and_of_one_response_have_advantages_of_exactly_0(name):
     """0.3 summed eight times and divided by eight is not 0.3: the rule must not rest on arithmetic."""
     for rewards, groups in (([0.3] * 8, [0] * 8), ([1.0, 0.0, 2.0], [1, 2, 3])):

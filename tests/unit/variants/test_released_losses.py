@@ -1,0 +1,60 @@
+"""Losses against the formulas of their authors' code, written out here; values and gradients."""
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from steps import steps
+from torch import Tensor
+
+from nemo_grpo import TokenBatch, build_objective
+from nemo_grpo.variants.small_steps import loss_and_gradient
+
+
+def only_counting_rows(batch: TokenBatch) -> TokenBatch:
+    leaf = batch.next_token_logprobs[batch.sample_mask].detach().requires_grad_()
+    return batch.select(batch.sample_mask, next_token_logprobs=leaf)
+
+
+def mean_of_tokens(x: Tensor, mask: Tensor) -> Tensor:
+    return (x * mask).sum() / mask.sum().clamp(min=1)
+
+
+def by_group(batch: TokenBatch, of_group) -> Tensor:
+    """[B]: what ``of_group`` makes of each group's rewards."""
+    values = torch.zeros_like(batch.rewards)
+    for number in batch.group_ids.unique():
+        rows = batch.group_ids == number
+        values[rows] = of_group(batch.rewards[rows])
+    return values
+
+
+def maxrl(batch: TokenBatch) -> Tensor:
+    """Follow tajwarfahim/maxrl, ``compute_maxrl_outcome_advantage``, with verl's clipped loss."""
+
+    def advantage(rewards: Tensor) -> Tensor:
+        if len(rewards) == 1:
+            return torch.zeros_like(rewards)  # the deviation: there rewards / eps
+        return (rewards - rewards.mean()) / (rewards.mean() + 1e-6)
+
+    a = by_group(batch, advantage)[:, None]
+    ratio = (batch.next_token_logprobs - batch.prev_logprobs).exp()
+    clipped = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+    return mean_of_tokens(clipped, batch.token_mask.double())
+
+
+CASES = [
+    ("maxrl", {}, maxrl),
+]
+
+
+@pytest.mark.parametrize(("name", "parameters", "released"), CASES)
+@settings(max_examples=40, deadline=None)
+@given(batch=steps())
+def test_loss_and_gradient_equal_the_released_code(name, parameters, released, batch):
+    batch = only_counting_rows(batch)
+    assume(batch.token_mask.any())
+    value, gradient, _ = loss_and_gradient(build_objective(name, **parameters), batch)
+    expected = released(batch)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-9, atol=1e-12)
+    (expected_gradient,) = torch.autograd.grad(expected, batch.next_token_logprobs)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
