@@ -62,6 +62,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gspo": {"variant": "gspo"},
     "cispo": {"variant": "cispo"},
     "maxrl": {"variant": "maxrl"},
+    "dppo": {"variant": "dppo"},
     "grpo_tis": {
         "variant": "grpo",
         "use_importance_sampling_correction": True,

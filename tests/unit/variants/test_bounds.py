@@ -18,6 +18,8 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("advantage_eps", "reference_policy_kl_penalty", "eta", "gamma"), NOT_NEGATIVE),
     **dict.fromkeys(("ratio_clip_min", "ratio_clip_max"), NOT_NEGATIVE),
     "ratio_clip_c": ((1.001, 1.0),),
+    "divergence_threshold": (*NOT_NEGATIVE, (1.0, 1.001)),
+    "ratio_max": POSITIVE,
     "truncated_importance_sampling_ratio": POSITIVE,
     "truncated_importance_sampling_ratio_min": NOT_NEGATIVE,
     **dict.fromkeys(("tau", "lower", "upper"), POSITIVE),

@@ -42,8 +42,29 @@ def maxrl(batch: TokenBatch) -> Tensor:
     return mean_of_tokens(clipped, batch.token_mask.double())
 
 
+def dppo(batch: TokenBatch, threshold: float, bound: float) -> Tensor:
+    """Follow sail-sg/Stable-RL, ``compute_policy_loss_with_mask`` in its mode ``dppo_binary_tv``."""
+    a = by_group(batch, lambda rewards: rewards - rewards.mean())[:, None]
+    logprobs, sampled = batch.next_token_logprobs, batch.generation_logprobs
+    weight = (logprobs - sampled).clamp(max=20).exp().clamp(max=bound).detach()
+    moved = (logprobs.exp() - sampled.exp()).detach()
+    is_invalid = torch.where(a > 0, moved > threshold, moved < -threshold)
+    return mean_of_tokens(-a * weight * (1 - is_invalid.double()) * logprobs, batch.token_mask.double())
+
+
+def prime_rl_gradient_of_dppo(batch: TokenBatch) -> Tensor:
+    """Follow prime-rl's ``default_loss_fn``, thresholds 0.2, without its squared log-ratio."""
+    a = by_group(batch, lambda rewards: rewards - rewards.mean())[:, None]
+    logprobs, sampled = batch.next_token_logprobs, batch.generation_logprobs
+    moved = (logprobs.exp() - sampled.exp()).detach()
+    drops = torch.where(a > 0, moved > 0.2, moved < -0.2)
+    return mean_of_tokens(-(~drops * a * (logprobs - sampled).exp()), batch.token_mask.double())
+
+
 CASES = [
     ("maxrl", {}, maxrl),
+    ("dppo", {}, lambda batch: dppo(batch, 0.2, 5.0)),
+    ("dppo", {"divergence_threshold": 0.05, "ratio_max": 1.1}, lambda batch: dppo(batch, 0.05, 1.1)),
 ]
 
 
@@ -58,3 +79,13 @@ def test_loss_and_gradient_equal_the_released_code(name, parameters, released, b
     torch.testing.assert_close(value, expected.detach(), rtol=1e-9, atol=1e-12)
     (expected_gradient,) = torch.autograd.grad(expected, batch.next_token_logprobs)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(batch=steps())
+def test_dppos_gradient_is_that_of_prime_rl(batch):
+    batch = only_counting_rows(batch)
+    assume(batch.token_mask.any())
+    _, gradient, _ = loss_and_gradient(build_objective("dppo", ratio_max=None), batch)
+    (expected,) = torch.autograd.grad(prime_rl_gradient_of_dppo(batch), batch.next_token_logprobs)
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
