@@ -63,6 +63,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cispo": {"variant": "cispo"},
     "maxrl": {"variant": "maxrl"},
     "dppo": {"variant": "dppo"},
+    "sapo": {"variant": "sapo"},
     "grpo_tis": {
         "variant": "grpo",
         "use_importance_sampling_correction": True,

@@ -22,7 +22,7 @@ BOUNDS: dict[str, Bounds] = {
     "ratio_max": POSITIVE,
     "truncated_importance_sampling_ratio": POSITIVE,
     "truncated_importance_sampling_ratio_min": NOT_NEGATIVE,
-    **dict.fromkeys(("tau", "lower", "upper"), POSITIVE),
+    **dict.fromkeys(("tau", "tau_positive", "tau_negative", "lower", "upper"), POSITIVE),
     **dict.fromkeys(("sigma_target", "beta_progress", "delta"), POSITIVE),
     "clip_fraction": (*POSITIVE, (1.0, 1.001)),
     "valid_fraction_threshold": (*NOT_NEGATIVE, (1.0, 1.001)),

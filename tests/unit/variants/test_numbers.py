@@ -195,6 +195,38 @@ def test_dppo_compares_with_the_sampler_and_not_with_the_scored_policy():
             build_objective("dppo", **key)
 
 
+def test_sapo_gates_by_the_sigmoid_of_its_temperature_by_hand():
+    """Ratios 1, 1 + ln 3 and 1 - ln 3 / 2; tau 1 where A > 0, tau 2 where A < 0.
+
+    tau 1: sigmoid(0, ln 3, -ln 3 / 2) = 1/2, 3/4, 1 / (1 + sqrt 3);  tau 2: 1/2, 9/10, 1/4
+    """
+    log_3 = math.log(3)
+    batch = moved(torch.tensor([[1, 1 + log_3, 1 - log_3 / 2]] * 4, dtype=torch.float64))
+    o = build_objective("sapo", tau_positive=1.0, tau_negative=2.0, advantage_eps=0.0)
+    loss, gradient, prepared = loss_and_gradient(o, batch)
+    last = 1 / (1 + math.sqrt(3))
+    # f = 4 s / tau, the mean over 3 tokens and 4 responses, group 9 without signal
+    assert loss.item() == pytest.approx(
+        -(A * 4 * (1 / 2 + 3 / 4 + last) - A * 2 * (1 / 2 + 9 / 10 + 1 / 4)) / 12
+    )
+    shares = [[1, 3 / 4, 4 * last * (1 - last)], [1, 9 / 25, 3 / 4]]  # 4 s (1 - s)
+    ratios = (1, 1 + log_3, 1 - log_3 / 2)
+    for row, sign in ((0, -1), (1, 1)):
+        expected = [sign * share * rho * A / 12 for share, rho in zip(shares[row], ratios, strict=True)]
+        assert gradient[row].tolist() == pytest.approx(expected)
+    rows = prepared.select(torch.tensor([0, 1]), next_token_logprobs=batch.next_token_logprobs[:2])
+    share = o.loss(rows, global_valid_toks=6, global_valid_seqs=2)[1]["sapo/gradient_share"]
+    assert share.item() == pytest.approx((sum(shares[0]) + sum(shares[1])) / 6)
+
+
+def test_sapo_in_the_first_update_is_grpo_averaged_by_response():
+    _, gradient, _ = loss_and_gradient(build_objective("sapo"), on_policy())
+    _, expected, _ = loss_and_gradient(build_objective("grpo", aggregation="sequence_mean"), on_policy())
+    torch.testing.assert_close(gradient, expected)
+    with pytest.raises(UserError, match="whose gate replaces the clip"):
+        build_objective("sapo", ratio_clip_min=0.2)
+
+
 def test_clip_cov_removes_the_token_of_highest_covariance_by_hand():
     """c = (logp - mean)(A - 0); mean logp = -14 ln 2 / 12, so the three tokens above 0.5 are known."""
     batch = on_policy()
@@ -243,7 +275,7 @@ def test_tr_grpo_by_hand():
         assert (-gradient[0, 0], gradient[1, 1]) == pytest.approx([w * A / 12 for w in weights])
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "cw_grpo", "tr_grpo", "gpg", "dppo"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "cw_grpo", "tr_grpo", "gpg", "dppo", "sapo"])
 @pytest.mark.parametrize("penalty", [0.0, 0.1])
 def test_the_distance_to_a_reference_is_measured_where_it_is_penalised(name, penalty):
     """Eight tokens are a quarter of a nat likelier than under the reference, four an eighth less likely."""
@@ -357,7 +389,7 @@ def test_gpg_without_signal_counts_the_step():
 
 
 @pytest.mark.parametrize(
-    "name", ["grpo", "dapo", "cw_grpo", "tr_grpo", "erpo", "clip_cov", "gpg", "maxrl", "dppo"]
+    "name", ["grpo", "dapo", "cw_grpo", "tr_grpo", "erpo", "clip_cov", "gpg", "maxrl", "dppo", "sapo"]
 )
 def test_groups_of_equal_rewards_and_of_one_response_have_advantages_of_exactly_0(name):
     """0.3 summed eight times and divided by eight is not 0.3: the rule must not rest on arithmetic."""

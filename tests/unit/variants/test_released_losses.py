@@ -61,7 +61,25 @@ def prime_rl_gradient_of_dppo(batch: TokenBatch) -> Tensor:
     return mean_of_tokens(-(~drops * a * (logprobs - sampled).exp()), batch.token_mask.double())
 
 
+def sapo(batch: TokenBatch, tau_pos: float, tau_neg: float) -> Tensor:
+    """Follow verl's ``compute_policy_loss_sapo``: gated by token, averaged by response."""
+
+    def advantage(rewards: Tensor) -> Tensor:
+        if len(rewards) == 1 or rewards.max() == rewards.min():
+            return torch.zeros_like(rewards)  # verl divides rounding by eps
+        return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+
+    a = by_group(batch, advantage)[:, None]
+    ratio = (batch.next_token_logprobs - batch.prev_logprobs).clamp(-20, 20).exp()
+    tau = torch.where(a > 0, tau_pos, tau_neg)
+    terms = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * a
+    mask = batch.token_mask.double()
+    return ((terms * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
 CASES = [
+    ("sapo", {}, lambda batch: sapo(batch, 1.0, 1.05)),
+    ("sapo", {"tau_positive": 3.0, "tau_negative": 7.0}, lambda batch: sapo(batch, 3.0, 7.0)),
     ("maxrl", {}, maxrl),
     ("dppo", {}, lambda batch: dppo(batch, 0.2, 5.0)),
     ("dppo", {"divergence_threshold": 0.05, "ratio_max": 1.1}, lambda batch: dppo(batch, 0.05, 1.1)),
