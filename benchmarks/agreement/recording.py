@@ -63,6 +63,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpg": {"variant": "gpg"},
     "gspo": {"variant": "gspo"},
     "cispo": {"variant": "cispo"},
+    "maxrl": {"variant": "maxrl"},
+    "dppo": {"variant": "dppo"},
+    "sapo": {"variant": "sapo"},
     "grpo_tis": {
         "variant": "grpo",
         "use_importance_sampling_correction": True,

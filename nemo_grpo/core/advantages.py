@@ -11,7 +11,8 @@ RewardNormalization = Literal["none", "group", "batch"]
 PLAUSIBLE = 100.0
 """Largest plausible advantage, in units of the group's range of rewards, or of 1 if that is larger.
 
-A centred reward stays within the range, a standardised one of n responses below sqrt(n)."""
+A centred reward stays within the range, a standardised one of n responses below sqrt(n), and one that is
+divided by the mean of n rewards below n, which the limit therefore grows with."""
 
 
 def overlong_penalty(
@@ -53,13 +54,14 @@ class GroupAdvantages:
 def group_advantages(
     batch: TokenBatch,
     *,
-    normalization: RewardNormalization = "group",
+    normalization: RewardNormalization | Literal["mean"] = "group",
     eps: float = 1e-6,
     leave_one_out: bool = False,
 ) -> GroupAdvantages:
     """Centre each reward on its group and scale it.
 
-    A_i = (r_i - mean_g r) / F,   F = 1 | std_g(r) + eps | std_batch(r) + eps   (std with ddof 1)
+    A_i = (r_i - mean_g r) / F,   F = 1 | std_g(r) + eps | std_batch(r) + eps | mean_g(r) + eps
+    (std with ddof 1; a group whose mean is not above 0 has no signal under the last)
 
     With ``leave_one_out`` mean and std are those of the *other* responses of the group, and a std of 0
     becomes 1: NeMo-RL's default estimator, kept for comparison; none of the papers uses it.
@@ -79,17 +81,21 @@ def group_advantages(
             values = values / (groups.spread(groups.std(rewards, valid)) + eps)
         elif normalization == "batch":
             values = values / (row_std(rewards, valid) + eps)
+        elif normalization == "mean":
+            mean = groups.spread(groups.mean(rewards, valid))
+            differs = differs & (mean > 0)
+            values = values / (mean + eps)
     values = torch.where(differs, values, 0.0).to(batch.rewards.dtype)
     sizes = groups.spread(groups.sum(batch.sample_mask)).long()
     return GroupAdvantages(values, groups, sizes, differs & batch.sample_mask)
 
 
-def _leave_one_out(
-    rewards: Tensor, valid: Tensor, groups: Groups, normalization: RewardNormalization, eps: float
-) -> Tensor:
+def _leave_one_out(rewards: Tensor, valid: Tensor, groups: Groups, normalization: str, eps: float) -> Tensor:
     """Return [B] float64: each reward against the others of its group, never by a sum that includes it."""
-    if normalization == "batch":
-        raise ValueError("leave_one_out with normalization='batch' is not defined; use 'none' or 'group'")
+    if normalization in ("batch", "mean"):
+        raise ValueError(
+            f"leave_one_out with normalization={normalization!r} is not defined; use 'none' or 'group'"
+        )
     values = torch.zeros_like(rewards)
     for group in range(groups.num_groups):
         rows = (valid & (groups.index == group)).nonzero()[:, 0]
@@ -117,7 +123,8 @@ def implausible_advantage(prepared: PreparedBatch) -> str | None:
     ranges = groups.spread(highest - lowest).clamp(min=0)
     row = int((sizes.amax(1) / ranges.clamp(min=1)).argmax())
     column = int(sizes[row].argmax())
-    largest, limit = float(sizes[row, column]), PLAUSIBLE * max(float(ranges[row]), 1.0)
+    factor = max(PLAUSIBLE, float(prepared.group_sizes[row]))
+    largest, limit = float(sizes[row, column]), factor * max(float(ranges[row]), 1.0)
     if largest <= limit:
         return None
     return (

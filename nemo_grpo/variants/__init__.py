@@ -15,16 +15,19 @@ from nemo_grpo.variants.cispo import CISPO
 from nemo_grpo.variants.clip_cov import ClipCov
 from nemo_grpo.variants.cw_grpo import CWGRPO
 from nemo_grpo.variants.dapo import DAPO
+from nemo_grpo.variants.dppo import DPPO
 from nemo_grpo.variants.dr_grpo import DrGRPO
 from nemo_grpo.variants.erpo import ERPO
 from nemo_grpo.variants.gpg import GPG
 from nemo_grpo.variants.grpo import GRPO
 from nemo_grpo.variants.gspo import GSPO
+from nemo_grpo.variants.maxrl import MaxRL
 from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
+from nemo_grpo.variants.sapo import SAPO
 from nemo_grpo.variants.sft import SFT
 from nemo_grpo.variants.tr_grpo import TRGRPO
 
-_CLASSES = (GRPO, DrGRPO, DAPO, GSPO, CISPO, ClipCov, CWGRPO, TRGRPO, ERPO, GPG)
+_CLASSES = (GRPO, DrGRPO, DAPO, GSPO, CISPO, ClipCov, CWGRPO, TRGRPO, ERPO, GPG, MaxRL, DPPO, SAPO)
 VARIANTS: dict[str, type[VariantConfig]] = {one.model_fields["variant"].default: one for one in _CLASSES}
 """Variant name -> configuration class. To add a variant: its file, its class above, a recipe, a test."""
 

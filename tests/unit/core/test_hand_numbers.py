@@ -197,6 +197,18 @@ def test_others_that_nearly_agree_are_named_by_step_group_and_value():
     assert implausible_advantage(loo.select(slice(0, 0))) is None
 
 
+def test_one_success_in_a_large_group_is_plausible_when_divided_by_the_mean():
+    """One of 200 responses is right: its advantage is 199, as its group's size explains."""
+    step = batch([[-1.0]] * 200, rewards=[1.0, *[0.0] * 199], groups=[0] * 200)
+    prepared = build_objective("maxrl", advantage_eps=0.0).prepare(step)
+    assert prepared.advantages[0, 0].item() == pytest.approx(199)
+    assert implausible_advantage(prepared) is None
+    close = batch([[-1.0]] * 2, rewards=[1.0, -0.999], groups=[0, 0])  # mean 0.0005
+    assert "advantage of 1999 where its rewards span 1.999 (plausible: up to 199.9)" in implausible_advantage(
+        build_objective("maxrl", advantage_eps=0.0).prepare(close)
+    )
+
+
 def test_covariances_by_hand():
     """logp -1, -3 | -2, (-9 does not count); A 1 and -1.  Step: means -2 and 1/3."""
     logp, mask = torch.tensor([[-1.0, -3.0], [-2.0, -9.0]]), torch.tensor([[1, 1], [1, 0]]).bool()

@@ -20,6 +20,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "gpg": {},
     "gspo": {"ratio_clip_min": 0.05, "ratio_clip_max": 0.1},
     "cispo": {"ratio_clip_min": 0.1, "ratio_clip_max": 0.2, "reference_policy_kl_penalty": 0.1},
+    "maxrl": {},
+    "dppo": {"divergence_threshold": 0.05, "ratio_max": 1.1, "reference_policy_kl_penalty": 0.1},
+    "sapo": {"tau_positive": 1.0, "tau_negative": 3.0},
 }
 """One setting per variant under which every part of it acts on small examples."""
 

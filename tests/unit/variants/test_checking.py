@@ -233,7 +233,7 @@ def test_a_run_is_refused_with_two_failures_and_their_number(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["my_loss.py:Lenient", "my_losses.py:HalfWay", "my_losses.py:Soft", "my_losses.py:Detached"]
+    "name", ["my_loss.py:Lenient", "my_losses.py:HalfWay", "my_losses.py:Bounded", "my_losses.py:Detached"]
 )
 def test_a_loss_of_the_page_passes_every_check(name):
     file = name.partition(":")[0]

@@ -65,7 +65,9 @@ def test_a_loss_of_whole_groups_is_checked_group_by_group():
     assert check_variant(parse_loss_fn({"variant": "cw_grpo", "author_compat": True})) == []
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "tr_grpo", "gpg", "gspo", "cispo"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "dapo", "tr_grpo", "gpg", "gspo", "cispo", "maxrl", "sapo"]
+)
 def test_on_policy_loss_and_gradient_are_those_of_equal_prev_logprobs(name):
     built = build_objective(name, **(PARAMETERS[name] if name != "tr_grpo" else {}))
     batch = random_step([4, 6, 5, 3], [1.0, 0.0, 0.3, 1.0], [0, 0, 1, 1])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nemo_grpo import TokenBatch, build_objective
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.erpo import ERPO
 from nemo_grpo.variants.small_steps import counts, loss_and_gradient, random_step
@@ -125,6 +126,107 @@ def test_cispo_bounds_weights_and_keeps_every_gradient_by_hand():
     assert loss_and_gradient(bounded, batch)[1][0, 1].item() == pytest.approx(-0.6 * A / 12)
 
 
+def test_maxrl_divides_by_the_mean_reward_by_hand():
+    """One success of four: mean 1/4, so the success counts 3 and each failure -1, in 12 tokens."""
+    one, all_rows = torch.tensor([1.0, 0, 0, 0], dtype=torch.float64), torch.tensor([7] * 4)
+    o = build_objective("maxrl", advantage_eps=0.0)
+    loss, gradient, prepared = loss_and_gradient(o, on_policy(rewards=one, group_ids=all_rows))
+    assert prepared.advantages[:, 0].tolist() == pytest.approx([3, -1, -1, -1])
+    assert loss.item() == pytest.approx(0, abs=1e-12)  # every ratio is 1, and 3 - 1 - 1 - 1 = 0
+    assert gradient[:, 1].tolist() == pytest.approx([-3 / 12, 1 / 12, 1 / 12, 1 / 12])
+    assert prepared.metrics["maxrl/mean_below_zero"] == 0
+    eighth = on_policy(rewards=one / 8, group_ids=all_rows)  # the unit of the reward does not matter
+    torch.testing.assert_close(o.prepare(eighth).advantages, prepared.advantages)
+    with_eps = build_objective("maxrl", advantage_eps=0.25).prepare(
+        on_policy(rewards=one, group_ids=all_rows)
+    )
+    torch.testing.assert_close(with_eps.advantages, prepared.advantages / 2)
+
+
+def test_maxrl_learns_nothing_from_a_group_whose_mean_is_not_above_zero():
+    """Group 7: 1, -1 (mean 0); group 9: 0, -1 (mean -1/2, counted); then 3, -1 (mean 1): +2, -2."""
+    o = build_objective("maxrl", advantage_eps=0.0)
+    prepared = o.prepare(on_policy(rewards=torch.tensor([1.0, -1, 0, -1], dtype=torch.float64)))
+    assert not prepared.advantages.any()
+    assert prepared.metrics["maxrl/mean_below_zero"] == 0.5
+    assert prepared.metrics["groups/valid_fraction"] == 0
+    prepared = o.prepare(on_policy(rewards=torch.tensor([3.0, -1, 0, 0], dtype=torch.float64)))
+    assert prepared.advantages[:, 0].tolist() == pytest.approx([2, -2, 0, 0])
+
+
+DPPO_RATIO = torch.tensor([[1.5, 1.5, 0.2], [0.5, 6.0, 1.1], [1.9, 1.9, 1.9], [1.9, 1.9, 1.9]])
+
+
+def test_dppo_masks_what_moved_too_far_in_the_advantages_direction_by_hand():
+    """Probabilities of group 7, threshold 0.2, A = 1/2 and -1/2; group 9 has A = 0.
+
+    A > 0:  1/2 -> 0.75 moved +0.25: masked;  1/4 -> 0.375 by +0.125: kept;  1/2 -> 0.1 by -0.4: returns, kept
+    A < 0:  1/2 -> 0.25 moved -0.25: masked;  1/8 -> 0.75 by +0.625: returns, kept, its weight 6 bounded to 5;
+            1/2 -> 0.55 by +0.05: kept
+    """
+    batch, o = moved(DPPO_RATIO.double()), build_objective("dppo")
+    loss, gradient, prepared = loss_and_gradient(o, batch)
+    of_first = 1.5 * math.log(0.375) + 0.2 * math.log(0.1)
+    of_second = 5 * math.log(0.75) + 1.1 * math.log(0.55)
+    assert loss.item() == pytest.approx(-(0.5 * of_first - 0.5 * of_second) / 12, rel=1e-6)
+    assert gradient[0].tolist() == pytest.approx([0, -1.5 * 0.5 / 12, -0.2 * 0.5 / 12], rel=1e-6)
+    assert gradient[1].tolist() == pytest.approx([0, 5 * 0.5 / 12, 1.1 * 0.5 / 12], rel=1e-6)
+    assert not gradient[2:].any()
+    metrics = o.loss(prepared, **counts(batch))[1]
+    assert metrics["dppo/masked_fraction"].item() == pytest.approx(2 / 12)
+    unbounded = loss_and_gradient(build_objective("dppo", ratio_max=None), batch)[1]
+    assert unbounded[1, 1].item() == pytest.approx(6 * 0.5 / 12, rel=1e-6)
+
+
+def test_dppo_compares_with_the_sampler_and_not_with_the_scored_policy():
+    batch, o = moved(DPPO_RATIO.double()), build_objective("dppo")
+    loss, gradient, _ = loss_and_gradient(o, batch)
+    scored_elsewhere = replace(
+        batch, prev_logprobs=batch.prev_logprobs - 3, generation_logprobs=batch.prev_logprobs
+    )
+    again, of_again, _ = loss_and_gradient(o, scored_elsewhere)
+    assert torch.equal(again, loss)
+    assert torch.equal(of_again, gradient)
+    for key, remedy in (
+        ({"use_importance_sampling_correction": True}, "whose ratio is to the sampler already"),
+        ({"ratio_clip_max": 0.2}, "whose mask replaces the clip"),
+    ):
+        with pytest.raises(UserError, match=remedy):
+            build_objective("dppo", **key)
+
+
+def test_sapo_gates_by_the_sigmoid_of_its_temperature_by_hand():
+    """Ratios 1, 1 + ln 3 and 1 - ln 3 / 2; tau 1 where A > 0, tau 2 where A < 0.
+
+    tau 1: sigmoid(0, ln 3, -ln 3 / 2) = 1/2, 3/4, 1 / (1 + sqrt 3);  tau 2: 1/2, 9/10, 1/4
+    """
+    log_3 = math.log(3)
+    batch = moved(torch.tensor([[1, 1 + log_3, 1 - log_3 / 2]] * 4, dtype=torch.float64))
+    o = build_objective("sapo", tau_positive=1.0, tau_negative=2.0, advantage_eps=0.0)
+    loss, gradient, prepared = loss_and_gradient(o, batch)
+    last = 1 / (1 + math.sqrt(3))
+    # f = 4 s / tau, the mean over 3 tokens and 4 responses, group 9 without signal
+    assert loss.item() == pytest.approx(
+        -(A * 4 * (1 / 2 + 3 / 4 + last) - A * 2 * (1 / 2 + 9 / 10 + 1 / 4)) / 12
+    )
+    shares = [[1, 3 / 4, 4 * last * (1 - last)], [1, 9 / 25, 3 / 4]]  # 4 s (1 - s)
+    ratios = (1, 1 + log_3, 1 - log_3 / 2)
+    for row, sign in ((0, -1), (1, 1)):
+        expected = [sign * share * rho * A / 12 for share, rho in zip(shares[row], ratios, strict=True)]
+        assert gradient[row].tolist() == pytest.approx(expected)
+    rows = prepared.select(torch.tensor([0, 1]), next_token_logprobs=batch.next_token_logprobs[:2])
+    share = o.loss(rows, global_valid_toks=6, global_valid_seqs=2)[1]["sapo/gradient_share"]
+    assert share.item() == pytest.approx((sum(shares[0]) + sum(shares[1])) / 6)
+
+
+def test_sapo_in_the_first_update_is_grpo_averaged_by_response():
+    _, gradient, _ = loss_and_gradient(build_objective("sapo"), on_policy())
+    _, expected, _ = loss_and_gradient(build_objective("grpo", aggregation="sequence_mean"), on_policy())
+    torch.testing.assert_close(gradient, expected)
+    with pytest.raises(UserError, match="whose gate replaces the clip"):
+        build_objective("sapo", ratio_clip_min=0.2)
+
+
 def test_clip_cov_removes_the_token_of_highest_covariance_by_hand():
     """c = (logp - mean)(A - 0); mean logp = -14 ln 2 / 12, so the three tokens above 0.5 are known."""
     batch = on_policy()
@@ -173,7 +275,7 @@ def test_tr_grpo_by_hand():
         assert (-gradient[0, 0], gradient[1, 1]) == pytest.approx([w * A / 12 for w in weights])
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "cw_grpo", "tr_grpo", "gpg"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "cw_grpo", "tr_grpo", "gpg", "dppo", "sapo"])
 @pytest.mark.parametrize("penalty", [0.0, 0.1])
 def test_the_distance_to_a_reference_is_measured_where_it_is_penalised(name, penalty):
     """Eight tokens are a quarter of a nat likelier than under the reference, four an eighth less likely."""
@@ -286,7 +388,9 @@ def test_gpg_without_signal_counts_the_step():
     assert o.prepare(on_policy(rewards=torch.ones(4, dtype=torch.float64))).metrics["gpg/no_signal"] == 1
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "cw_grpo", "tr_grpo", "erpo", "clip_cov", "gpg"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dapo", "cw_grpo", "tr_grpo", "erpo", "clip_cov", "gpg", "maxrl", "dppo", "sapo"]
+)
 def test_groups_of_equal_rewards_and_of_one_response_have_advantages_of_exactly_0(name):
     """0.3 summed eight times and divided by eight is not 0.3: the rule must not rest on arithmetic."""
     for rewards, groups in (([0.3] * 8, [0] * 8), ([1.0, 0.0, 2.0], [1, 2, 3])):

@@ -24,6 +24,9 @@ SECTIONS = [
     ({"variant": "gpg"}, {SHAPES, SPANS, FOLDS}),
     ({"variant": "gpg", "use_alpha": False}, {FOLDS}),
     ({"variant": "gpg", "use_alpha": False, "reward_normalization": "batch"}, {SPANS, FOLDS}),
+    ({"variant": "maxrl"}, {FOLDS}),
+    ({"variant": "dppo"}, {FOLDS}),
+    ({"variant": "sapo"}, {FOLDS}),
     ({"variant": "tr_grpo", "weighting": "random"}, set()),
     ({"variant": "tr_grpo", "weighting": "random", "kl_weighting": "none"}, {FOLDS}),
 ]

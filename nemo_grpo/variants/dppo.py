@@ -1,0 +1,82 @@
+"""DPPO: a token is masked by how much probability moved, not by its ratio (2602.04879).
+
+    A_i  = r_i - mean_g r
+    r_it = pi / mu                                                    mu: the sampler
+    D_it = |pi - mu|                                                  binary total variation
+    M_it = 0 where D > divergence_threshold and (A > 0 and pi > mu, or A < 0 and pi < mu), else 1
+    loss = - token_mean(M sg(min(r, ratio_max)) A logp)
+
+The mask stops updates that leave the trust region, never one that returns to it. In ratios it allows
+|r - 1| <= threshold / mu: rare tokens move freely where a clip stops them, likely ones less.
+
+Ratio and mask compare with the sampler, not with the scored policy (section 5.2), so there is no correction
+between the two to add, and a scoring pass has nothing to say here.
+
+Deviation:
+- The paper prints r A, whose gradient is that of sg(r) A logp, as the released code has it with its bound.
+- Threshold 0.2 and bound 5 as appendices C.1 and E are quoted by torchtitan's implementation; robust are 0.1
+  to 0.2. The authors' script in verl has 0.15, no bound and Dr.GRPO's `aggregation: constant`; the bound of
+  the released code is 10. The KL and top-K divergences are not here.
+- prime-rl's `default` loss has this mask without the bound and adds a squared log-ratio; its `ipo` masks
+  whatever the advantage's sign.
+"""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from nemo_grpo.core.batch import PreparedBatch, TokenBatch
+from nemo_grpo.core.lazy import Tensor
+from nemo_grpo.core.objective import TokenTerms
+from nemo_grpo.core.surrogates import importance_ratio, reinforce
+from nemo_grpo.variants.base import RatioConfig, ratio_metrics
+
+
+class DPPO(RatioConfig):
+    """Divergence Proximal Policy Optimization, binary total variation."""
+
+    title: ClassVar[str] = "DPPO"
+    paper: ClassVar[str] = "DPPO (2602.04879)"
+
+    variant: Literal["dppo"] = "dppo"
+    divergence_threshold: float = Field(
+        0.2, ge=0, le=1, description="delta, how far a token's probability may move from the sampler's"
+    )
+    ratio_max: float | None = Field(
+        5.0, gt=0, description="upper bound of the weight pi over sampler, which has no gradient; null: none"
+    )
+    normalize_rewards: bool = Field(False, description="divide by the group's standard deviation (ddof 1)")
+    ratio_clip_min: None = Field(None, description="not in DPPO, whose mask replaces the clip")
+    ratio_clip_max: None = Field(None, description="not in DPPO, whose mask replaces the clip")
+    ratio_clip_c: None = Field(None, description="not in DPPO; ratio_max bounds the weight")
+    sequence_level_importance_ratios: Literal[False] = Field(
+        False, description="not in DPPO, whose weights are of tokens"
+    )
+    use_importance_sampling_correction: Literal[False] = Field(
+        False, description="not in DPPO, whose ratio is to the sampler already"
+    )
+    force_on_policy_ratio: bool = Field(
+        False,
+        description="leave out the scoring pass, which DPPO does not read; one update per step (NeMo-RL)",
+    )
+
+    def ratio(self, batch: TokenBatch) -> Tensor:
+        """Compute pi over the sampler, [B, T]."""
+        return importance_ratio(batch.next_token_logprobs, batch.generation_logprobs)
+
+    def terms(self, prepared: PreparedBatch) -> TokenTerms:
+        """Compute the masked, weighted policy gradient, and the KL term if penalised."""
+        batch, advantages = prepared.batch, prepared.advantages
+        ratio = self.ratio(batch).detach()
+        moved = batch.next_token_logprobs.detach().exp() - batch.generation_logprobs.exp()
+        rises_too_far = (advantages > 0) & (moved > self.divergence_threshold)
+        falls_too_far = (advantages < 0) & (moved < -self.divergence_threshold)
+        is_masked = rises_too_far | falls_too_far
+        weights = ratio if self.ratio_max is None else ratio.clamp(max=self.ratio_max)
+        weights = weights.masked_fill(is_masked, 0.0)
+        policy = weights * reinforce(batch.next_token_logprobs, advantages)
+        metrics = {
+            "dppo/divergence": moved.abs(),
+            "dppo/masked_fraction": is_masked.to(ratio.dtype),
+        }
+        return TokenTerms(policy, self.kl_term(batch), metrics | ratio_metrics(batch, ratio))

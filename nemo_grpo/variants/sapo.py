@@ -1,0 +1,49 @@
+"""SAPO: a soft gate in place of the clip, steeper for negative advantages (2511.20347).
+
+    A_i  = (r_i - mean_g r) / (std_g r + eps)
+    f    = sigmoid(tau (rho - 1)) 4 / tau            tau = tau_positive where A > 0, else tau_negative
+    loss = - sequence_mean(f(rho) A)
+
+The gradient is  4 s (1 - s) rho A dlogp,  s = sigmoid(tau (rho - 1)): GRPO's at rho = 1 for any tau, and less
+the farther the policy moved, on either side. A clip leaves it whole inside its bounds and 0 outside.
+
+Deviation: none in the loss. The value of f at rho = 1 is 2 / tau, so a SAPO loss is not comparable with a
+clipped one. The paper trains in several updates per step; in the first one the gradient is that of GRPO with
+`aggregation: sequence_mean`.
+"""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from nemo_grpo.core.aggregation import Aggregation
+from nemo_grpo.core.lazy import Tensor, torch
+from nemo_grpo.variants.base import RatioConfig
+
+
+class SAPO(RatioConfig):
+    """Soft Adaptive Policy Optimization."""
+
+    title: ClassVar[str] = "SAPO"
+    paper: ClassVar[str] = "SAPO (2511.20347)"
+
+    variant: Literal["sapo"] = "sapo"
+    aggregation: Aggregation = Field("sequence_mean", description="how token terms are reduced: token_mean, "
+                                     "group_token_mean, sequence_mean, constant")  # fmt: skip
+    tau_positive: float = Field(
+        1.0, gt=0, description="temperature of the gate where the advantage is positive"
+    )
+    tau_negative: float = Field(1.05, gt=0, description="temperature of the gate elsewhere")
+    ratio_clip_min: None = Field(None, description="not in SAPO, whose gate replaces the clip")
+    ratio_clip_max: None = Field(None, description="not in SAPO, whose gate replaces the clip")
+    ratio_clip_c: None = Field(None, description="not in SAPO, whose gate replaces the clip")
+    sequence_level_importance_ratios: Literal[False] = Field(
+        False, description="not in SAPO, whose gate is of tokens"
+    )
+
+    def policy_term(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the gated term, and how much of the gradient at ratio 1 the gate leaves."""
+        tau = torch.where(advantages > 0, self.tau_positive, self.tau_negative).to(ratio.dtype)
+        gate = torch.sigmoid(tau * (ratio - 1))
+        share = (4 * gate * (1 - gate)).detach()
+        return gate * (4 / tau) * advantages, {"sapo/gradient_share": share}
