@@ -110,7 +110,8 @@ def test_step_without_signal_updates_if_it_is_the_first_or_nemo_rl_adds_a_loss(t
     def evaluated(draft=False, **arguments):
         run = SimpleNamespace(recipe=recipe, master_config={"policy": {"draft": {"enabled": draft}}})
         policy = policy_factory(run, StepContext())(**arguments)
-        return [policy.train({"advantages": torch.zeros(2, 3)}, None) for _ in range(2)]
+        data = {"advantages": torch.zeros(2, 3), "sample_mask": torch.ones(2)}
+        return [policy.train(dict(data), None) for _ in range(2)]
 
     assert evaluated() == [False, True], "the first update gives Adam its moments"
     assert evaluated(optimizer_path="step_1/policy/optimizer") == [True, True]

@@ -32,7 +32,7 @@ PLACING = (
     "policy.sequence_packing.enabled=true",
 )
 EXTENDING = ("grpo.max_num_steps=77", "grpo.val_period=3", "policy.megatron_cfg.scheduler.lr_decay_iters=500")
-DECIDING = ("grpo.seed=5", "policy.megatron_cfg.optimizer.lr=1e-7", "policy.max_total_sequence_length=300")
+DECIDING = ("grpo.seed=5", "policy.megatron_cfg.optimizer.lr=0.001", "policy.max_total_sequence_length=300")
 
 
 @pytest.mark.parametrize("change", [*PLACING, *EXTENDING, *DECIDING])
