@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml requirements/constraints.txt scripts/find_python.sh
 	 "$$python" -m venv $(VENV) || { echo "error: '$$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@echo "1/2 downloading torch: 0.2 GB on Python 3.11, where it is the CPU build; 0.8 GB on disk. Elsewhere it may be the CUDA build of 5.5 GB"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt torch
-	@echo "2/2 downloading the other packages (transformers, pyarrow, pandas, scipy, the tools of the tests): 0.2 GB; 1 GB on disk"
+	@echo "2/2 downloading the other packages (transformers, pyarrow, pandas, the tests' tools): 0.2 GB; 1 GB on disk"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 

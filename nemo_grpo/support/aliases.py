@@ -1,4 +1,4 @@
-"""Names that TRL, verl and OpenRLHF have for a recipe's keys: advice on unknown keys, docs/coming_from.md."""
+"""Names that other libraries have for a recipe's keys: advice on unknown keys, docs/coming_from.md."""
 
 from functools import cache
 from pathlib import Path
@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 import yaml
 
-LIBRARIES = ("TRL", "verl", "OpenRLHF")
+LIBRARIES = ("TRL", "verl", "OpenRLHF", "slime", "prime-rl")
+"""vime's names are slime's."""
+NOT_AVAILABLE = "not available"
+"""Stands for the key of a setting that nothing here does."""
 VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model")
 """Sections of verl's files whose names no section here has."""
 
@@ -14,7 +17,8 @@ VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_
 class Alias(NamedTuple):
     """One key and its other names.
 
-    Attributes: key: the recipe's.  trl, verl, openrlhf: names there, separated by spaces; empty: none.
+    Attributes: key: the recipe's; empty: nothing here does it.
+        trl, verl, openrlhf, slime, prime_rl: names there, separated by spaces; empty: none.
         remark: the difference.
     """
 
@@ -22,6 +26,8 @@ class Alias(NamedTuple):
     trl: str = ""
     verl: str = ""
     openrlhf: str = ""
+    slime: str = ""
+    prime_rl: str = ""
     remark: str = ""
 
 
@@ -38,13 +44,13 @@ def advice_on(name: str, *, also_same: bool = False) -> str:
     """
     found: dict[Alias, list[str]] = {}
     for alias in table():
-        for library, names in zip(LIBRARIES, (alias.trl, alias.verl, alias.openrlhf), strict=True):
+        for library, names in zip(LIBRARIES, alias[1:-1], strict=True):
             if name in names.split() and (also_same or not alias.key.endswith(f".{name}")):
                 found.setdefault(alias, []).append(f"{library}'s")
-    parts = [
-        f"{' and '.join(libraries)} {name} is {alias.key}" + f" ({alias.remark})" * bool(alias.remark)
-        for alias, libraries in found.items()
-    ]
+    parts = []
+    for alias, libraries in found.items():
+        remark = f" ({alias.remark})" if alias.remark else ""
+        parts.append(f"{' and '.join(libraries)} {name} is {alias.key or NOT_AVAILABLE}{remark}")
     return f"; {', '.join(parts)}" if parts else ""
 
 
@@ -59,8 +65,10 @@ def advice_on_verl(key: str) -> str:
 
 def markdown() -> str:
     """Write the table of docs/coming_from.md."""
-    lines: list[tuple[str, ...]] = [("here", *LIBRARIES, "remark"), ("---",) * 5]
+    titles = [library.replace("slime", "slime, vime") for library in LIBRARIES]
+    lines: list[tuple[str, ...]] = [("here", *titles, "remark"), ("---",) * (len(titles) + 2)]
     for alias in table():
-        names = (", ".join(f"`{name}`" for name in column.split()) for column in alias[1:4])
-        lines.append((f"`{alias.key}`", *names, alias.remark))
+        names = (", ".join(f"`{name}`" for name in column.split()) for column in alias[1:-1])
+        key = f"`{alias.key}`" if alias.key else NOT_AVAILABLE
+        lines.append((key, *names, alias.remark))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
