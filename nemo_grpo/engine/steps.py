@@ -7,12 +7,20 @@ from typing import Any
 
 from nemo_grpo.core.advantages import implausible_advantage, overlong_penalty
 from nemo_grpo.core.batch import PreparedBatch
+from nemo_grpo.core.objective import as_kept
 from nemo_grpo.core.random import step_seed
 from nemo_grpo.core.resampling import accumulate_groups
 from nemo_grpo.engine.megatron.microbatches import Scores
 from nemo_grpo.engine.rollout import Group, Step, assemble, sample_groups
 from nemo_grpo.engine.setup import Parts
-from nemo_grpo.engine.step_metrics import Clock, mean_metrics, mean_scores, sample_rows, signal_shares
+from nemo_grpo.engine.step_metrics import (
+    Clock,
+    drawn_metrics,
+    mean_metrics,
+    mean_scores,
+    sample_rows,
+    signal_shares,
+)
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.report.tokens import token_diagnostics
 from nemo_grpo.sampling.requests import Request
@@ -37,6 +45,8 @@ def reinforce(parts: Parts) -> Row:
     row: Row = {"step": state.step, "rollout/num_prompts": len(drawn)}
     row |= {name: float(value) for name, value in prepared.metrics.items()}
     row |= mean_scores(groups) | signal_shares(drawn, drop_truncated=filtering)
+    if parts.recipe.grpo.use_dynamic_sampling:  # the groups that were dropped were rolled out, too
+        row = as_kept(row) | drawn_metrics(shape(assemble(drawn), parts.recipe)) | mean_scores(drawn)
     row |= mean_metrics(updates) | clock.laps | diagnose(parts, prepared, step)
     number = parts.recipe.nemo_grpo.engine.log_samples
     parts.folder.append_samples(sample_rows(state.step, groups, number, parts.tokenizer))

@@ -4,6 +4,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -120,12 +121,21 @@ def test_every_variant_trains_from_the_same_command_in_its_own_way(recipe, varia
 
 
 @pytest.mark.parametrize("variant", ["dapo", "gpg"])
-def test_dynamic_sampling_draws_until_the_step_has_signal(recipe, variant):
+def test_dynamic_sampling_draws_until_the_step_has_signal(recipe, monkeypatch, variant):
     r = recipe(f"loss_fn.variant={variant}", "grpo.use_dynamic_sampling=true", "grpo.max_num_steps=2")
+    sampled = []
+    monkeypatch.setattr(steps, "sample", lambda parts: sampled.append(sample(parts)) or sampled[-1])
     train(begin(r))
-    for row in rows(r.run_dir)[1:]:
+    for row, (kept, drawn) in zip(rows(r.run_dir)[1:], sampled, strict=True):
         assert row["groups/valid_fraction"] >= (1.0 if variant == "dapo" else 0.6)
         assert row["rollout/num_prompts"] % 4 == 0
+        for prefix, groups in (("", drawn), ("kept/", kept)):
+            responses = [one for group in groups for one in group.responses]
+            assert row[f"{prefix}reward/mean"] == pytest.approx(fmean(one.reward for one in responses))
+            accuracies = [one.scores["accuracy"] for one in responses]
+            assert row[f"{prefix}reward/accuracy"] == pytest.approx(fmean(accuracies))
+            lengths = [len(one.response.tokens) for one in responses]
+            assert row[f"{prefix}length/mean"] == pytest.approx(fmean(lengths))
 
 
 @pytest.mark.parametrize(("filtering", "num_drawn"), [(False, 4), (True, 8)])
