@@ -88,7 +88,7 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
 
 
 def _reward_metrics(rewards: Tensor, num_generations: int) -> dict[str, list[float]]:
-    """Compute ``reward/*`` of the responses drawn for a step.  Args: rewards: [B], a group's rows adjacent."""
+    """Compute ``reward/*`` of all draws of a step.  Args: rewards: [B], a group's rows adjacent."""
     groups = Groups.from_ids(torch.arange(len(rewards)) // num_generations)
     metrics = reward_metrics(rewards.cpu(), rewards.isfinite().cpu(), groups)
     return {name: [float(value)] for name, value in metrics.items()}

@@ -57,17 +57,21 @@ def style_of(index: int) -> Style:
 
 
 def draw_validation(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """Draw the mean over seeds, a band of one standard deviation; for a single group also greedy, pass@k."""
+    """Draw the mean over seeds, a band of one standard deviation.
+
+    A single group's accuracy has greedy and pass@k beside it.
+    """
+    has_companions = len(groups) == 1 and keys[0].endswith("/accuracy")
     for index, group in enumerate(groups):
         style = style_of(index)
         steps, mean, spread = group.curve(keys[0])
-        label = "mean of samples" if len(groups) == 1 else None
+        label = "mean of samples" if has_companions else None
         axes.plot(
             steps, mean, color=style.color, ls=style.dash, marker=style.marker, ms=4.5, lw=1.9, label=label
         )
         if spread.any():
             axes.fill_between(steps, mean - spread, mean + spread, color=style.color, alpha=0.16, lw=0)
-    if len(groups) == 1:
+    if has_companions:
         above = keys[0].rpartition("/")[0]
         for name, dash in (("greedy", DASHES[1]), (pass_key(groups).rpartition("/")[2], DASHES[2])):
             key = f"{above}/{name}"

@@ -106,6 +106,12 @@ def _on_hub(folder: Path, head: Mapping[str, Any]) -> str | None:
     return stated if isinstance(stated, str) and is_hub_name(stated) else None
 
 
+def _is_metric(name: str, metric_name: str) -> bool:
+    """True if a checkpoint's metric, as either engine spells it, is checkpointing.metric_name."""
+    bare = metric_name.removeprefix("val:")
+    return bool(bare) and name in (metric_name, f"val:{bare}", f"validation/{bare}")
+
+
 def write_card(folder: Path, training: Training, source: Path, *, is_adapter: bool = False) -> None:
     """Write the card of a model, or of PEFT's matrices, into its folder. Args: source: see `base_model`."""
     from huggingface_hub import ModelCard, ModelCardData
@@ -122,6 +128,8 @@ def write_card(folder: Path, training: Training, source: Path, *, is_adapter: bo
         pipeline_tag="image-text-to-text" if has_images else "text-generation",
         tags=["reinforcement-learning", TAG, *([variant] if variant else [])],
     )
+    ranking = training.value(str, "checkpointing.metric_name") or ""
+    by_rank = sorted(training.metrics.items(), key=lambda item: not _is_metric(item[0], ranking))
     files = training.value(list, "nemo_grpo.task.train_files") or ()
     rows = {
         "base model": "made for the run" if made else name,
@@ -131,7 +139,7 @@ def write_card(folder: Path, training: Training, source: Path, *, is_adapter: bo
         "task": training.value(str, "nemo_grpo.task.name"),
         "data": ", ".join(Path(file).name for file in files if isinstance(file, str)) or None,
         "step": training.step,
-        **{name: f"{value:.6g}" for name, value in training.metrics.items()},
+        **{name: f"{value:.6g}" for name, value in by_rank},
         **training.versions,
     }
     card = ModelCard.from_template(data, template_str=_TEMPLATE, title=rows["recipe"] or name, rows=rows)

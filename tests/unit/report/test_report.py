@@ -15,7 +15,7 @@ from nemo_grpo.cli import app
 from nemo_grpo.report import plots
 from nemo_grpo.report.plots import common_key, running_mean
 from nemo_grpo.report.report import panels_of, plot_run, write_report
-from nemo_grpo.report.runs import group_runs, read_run
+from nemo_grpo.report.runs import Measure, group_runs, measure_of, read_run
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.pictures import new_figure
 
@@ -126,6 +126,37 @@ def test_summary_table_has_mean_and_deviation_over_seeds(make_run, tmp_path):
     assert gpg == ["gpg", "0", "0", "0.250", "0.250", "0.250", "-", "-", "-", "-", "-"]
     assert "Settings that differ" in page
     assert "loss_fn.variant" in page
+
+
+def judged_by(folder, metric, *, higher):
+    file = folder / "recipe.resolved.yaml"
+    ranking = {"metric_name": metric, "higher_is_better": higher}
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"checkpointing": ranking}))
+
+
+def test_runs_are_judged_by_the_metric_that_ranks_their_checkpoints(make_run, tmp_path):
+    """Losses 3, 1, 2 and 5, 4, 4.5: the best is the smallest, the least gain the one nearest to a rise."""
+    keys = ("validation/accuracy", "validation/mine.py:cost")
+    rows = [
+        [{"step": 10 * i, **dict(zip(keys, (0.5, value), strict=True))} for i, value in enumerate(values)]
+        for values in ((3.0, 1.0, 2.0), (5.0, 4.0, 4.5))
+    ]
+    paths = [make_run(name, rows[seed], seed=seed) for seed, name in enumerate("ab")]
+    for path in paths:
+        judged_by(path, "val:mine.py:cost", higher=False)
+    page = write_report(paths, tmp_path / "report.html").read_text()
+    head, row = cells(page)
+    assert head[3:9] == ["start", "best", "final", "gain", "least gain", "accuracy"]
+    assert row[4:9] == [
+        *("2.500 +- 2.121", "3.250 +- 1.768", "-0.750 +- 0.354", "-0.500", "0.500 +- 0.000"),
+    ]
+    assert "of validation/mine.py:cost, as the recipe ranks, where lower is better." in page
+    assert (tmp_path / "plots" / "judged.png").is_file()
+    judged_by(paths[0], "val:accuracy", higher=True)
+    assert measure_of(group_runs([read_run(path) for path in paths])) == Measure(), "they disagree"
+    for metric in ("train:reward", None, "val:not_there"):
+        judged_by(paths[0], metric, higher=False)
+        assert measure_of(group_runs([read_run(paths[0])])) == Measure()
 
 
 def test_report_is_one_file_with_each_picture_inside_once(make_run):
