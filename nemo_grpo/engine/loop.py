@@ -146,7 +146,8 @@ def export(parts: Parts) -> None:
     wanted = parts.recipe.nemo_grpo.export
     if wanted.hf:
         training = Training(parts.recipe.to_dict(), parts.state.step, parts.validated, versions())
-        export_policy(parts.policy, parts.source, parts.folder, DTYPES[wanted.dtype], training)
+        dtype = None if wanted.dtype is None else DTYPES[wanted.dtype]
+        export_policy(parts.policy, parts.source, parts.folder, dtype, training)
     distributed.barrier()
 
 

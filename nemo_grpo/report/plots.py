@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from nemo_grpo.report.runs import RunGroup, common_key, matching, pass_key
+from nemo_grpo.support.extensions import is_reference
 from nemo_grpo.support.pictures import (
     COLORS,
     COMPANION,
@@ -128,6 +129,7 @@ class Panel:
         title, unit: title, and label of the y axis.
         keys: metrics of metrics.jsonl; alternatives for `draw_training`.
         each: pattern of metrics, in place of ``keys``; see `of_each`.
+        of_own_loss: only runs with a loss of the user's own count for ``each``.
         explanation: a sentence for the report.
         draw: function that draws it.
         from_zero: the y axis starts at 0.
@@ -145,11 +147,14 @@ class Panel:
     xlabel: str = "training step"
     of_diagnostics: bool = False
     each: str = ""
+    of_own_loss: bool = False
 
     def of_each(self, groups: Sequence[RunGroup]) -> list[Self]:
         """List a panel for each metric that `each` matches, named by its group; else the panel itself."""
         if not self.each:
             return [self]
+        if self.of_own_loss:
+            groups = [group for group in groups if is_reference(group.runs[0].variant)]
         return [
             replace(
                 self,

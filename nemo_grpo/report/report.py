@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from nemo_grpo.report import paired as pairs
-from nemo_grpo.report import summary, token_plots
+from nemo_grpo.report import samples, summary, token_plots
 from nemo_grpo.report.paired import FOREST, Paired, draw_forest
 from nemo_grpo.report.plots import (
     Draw,
@@ -142,6 +142,7 @@ def render(groups: Sequence[RunGroup], plots: Path, paired: Sequence[Paired], ba
         settings=_settings(groups),
         panels=panels_of(groups),
         pairs=pairs,
+        samples=samples,
         summary=summary,
         tokens=token_plots,
     )

@@ -1,6 +1,7 @@
 """Model card: the README.md of an exported Hugging Face folder."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -9,8 +10,9 @@ from typing import Any
 
 import yaml
 
+from nemo_grpo.support import shipped
 from nemo_grpo.support.dotted import value_of
-from nemo_grpo.support.errors import UNREADABLE
+from nemo_grpo.support.errors import UNREADABLE, UserError
 from nemo_grpo.support.model_folder import is_hub_name, read_config
 
 CARD, _INFO = "README.md", "training_info.json"
@@ -18,6 +20,8 @@ TAG = "nemo_grpo"
 """Tag of the cards that this project writes; their ``base_model`` is the model that training began with."""
 _ABOVE = 3
 """Most folders from a checkpoint up to its step's, which has `_INFO`, and from there up to the run's."""
+_SHIPPED_MODEL = re.compile(r"\$\{shipped_model:(\w+)\}")
+"""A recorded recipe keeps texts that come from this machine unresolved."""
 _TEMPLATE = """---
 {{ card_data }}
 ---
@@ -83,7 +87,7 @@ def base_model(training: Training, folder: Path) -> tuple[str, dict[str, Any]]:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    stated = training.value(str, "policy.model_name")
+    stated = _model_name(training)
     own = Path(stated) if stated and Path(stated).is_dir() else folder
     head, cached = _first([own / CARD]), None
     hub = stated if stated and is_hub_name(stated) else _on_hub(own, head)
@@ -93,6 +97,17 @@ def base_model(training: Training, folder: Path) -> tuple[str, dict[str, Any]]:
     known = {key: head.get(key) for key in ("license", "license_name", "license_link")} | {"base_model": hub}
     name = hub or (Path(stated) if stated else own.resolve()).name
     return name, {key: text for key, text in known.items() if isinstance(text, str) and text.isprintable()}
+
+
+def _model_name(training: Training) -> str | None:
+    """Return the recipe's policy.model_name; None for a text that only another machine can resolve."""
+    name: str | None = training.value(str, "policy.model_name")
+    if name is None or "${" not in name:
+        return name
+    shipped_name = _SHIPPED_MODEL.fullmatch(name)
+    with suppress(UserError):
+        return str(shipped.model(shipped_name[1])) if shipped_name else None
+    return None
 
 
 def _on_hub(folder: Path, head: Mapping[str, Any]) -> str | None:

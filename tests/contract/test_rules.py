@@ -139,7 +139,8 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "~nemo_grpo.rewards.iou"),
     ("_reward_components_exist", "embedded", "nemo_grpo.rewards.accuracy=1.0e30", "would vanish beside it",
      "nemo_grpo.rewards.accuracy=1.0e6"),
-    ("_reward_components_exist", "embedded", "nemo_grpo.rewards.accuracy=0.0; nemo_grpo.rewards.format=0.0", "every reward is 0",
+    ("_reward_components_exist", "embedded",
+     "nemo_grpo.rewards.accuracy=0.0; nemo_grpo.rewards.format=0.0", "every reward is 0",
      "nemo_grpo.rewards.format=1.0"),
     ("a row", "embedded", "$LENGTH=16", "max_new_tokens=16 is not below .*leaves no room", "$LENGTH=17"),
     ("a row", "cluster", "$LENGTH=15", "max_new_tokens=16 exceeds .*leaves no room", "$LENGTH=16"),
@@ -347,7 +348,7 @@ CASES: list[tuple[str, str, str, str, str]] = [
     # the planner: memory
     ("training_fits_in_memory", "small", "$MBS=24; grpo.num_prompts_per_step=16",
      "training needs .* most of it logits", "$MBS=1"),
-    ("training_fits_in_memory", "moe", "$M.activation_checkpointing=false",
+    ("training_fits_in_memory", "moe", "$M.activation_checkpointing=false; $MBS=4",
      "training needs .* most of it activations", "-"),
     ("training_fits_in_memory", "huge", "$TP=1; $SP=false; $PP=1", r"training needs .* most of it \w+ \(",
      "-"),
