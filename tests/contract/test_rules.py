@@ -167,6 +167,8 @@ CASES: list[tuple[str, str, str, str, str]] = [
     ("validation_metrics_exist", "embedded cluster", "checkpointing.metric_name=val:acuracy",
      "no metric 'validation/acuracy'; did you mean 'validation/accuracy'",
      "checkpointing.metric_name=val:accuracy"),
+    ("validation_metrics_exist", "embedded cluster", "checkpointing.metric_name=val:nothing",
+     "no metric 'validation/nothing'", "checkpointing.metric_name=val:reward"),
     ("validation_metrics_exist", "lora",
      "checkpointing.metric_name=val:aime2/accuracy; checkpointing.save_period=100",
      "no metric 'validation/aime2/accuracy'; did you mean 'validation/aime25/accuracy'",

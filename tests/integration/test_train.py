@@ -12,8 +12,11 @@ from safetensors.torch import load_file
 from small_runs import NO_VALIDATION, QUICKSTART, arguments, begin, lines_of, math_files, rows, weights_after
 from toy_policies import assert_equal, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from nemo_grpo import VARIANTS, UserError
+from nemo_grpo.cli import app
 from nemo_grpo.engine import steps
 from nemo_grpo.engine.loop import train
 from nemo_grpo.engine.rollout import Group, Scored
@@ -87,6 +90,23 @@ def test_the_export_is_the_trained_policy_and_generates(finished):
     )
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
+
+
+def test_the_best_checkpoint_is_exported_by_its_link(finished, tmp_path):
+    """The command in docs/engine.md."""
+    best = finished.folder.path / "checkpoints" / "best"
+    step = best.resolve()
+    metrics = rows(finished.folder.path)
+    values = {row["step"]: row["validation/accuracy"] for row in metrics if "validation/accuracy" in row}
+    saved = [value for number, value in values.items() if number > 0]
+    assert values[int(step.name.removeprefix("step_"))] == max(saved)
+    command = ["convert", "megatron-to-hf", "--megatron-checkpoint", str(best)]
+    command += ["--hf-config", str(best / "policy" / "tokenizer"), "--output", str(tmp_path / "best-hf")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    plain = megatron_to_hf(step, step / "policy" / "tokenizer", tmp_path / "plain")
+    assert_equal(*(load_file(path / "model.safetensors") for path in (tmp_path / "best-hf", plain)))
+    assert f"| step | {int(step.name[-6:])} |" in (tmp_path / "best-hf" / "README.md").read_text()
 
 
 def test_an_existing_run_is_refused_and_left_alone(finished):
