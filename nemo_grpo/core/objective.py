@@ -4,18 +4,20 @@ prepare:  rewards, scored logprobs -> advantages [B, T] (+ token weights)      o
 loss:     current logprobs -> - aggregate( policy term - beta KL term )          per microbatch, on any rows
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Self, TypeVar
 
 from nemo_grpo.core.advantages import GroupAdvantages
 from nemo_grpo.core.aggregation import Aggregation, aggregate, group_mean_factors, metric_shares
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch, require
 from nemo_grpo.core.importance import ImportanceCorrection
 from nemo_grpo.core.lazy import Tensor, torch
-from nemo_grpo.core.statistics import percentiles, row_std, token_mean, token_std
+from nemo_grpo.core.statistics import Groups, percentiles, row_std, token_mean, token_std
 from nemo_grpo.core.surrogates import MAX_LOG_RATIO
 from nemo_grpo.core.token_weights import step_covariance
+
+T = TypeVar("T")
 
 COVARIANCE_SHARES = {f"p{100 * share:g}": share for share in (0.0001, 0.01, 0.2, 0.5, 0.8, 0.99, 0.9999)}
 """Percentiles of a step's covariances, by name (CW-GRPO Table 1)."""
@@ -184,6 +186,44 @@ class Objective:
         return terms, metrics
 
 
+def reward_metrics(rewards: Tensor, rewarded: Tensor, groups: Groups) -> dict[str, Tensor]:
+    """Compute mean and spread of rewards.
+
+    Args:    rewards: [B]; ignored where ``rewarded`` [B] bool is False.  groups: of the B rows.
+    Returns: name -> 0-d float64 tensor. ``reward/group_std`` is the mean over groups with a reward.
+    """
+    counted = torch.where(rewarded, rewards.double(), 0.0)
+    num_groups = (groups.sum(rewarded) > 0).sum().clamp(min=1)
+    return {
+        "reward/mean": counted.sum() / rewarded.sum().clamp(min=1),
+        "reward/std": row_std(counted, rewarded),
+        "reward/group_std": groups.std(counted, rewarded).sum() / num_groups,  # GPG Figure 2
+    }
+
+
+def length_metrics(mask: Tensor, sample_mask: Tensor) -> dict[str, Tensor]:
+    """Compute mean and maximum of the responses' tokens.
+
+    Args: mask: [B, T] bool, the tokens that count.  sample_mask: [B] bool, the responses in the mean.
+    """
+    lengths = mask.sum(1)
+    return {
+        "length/mean": lengths.sum() / sample_mask.sum().clamp(min=1),
+        "length/max": lengths.max() if lengths.numel() else lengths.sum(),
+    }
+
+
+OF_ROLLOUTS = ("reward/", "length/")
+"""Prefixes of metrics of all responses that were drawn for a step."""
+
+
+def as_kept(metrics: Mapping[str, T]) -> dict[str, T]:
+    """Name ``reward/*`` and ``length/*`` of the responses that dynamic sampling keeps ``kept/*``."""
+    return {
+        f"kept/{name}" if name.startswith(OF_ROLLOUTS) else name: value for name, value in metrics.items()
+    }
+
+
 def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -> dict[str, Tensor]:
     """Compute reward, advantage, length, covariance and mismatch statistics of a whole step.
 
@@ -194,20 +234,16 @@ def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -
              ``mismatch/*`` compare the scoring policy with the sampler. They and ``entropy/mean`` are taken
              over the rows that the policy scored.
     """
-    mask, scored, valid, rewards = batch.mask, batch.scored_mask, batch.sample_mask, batch.rewards.double()
-    num_valid, rewarded = valid.sum().clamp(min=1), batch.in_groups
-    num_groups = (base.groups.sum(rewarded) > 0).sum().clamp(min=1)
-    lengths = mask.sum(1)
+    mask = batch.mask
+    scored = batch.scored_mask
+    num_valid = batch.sample_mask.sum().clamp(min=1)
     covariance = step_covariance(batch.prev_logprobs, base.per_token(mask), mask)
     drift = batch.prev_logprobs - batch.generation_logprobs
     bounded = drift.clamp(max=MAX_LOG_RATIO)
     metrics = {
-        "reward/mean": rewards.sum() / rewarded.sum().clamp(min=1),
-        "reward/std": row_std(rewards, rewarded),
-        "reward/group_std": base.groups.std(rewards, rewarded).sum() / num_groups,  # GPG Figure 2
+        **reward_metrics(batch.rewards, batch.in_groups, base.groups),
         "groups/valid_fraction": base.has_signal.sum() / num_valid,
-        "length/mean": lengths.sum() / num_valid,
-        "length/max": lengths.max() if lengths.numel() else lengths.sum(),
+        **length_metrics(mask, batch.sample_mask),
         "advantage/mean": token_mean(advantages, mask),
         "advantage/std": token_std(advantages, mask),
         "advantage/abs_max": advantages.abs().max() if advantages.numel() else advantages.sum(),

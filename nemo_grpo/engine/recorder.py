@@ -125,11 +125,9 @@ class Recorder:
         machine.release_freed_memory()
         export = self.recipe.nemo_grpo.export
         if export.hf:
-            settings = self.recipe.to_dict()
-            # A shipped model stands there as a reference, which the card of the export could not name.
-            settings["policy"]["model_name"] = self.recipe.policy.model_name
-            training = Training(settings, learner.state.step, self.held_out, versions())
-            export_policy(learner.policy, self.saver.source, self.folder, DTYPES[export.dtype], training)
+            training = Training(self.recipe.to_dict(), learner.state.step, self.held_out, versions())
+            dtype = None if export.dtype is None else DTYPES[export.dtype]
+            export_policy(learner.policy, self.saver.source, self.folder, dtype, training)
         distributed.barrier()
 
     def progress(self, num_done: int) -> AbstractContextManager[Advance]:

@@ -18,7 +18,7 @@ from nemo_grpo.run.folder import SIDE_FOLDER, RunFolder
 from nemo_grpo.support import distributed
 from nemo_grpo.support.errors import UserError, first_line
 from nemo_grpo.support.files import existing_parent
-from nemo_grpo.support.hf_folder import export, export_adapter
+from nemo_grpo.support.hf_folder import export, export_adapter, stated_dtype
 from nemo_grpo.support.model_card import Training
 from nemo_grpo.support.model_folder import copy_side_files
 
@@ -89,9 +89,14 @@ class Saver:
 
 
 def export_policy(
-    policy: MegatronPolicy, source: Path, run: RunFolder, dtype: torch.dtype, training: Training
+    policy: MegatronPolicy, source: Path, run: RunFolder, dtype: torch.dtype | None, training: Training
 ) -> None:
-    """Write the model and, with LoRA, its adapters as Hugging Face folders; every rank calls it."""
+    """Write the model and, with LoRA, its adapters as Hugging Face folders; every rank calls it.
+
+    Args: dtype: of the model; None: float32, and with LoRA the base's, as `convert --lora merge` gives.
+    """
+    if dtype is None:
+        dtype = torch.float32 if policy.adapters is None else stated_dtype(source)
     tensors = list(policy.named_tensors())  # every rank takes part in gathering them
     with _export_explained(run):
         if run.leads:

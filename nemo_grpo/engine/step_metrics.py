@@ -4,9 +4,11 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from nemo_grpo.core import objective
+from nemo_grpo.core.statistics import Groups
 from nemo_grpo.engine.megatron.policy import UpdateResult
 from nemo_grpo.report.runs import HELD_OUT
-from nemo_grpo.run.groups import Group
+from nemo_grpo.run.groups import Group, Step
 from nemo_grpo.tasks.scoring import reward_metrics
 
 
@@ -34,6 +36,15 @@ def mean_scores(groups: list[Group], drawn: list[Group]) -> dict[str, float]:
     episodes = [asdict(one.response.episode) for one in responses if one.response.episode is not None]
     counts = episodes[0] if episodes else ()
     return means | {f"episode/{name}": sum(e[name] for e in episodes) / len(episodes) for name in counts}
+
+
+def drawn_metrics(drawn: Step) -> dict[str, float]:
+    """Compute the ``reward/*`` and ``length/*`` of `step_metrics` for all responses drawn for a step."""
+    rewarded = ~drawn.rewards.isnan()
+    mask = drawn.token_mask & drawn.sample_mask[:, None]
+    metrics = objective.reward_metrics(drawn.rewards, rewarded, Groups.from_ids(drawn.group_ids))
+    metrics |= objective.length_metrics(mask, drawn.sample_mask)
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def signal_shares(drawn: list[Group], *, drop_truncated: bool = False) -> dict[str, float]:

@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from nemo_grpo.core.advantages import implausible_advantage, overlong_penalty
+from nemo_grpo.core.objective import as_kept
 from nemo_grpo.core.resampling import accumulate_groups
 from nemo_grpo.engine.learning import Learner
 from nemo_grpo.engine.megatron.microbatches import Scores
 from nemo_grpo.engine.rollout import Rollouts
-from nemo_grpo.engine.step_metrics import Clock, mean_metrics, mean_scores, signal_shares
+from nemo_grpo.engine.step_metrics import Clock, drawn_metrics, mean_metrics, mean_scores, signal_shares
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.run.diagnostics import StepDiagnostics
 from nemo_grpo.run.groups import Group, Step, assemble
@@ -116,6 +117,9 @@ def reinforce(learner: Learner, sampled: Sampled, diagnostics: StepDiagnostics) 
     row |= {name: float(value) for name, value in prepared.metrics.items()}
     row |= mean_scores(sampled.groups, sampled.drawn)
     row |= signal_shares(sampled.drawn, drop_truncated=recipe.grpo.overlong_filtering)
+    if recipe.grpo.use_dynamic_sampling:  # the groups that were dropped were rolled out, too
+        drawn = drawn_metrics(shape(assemble(sampled.drawn), recipe))
+        row = as_kept(row) | drawn | mean_scores(sampled.drawn, sampled.drawn)
     row |= mean_metrics(updates)
     row |= clock.laps
     if diagnostics.is_due(state.step):

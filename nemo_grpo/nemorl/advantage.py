@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nemo_grpo.core.advantages import implausible_advantage
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
+from nemo_grpo.core.objective import as_kept
 from nemo_grpo.core.random import response_ids, step_seed
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.recipe import Recipe
@@ -61,6 +62,7 @@ class VariantEstimator:
 
     Attributes: step: finished steps, those before a resume included, so that random draws continue.
         folds: the advantages carry token weights and row factors (`PreparedBatch.folded`).
+        drops_groups: the step is what dynamic sampling keeps of its draws; see `as_kept`.
         is_scored: NeMo-RL computes the policy's logprobs (`Recipe.policy_is_scored`); else they are zeros.
         last_metrics: of the newest step; NeMo-RL logs them in asynchronous training, and through
         `StepContext.metrics` in synchronous training.
@@ -73,6 +75,7 @@ class VariantEstimator:
     context: StepContext = field(default_factory=StepContext)
     diagnostics: StepDiagnostics | None = None
     folds: bool = False
+    drops_groups: bool = False
     is_scored: bool = True
     has_warned: bool = False
     last_metrics: dict[str, float] = field(default_factory=dict)
@@ -88,6 +91,8 @@ class VariantEstimator:
             num_generations=recipe.grpo.num_generations_per_prompt,
             seed=recipe.grpo.seed,
             context=context,
+            # the controller does not read the setting
+            drops_groups=recipe.grpo.use_dynamic_sampling and not recipe.has_single_controller,
             is_scored=recipe.policy_is_scored,
             **further,
         )
@@ -136,6 +141,8 @@ class VariantEstimator:
             metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
         if not self.is_scored:
             metrics = {name: value for name, value in metrics.items() if not name.startswith(NEEDS_SCORES)}
+        if self.drops_groups:
+            metrics = as_kept(metrics)
         values = torch.stack([metric.double() for metric in metrics.values()]).tolist()
         self.last_metrics = dict(zip(metrics, values, strict=True))
         if self.diagnostics is not None and logs is not None and self.diagnostics.is_due(self.step):

@@ -73,6 +73,7 @@ def calling_back(
 
 OUR_NAMES = {
     "train/reward": "reward/mean",
+    "train/filtered_reward": "kept/reward/mean",
     "train/loss": "loss/total",
     "train/grad_norm": "grad_norm",
     "train/lr": "lr",
@@ -227,6 +228,39 @@ class RolloutCheck(Callback):
         return {EXCEEDS: float(exceeds)}
 
 
+DRAWN_MEANS = (LENGTH, "truncation_rate", "avg_turns_per_sample", "mean_total_tokens_per_sample")
+DRAWN_MAXIMA = ("max_gen_tokens_per_sample", "max_turns_per_sample")
+
+
+class DrawnRollouts(Callback):
+    """Makes a step's rollout metrics those of all draws of dynamic sampling.
+
+    NeMo-RL logs the metrics of each draw, and with the step once more those of the last one.
+    """
+
+    def __init__(self) -> None:
+        self.draws: list[Mapping[str, Any]] = []
+
+    def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
+        """Collect a draw, or combine the step's; every draw has the same number of responses."""
+        if prefix != "train":
+            return {}
+        if "loss" not in metrics:
+            if LENGTH in metrics:
+                self.draws.append(dict(metrics))
+            return {}
+        draws, self.draws = self.draws, []
+        if "filtered_reward" not in metrics:
+            return {}
+        combined: dict[str, float] = {}
+        for names, combine in ((DRAWN_MEANS, fmean), (DRAWN_MAXIMA, max)):
+            for name in names:
+                values = [float(draw[name]) for draw in draws if name in draw]
+                if values:
+                    combined[name] = combine(values)
+        return combined
+
+
 class RolloutRewards:
     """Reward components of the responses sampled since the last `take`, trained or dropped.
 
@@ -328,6 +362,9 @@ class RewardMetrics(Callback):
         taken = ray.get([actor.take_rewards.remote() for actor in actors])
         if prefix == "validation":
             return {name: value for numbers in taken for name, value in numbers.items()}
-        has_mean = "reward/mean" in metrics and math.isnan(metrics.get("reward", 0.0))
-        mean = {"reward": metrics["reward/mean"]} if has_mean else {}
-        return mean | {name: value for numbers in taken for name, value in numbers.items()}
+        means = {
+            theirs: metrics[ours]
+            for theirs, ours in (("reward", "reward/mean"), ("filtered_reward", "kept/reward/mean"))
+            if ours in metrics and math.isnan(metrics.get(theirs, 0.0))
+        }
+        return means | {name: value for numbers in taken for name, value in numbers.items()}

@@ -18,6 +18,7 @@ from nemo_grpo.nemorl import compat, sft, single_controller
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.callbacks import (
     Callback,
+    DrawnRollouts,
     RewardMetrics,
     RolloutCheck,
     RunRecord,
@@ -167,7 +168,12 @@ def train(run: ClusterRun, ready: Ready) -> int:
     """Train to the end or to a requested stop; returns the exit code."""
     parts, recipe = ready.parts, run.recipe
     try:
-        adding = [RolloutCheck(recipe), RewardMetrics(ready.environments), ready.validation_sets]
+        adding = [
+            DrawnRollouts(),
+            RolloutCheck(recipe),
+            RewardMetrics(ready.environments),
+            ready.validation_sets,
+        ]
         stalls = StallDump()
         is_watched = ready.controller is not None  # by NeMo-RL and `watched_loop`
         if not is_watched:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_grpo.core.objective import reward_metrics
 from nemo_grpo.core.resampling import Accumulation, has_signal
+from nemo_grpo.core.statistics import Groups
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.variants.base import VariantConfig
@@ -30,6 +32,8 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
     Args:    config: the variant; its `resampling` sets the share of groups with signal and the maximum draws.
              context: its ``metrics`` are what the trainer logs with the step.
     """
+
+    drawn_rewards: list[Tensor] = []  # of the step's draws so far, each [B]
 
     def dynamic_sampling(
         repeated_batch: Any,
@@ -53,6 +57,9 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
         num_generations = value_of(grpo, "num_generations_per_prompt")
         most_draws = value_of(grpo, "dynamic_sampling_max_gen_batches")
         is_valid = partial(_has_signal, drop_truncated=value_of(grpo, "overlong_filtering", False))
+        if batch_cache is None:
+            drawn_rewards.clear()
+        drawn_rewards.append(repeated_batch["total_reward"])
         with timer.time("dynamic_sampling"):
             draw = _groups(repeated_batch, num_generations)
             gathered = (batch_cache or Accumulation()).add(draw, is_valid)
@@ -68,13 +75,23 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
                 return repeated_batch, False, gathered, context.metrics
             step = type(repeated_batch).from_batches(list(gathered.take(num_groups)))
         step["filtered_reward"] = step["total_reward"]
-        step["total_reward"] = repeated_batch["total_reward"]  # of the whole last draw, for the log
+        # The trainer logs these as `reward`, and those above as `filtered_reward`; it trains on the latter.
+        rewards = torch.cat(drawn_rewards)
+        step["total_reward"] = rewards
+        context.metrics |= _reward_metrics(rewards, num_generations)
         context.metrics["dynamic_sampling_num_discarded_valid_samples"] = [
             float(max(len(gathered.valid) - num_groups, 0) * num_generations)
         ]
         return step, True, gathered, context.metrics
 
     return dynamic_sampling
+
+
+def _reward_metrics(rewards: Tensor, num_generations: int) -> dict[str, list[float]]:
+    """Compute ``reward/*`` of all draws of a step.  Args: rewards: [B], a group's rows adjacent."""
+    groups = Groups.from_ids(torch.arange(len(rewards)) // num_generations)
+    metrics = reward_metrics(rewards.cpu(), rewards.isfinite().cpu(), groups)
+    return {name: [float(value)] for name, value in metrics.items()}
 
 
 def _groups(batch: Any, num_generations: int) -> list[Any]:

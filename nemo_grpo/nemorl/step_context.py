@@ -14,7 +14,8 @@ class StepContext:
     """Shared by all three; every step fills and empties all but ``carried`` in this order.
 
     Attributes:
-        metrics: the dictionary that the trainer logs with the step; emptied by `dynamic_sampling`.
+        metrics: the dictionary that the trainer logs with the step; emptied by `dynamic_sampling`, which
+            puts ``reward/*`` of all that was drawn.
         entropies: [B, S] float32, nats, full-vocabulary at temperature 1, index t belongs to token t and
             column 0 is 0, rows as in the batch; put by the policy's ``get_logprobs``, taken by the estimator.
         has_gradient: the step can move the policy; set when the driver writes advantages to the data plane,

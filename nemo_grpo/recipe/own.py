@@ -81,8 +81,8 @@ class Export(OwnSection):
 
     hf: bool = True
     """Write a Hugging Face folder."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Its precision."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Its precision; null: float32, and the base model's with LoRA."""
 
 
 class NemoGRPOSection(OwnSection):

@@ -197,6 +197,38 @@ def variant_uses_its_dynamic_sampling(recipe: Recipe) -> Iterator[str]:
         yield f"{loss.variant} without grpo.use_dynamic_sampling=true: {loss.without_dynamic_sampling}"
 
 
+SHARES = re.compile(r"(?:accuracy|greedy|truncated|pass_k|pass@\d+|maj@\d+)(?:_stderr)?")
+"""Validation metrics between 0 and 1."""
+
+
+@rule(Scope.ADVICE)
+def validation_can_reach_the_threshold(recipe: Recipe) -> Iterator[str]:
+    goal = metric_key(recipe.grpo.stop_at_validation_metric)
+    threshold = recipe.grpo.stop_at_validation_threshold
+    # without a task of ours NeMo-RL's accuracy is a mean reward
+    if goal is None or threshold is None or threshold <= 1 or recipe.nemo_grpo.task is None:
+        return
+    if SHARES.fullmatch(goal.rpartition("/")[2]):
+        yield (
+            f"grpo.stop_at_validation_threshold={threshold:g}: {goal} is at most 1, so that the run never "
+            f"stops by it; use a share, as {threshold / 100:g} for {threshold:g} %"
+        )
+
+
+@rule(Scope.ADVICE)
+def embedded_checkpoints_are_ranked(recipe: Recipe) -> Iterator[str]:
+    checkpointing = recipe.checkpointing
+    saves = checkpointing.save_period
+    validates = recipe.grpo.val_period
+    ranks = checkpointing.ranks_by_validation and checkpointing.keep_top_k is not None
+    if recipe.nemo_grpo.target == "embedded" and ranks and validates > 0 and saves % validates != 0:
+        yield (
+            f"checkpointing.save_period={saves} is no multiple of grpo.val_period={validates}: a checkpoint "
+            f"without {checkpointing.metric_name} cannot be the best, and only the newest "
+            f"{checkpointing.keep_top_k} of them stay; use {-(-saves // validates) * validates}"
+        )
+
+
 @rule(Scope.ADVICE)
 def keys_are_read(recipe: Recipe) -> Iterator[str]:
     yield from unread_key_messages(recipe.to_dict())

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_grpo.report.runs import Points, RunGroup, RunLog, pass_key
-from nemo_grpo.report.summary import ACCURACY
+from nemo_grpo.report.runs import Measure, Points, RunGroup, RunLog, measure_of, pass_key
 from nemo_grpo.support.pictures import COLORS, COMPANION, INK, new_figure, set_title, tidy, write_png
 
 CONFIDENCE = 0.95
@@ -40,10 +39,13 @@ Pair = Callable[[RunLog, RunLog], tuple[float, float] | None]
 class Difference:
     """Setting minus baseline over the seeds that both have.
 
-    Attributes: by_seed: seed -> difference; not empty.
+    Attributes: by_seed: seed -> difference; not empty.  higher_is_better: else the verdict is the opposite.
+        metric: its name in a sentence.
     """
 
     by_seed: Mapping[str, float]
+    higher_is_better: bool = True
+    metric: str = "accuracy"
 
     @property
     def mean(self) -> float:
@@ -67,10 +69,9 @@ class Difference:
         """Verdict ``better``, ``worse`` or ``cannot tell``, with the number of seeds."""
         n, interval = len(self.by_seed), self.interval
         word = "cannot tell"
-        if interval is not None and interval[0] > 0:
-            word = "better"
-        elif interval is not None and interval[1] < 0:
-            word = "worse"
+        if interval is not None and not interval[0] <= 0 <= interval[1]:
+            is_higher = interval[0] > 0
+            word = "better" if is_higher == self.higher_is_better else "worse"
         return f"{word} at {n} seed{'s' if n > 1 else ''}"
 
     def cell(self, digits: int = 3) -> str:
@@ -124,19 +125,22 @@ def _last(points: Points) -> float:
     return points[max(points)]
 
 
-def _at_same_rollouts(baseline: RunLog, run: RunLog) -> tuple[float, float] | None:
-    curves = [_accuracy_by_rollouts(one) for one in (baseline, run)]
-    if not all(curves):
-        return None
-    budget = min(max(curve) for curve in curves)
-    if budget < max(min(curve) for curve in curves):
-        return None  # one had no validation yet
-    theirs, ours = (float(np.interp(budget, list(curve), list(curve.values()))) for curve in curves)
-    return theirs, ours
+def _at_same_rollouts(key: str) -> Pair:
+    def of(baseline: RunLog, run: RunLog) -> tuple[float, float] | None:
+        curves = [_by_rollouts(one, key) for one in (baseline, run)]
+        if not all(curves):
+            return None
+        budget = min(max(curve) for curve in curves)
+        if budget < max(min(curve) for curve in curves):
+            return None  # one had no validation yet
+        theirs, ours = (float(np.interp(budget, list(curve), list(curve.values()))) for curve in curves)
+        return theirs, ours
+
+    return of
 
 
-def _accuracy_by_rollouts(run: RunLog) -> Points:
-    """Map the number of responses sampled before each validation to its accuracy; empty without counts."""
+def _by_rollouts(run: RunLog, key: str) -> Points:
+    """Map the number of responses sampled before each validation to its metric; empty without counts."""
     drawn, total = run.points("rollout/num_prompts"), 0.0
     if not drawn:
         return {}
@@ -144,39 +148,47 @@ def _accuracy_by_rollouts(run: RunLog) -> Points:
     curve: Points = {}
     for step, row in run.rows.items():
         total += drawn.get(step, 0.0) * responses
-        if step in run.points(ACCURACY):
-            curve[int(total)] = row[ACCURACY]
+        if step in run.points(key):
+            curve[int(total)] = row[key]
     return curve
 
 
 def compare_groups(groups: Sequence[RunGroup], baseline: str) -> list[Paired]:
-    """Compare every other group with the one labelled ``baseline``; none if that has no finished run."""
+    """Compare every other group with the one labelled ``baseline``; none if that has no finished run.
+
+    Final, best and same rollouts are of the metric that the recipes rank checkpoints by, see `measure_of`.
+    """
     reference = next((group for group in groups if group.label == baseline), None)
     if reference is None:
         return []
-    passes = pass_key(groups)
-    figures: dict[str, Pair] = {
-        FINAL: _at_common_steps(ACCURACY, _last),
-        "best": _at_common_steps(ACCURACY, lambda points: max(points.values())),
-        passes.rpartition("/")[2]: _at_common_steps(passes, _last),
-        SAME_ROLLOUTS: _at_same_rollouts,
-        "tokens trained": _at_common_steps("tokens/trained", _last),
+    measure, passes = measure_of(groups), Measure(pass_key(groups))
+    tokens = Measure("tokens/trained")
+    figures: dict[str, tuple[Measure, Pair]] = {
+        FINAL: (measure, _at_common_steps(measure.key, _last)),
+        "best": (measure, _at_common_steps(measure.key, lambda points: measure.best(points.values()))),
+        passes.name: (passes, _at_common_steps(passes.key, _last)),
+        SAME_ROLLOUTS: (measure, _at_same_rollouts(measure.key)),
+        "tokens trained": (tokens, _at_common_steps(tokens.key, _last)),
     }
     return [
         Paired(
             group.label,
-            {name: found for name, of in figures.items() if (found := _pair(reference, group, of))},
+            {
+                name: found
+                for name, (judged, of) in figures.items()
+                if (found := _pair(reference, group, judged, of))
+            },
         )
         for group in groups
         if group is not reference
     ]
 
 
-def _pair(reference: RunGroup, group: RunGroup, of: Pair) -> Difference | None:
+def _pair(reference: RunGroup, group: RunGroup, measure: Measure, of: Pair) -> Difference | None:
     theirs = {run.seed: run for run in reference.runs}
     found = {run.seed: of(theirs[run.seed], run) for run in group.runs if run.seed in theirs}
     differences = {seed: pair[1] - pair[0] for seed, pair in found.items() if pair is not None}
-    return Difference(differences) if differences else None
+    return Difference(differences, measure.higher_is_better, measure.name) if differences else None
 
 
 def paired_table(paired: Sequence[Paired], baseline: str) -> tuple[list[str], list[list[str]]]:
@@ -191,11 +203,11 @@ def paired_table(paired: Sequence[Paired], baseline: str) -> tuple[list[str], li
 
 
 def sentences(paired: Sequence[Paired], baseline: str) -> list[str]:
-    """Write a line per setting: its verdict by final accuracy, and by accuracy at the same rollouts."""
+    """Write a line per setting: its verdict by the final metric, and by that at the same rollouts."""
     lines = []
     for one in paired:
         verdicts = [
-            f"{found.verdict} by accuracy after the same {what}, {found.cell()}"
+            f"{found.verdict} by {found.metric} after the same {what}, {found.cell()}"
             for name, what in ((FINAL, "steps"), (SAME_ROLLOUTS, "rollouts"))
             if (found := one.differences.get(name))
         ]
@@ -212,6 +224,8 @@ def paired_records(paired: Sequence[Paired], baseline: str) -> dict[str, Any]:
         "settings": {
             one.label: {
                 name: {
+                    "metric": found.metric,
+                    "higher_is_better": found.higher_is_better,
                     "by_seed": dict(found.by_seed),
                     "mean": found.mean,
                     "interval": found.interval,
@@ -245,7 +259,9 @@ def draw_forest(paired: Sequence[Paired], baseline: str, path: Path) -> None:
     names = [f"{one.label} (n={number})" for one, number in zip(paired, seeds, strict=True)]
     axes.set_yticks([-row for row in range(len(paired))], names)
     axes.set_ylim(0.6 - len(paired), 0.6)
-    label = "difference in held-out accuracy,\nmean and 95 % interval over paired seeds; filled: excludes 0"
+    metrics = {one.differences[FINAL].metric for one in paired if FINAL in one.differences}
+    metric = min(metrics, default=Measure().name)  # one metric judges all settings
+    label = f"difference in held-out {metric},\nmean and 95 % interval over paired seeds; filled: excludes 0"
     axes.set_xlabel(label, fontsize=9, color=INK)
     set_title(axes, f"Against {baseline}")
     if axes.get_legend_handles_labels()[0]:

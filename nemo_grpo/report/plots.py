@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from nemo_grpo.report.runs import RunGroup, common_key, matching, pass_key
+from nemo_grpo.support.extensions import is_reference
 from nemo_grpo.support.pictures import (
     COLORS,
     COMPANION,
@@ -57,17 +58,21 @@ def style_of(index: int) -> Style:
 
 
 def draw_validation(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """Draw the mean over seeds, a band of one standard deviation; for a single group also greedy, pass@k."""
+    """Draw the mean over seeds, a band of one standard deviation.
+
+    A single group's accuracy has greedy and pass@k beside it.
+    """
+    has_companions = len(groups) == 1 and keys[0].endswith("/accuracy")
     for index, group in enumerate(groups):
         style = style_of(index)
         steps, mean, spread = group.curve(keys[0])
-        label = "mean of samples" if len(groups) == 1 else None
+        label = "mean of samples" if has_companions else None
         axes.plot(
             steps, mean, color=style.color, ls=style.dash, marker=style.marker, ms=4.5, lw=1.9, label=label
         )
         if spread.any():
             axes.fill_between(steps, mean - spread, mean + spread, color=style.color, alpha=0.16, lw=0)
-    if len(groups) == 1:
+    if has_companions:
         above = keys[0].rpartition("/")[0]
         for name, dash in (("greedy", DASHES[1]), (pass_key(groups).rpartition("/")[2], DASHES[2])):
             key = f"{above}/{name}"
@@ -124,6 +129,7 @@ class Panel:
         title, unit: title, and label of the y axis.
         keys: metrics of metrics.jsonl; alternatives for `draw_training`.
         each: pattern of metrics, in place of ``keys``; see `of_each`.
+        of_own_loss: only runs with a loss of the user's own count for ``each``.
         explanation: a sentence for the report.
         draw: function that draws it.
         from_zero: the y axis starts at 0.
@@ -141,11 +147,14 @@ class Panel:
     xlabel: str = "training step"
     of_diagnostics: bool = False
     each: str = ""
+    of_own_loss: bool = False
 
     def of_each(self, groups: Sequence[RunGroup]) -> list[Self]:
         """List a panel for each metric that `each` matches, named by its group; else the panel itself."""
         if not self.each:
             return [self]
+        if self.of_own_loss:
+            groups = [group for group in groups if is_reference(group.runs[0].variant)]
         return [
             replace(
                 self,

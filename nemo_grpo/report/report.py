@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -9,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from nemo_grpo.report import paired as pairs
-from nemo_grpo.report import summary, token_plots
+from nemo_grpo.report import samples, summary, token_plots
 from nemo_grpo.report.paired import FOREST, Paired, draw_forest
 from nemo_grpo.report.plots import (
     Draw,
@@ -20,11 +21,13 @@ from nemo_grpo.report.plots import (
     draw_training,
     draw_validation,
 )
-from nemo_grpo.report.runs import RunGroup, differing_settings, group_runs, read_run, run_folders
+from nemo_grpo.report.runs import RunGroup, differing_settings, group_runs, measure_of, read_run, run_folders
 from nemo_grpo.support.errors import UserError, shown
 
 PLOTS = "plots"
 REPORT = "report.html"
+JUDGED = "judged"
+"""Name of the panel of the metric that ranks checkpoints."""
 TITLE_LENGTH = 60
 """Most letters of a title on one line."""
 HEAD = b'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -100,6 +103,7 @@ def draw(groups: Sequence[RunGroup], folder: Path) -> None:
     """Draw every panel that has data, and all of them in ``overview.png``; remove outdated files."""
     folder.mkdir(parents=True, exist_ok=True)
     filled = drawn_panels(groups)
+    (folder / f"{JUDGED}.png").unlink(missing_ok=True)
     for panel in PANELS:
         for outdated in folder.glob(f"{panel.name}-*.png" if panel.each else f"{panel.name}.png"):
             outdated.unlink()
@@ -109,8 +113,21 @@ def draw(groups: Sequence[RunGroup], folder: Path) -> None:
 
 
 def panels_of(groups: Sequence[RunGroup]) -> list[Panel]:
-    """List all panels in order, with one for each reward component and each of several validation sets."""
-    return [panel for one in PANELS for panel in one.of_each(groups)]
+    """List all panels in order, with one for each reward component and each of several validation sets.
+
+    The first is of the metric by which the recipes rank checkpoints, unless another panel draws it.
+    """
+    panels = [panel for one in PANELS for panel in one.of_each(groups)]
+    measure = measure_of(groups)
+    if any(measure.key in panel.keys for panel in panels):
+        return panels
+    explanation = "The recipe's checkpointing.metric_name, which ranks checkpoints."
+    if not measure.higher_is_better:
+        explanation += " Lower is better."
+    judged = Panel(
+        JUDGED, f"Held-out {measure.name}", "mean over held-out problems", (measure.key,), explanation
+    )
+    return [replace(judged, draw=draw_validation), *panels]
 
 
 def drawn_panels(groups: Sequence[RunGroup]) -> list[Panel]:
@@ -143,6 +160,7 @@ def render(groups: Sequence[RunGroup], plots: Path, paired: Sequence[Paired], ba
         zeros=[panel.title for panel in panels_of(groups) if panel.is_always_zero(groups)],
         next_steps=NEXT_STEPS,
         pairs=pairs,
+        samples=samples,
         summary=summary,
         tokens=token_plots,
     )

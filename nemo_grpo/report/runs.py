@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 
 from nemo_grpo.recipe.recipe import RECIPE_FILE
+from nemo_grpo.recipe.sections import metric_key
 from nemo_grpo.support.dotted import leaves
 from nemo_grpo.support.errors import UserError, shown
 
@@ -40,6 +41,8 @@ HELD_OUT = {"validation/accuracy": "accuracy {:.3f}", "validation/val_loss": "he
 """Metric of a validation -> its text in the log."""
 SET_ACCURACY = "validation/(.+)/accuracy"
 """Pattern of the accuracy of one validation set among several."""
+
+ACCURACY = "validation/accuracy"
 
 Points = dict[int, float]
 """Step -> a metric's value."""
@@ -109,12 +112,14 @@ class RunGroup:
         spread = values.std(axis=0, ddof=1) if len(curves) > 1 else np.zeros(len(steps))
         return np.array(steps), values.mean(axis=0), spread
 
-    def each(self, key: str, which: Literal["first", "last", "best"]) -> list[float]:
-        """Return one value per run that has the metric; best is the largest."""
-        curves = [list(points.values()) for run in self.runs if (points := run.points(key))]
-        if which == "best":
-            return [max(values) for values in curves]
-        return [values[0 if which == "first" else -1] for values in curves]
+    def each(self, key: str, which: Literal["first", "last"]) -> list[float]:
+        """Return one value per run that has the metric."""
+        return [values[0 if which == "first" else -1] for values in self.values(key)]
+
+    def values(self, key: str) -> list[list[float]]:
+        """Return the values of each run that has the metric, in the order of steps."""
+        curves = [list(run.points(key).values()) for run in self.runs]
+        return [values for values in curves if values]
 
     def gains(self, key: str) -> list[float]:
         """Return last minus first value of each run that has two or more."""
@@ -210,6 +215,46 @@ def differing_settings(groups: Sequence[Sequence[RunLog]]) -> dict[str, list[Any
     keys = sorted({key for one in settings for key in one} - set(NOT_A_SETTING))
     values = {key: [one.get(key) for one in settings] for key in keys}
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Metric by which a report judges runs.  Attributes: key: in metrics.jsonl, of a validation."""
+
+    key: str = ACCURACY
+    higher_is_better: bool = True
+
+    @property
+    def name(self) -> str:
+        """Name in a sentence, as ``accuracy``."""
+        return self.key.removeprefix("validation/")
+
+    def best(self, values: Iterable[float]) -> float:
+        """Choose the best of one or more values."""
+        return max(values) if self.higher_is_better else min(values)
+
+    def worst(self, values: Iterable[float]) -> float:
+        """Choose the worst of one or more values."""
+        return min(values) if self.higher_is_better else max(values)
+
+
+def measure_of(groups: Sequence[RunGroup]) -> Measure:
+    """Find the metric that ranks the runs' checkpoints; accuracy if they differ in it, or lack its values.
+
+    A metric of training is no measure: it is of other problems at every step.
+    """
+    measures = set()
+    for run in (run for group in groups for run in group.runs):
+        key = metric_key(run.settings.get("checkpointing.metric_name"))
+        is_higher_better = run.settings.get("checkpointing.higher_is_better", True)
+        measures.add((key, bool(is_higher_better)))
+    if len(measures) != 1:
+        return Measure()
+    key, is_higher_better = measures.pop()
+    has_values = key is not None and any(group.each(key, "last") for group in groups)
+    if key is None or not key.startswith("validation/") or not has_values:
+        return Measure()
+    return Measure(key, is_higher_better)
 
 
 def common_key(groups: Sequence[RunGroup], keys: Sequence[str]) -> str:

@@ -5,17 +5,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_grpo.report.runs import ENTROPY, SET_ACCURACY, RunGroup, RunLog, common_key, matching, pass_key
+from nemo_grpo.report.runs import (
+    ACCURACY,
+    ENTROPY,
+    SET_ACCURACY,
+    Measure,
+    RunGroup,
+    RunLog,
+    common_key,
+    matching,
+    measure_of,
+    pass_key,
+)
 from nemo_grpo.report.stuck import findings
-
-ACCURACY = "validation/accuracy"
-
-NOTES = {
-    "final": "Accuracies on held-out problems.",
-    "best": "best is the largest validation of each run, which flatters noisy runs.",
-    "least gain": "least gain is the smallest of the seeds.",
-}
-"""Column -> its explanation."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,17 @@ class Column:
 
 def columns(groups: Sequence[RunGroup]) -> list[Column]:
     """List the columns of the table, without those that no group can fill."""
+    measure = measure_of(groups)
+    key = measure.key
     passes, entropy = pass_key(groups), common_key(groups, ENTROPY)
     entropy_name = "entropy" if entropy == ENTROPY[0] else "sampled entropy"
     found = [
-        Column("start", lambda g: [points[0] for run in g.runs if 0 in (points := run.points(ACCURACY))]),
-        Column("best", lambda g: g.each(ACCURACY, "best")),
-        Column("final", lambda g: g.each(ACCURACY, "last")),
-        Column("gain", lambda g: g.gains(ACCURACY), sign="+"),
-        Column("least gain", lambda g: [min(gains)] if len(gains := g.gains(ACCURACY)) > 1 else [], sign="+"),
+        Column("start", lambda g: [points[0] for run in g.runs if 0 in (points := run.points(key))]),
+        Column("best", lambda g: [measure.best(values) for values in g.values(key)]),
+        Column("final", lambda g: g.each(key, "last")),
+        Column("gain", lambda g: g.gains(key), sign="+"),
+        Column("least gain", lambda g: _least_gain(g, measure), sign="+"),
+        *([] if key == ACCURACY else [_last("accuracy", ACCURACY)]),
         Column("greedy", lambda g: g.each("validation/greedy", "last")),
         Column(passes.rpartition("/")[2], lambda g: g.each(passes, "last")),
         *(_last(match[1], match[0]) for match in matching(groups, SET_ACCURACY)),
@@ -64,6 +69,11 @@ def columns(groups: Sequence[RunGroup]) -> list[Column]:
     return [column for column in found if any(column.values(group) for group in groups)]
 
 
+def _least_gain(group: RunGroup, measure: Measure) -> list[float]:
+    gains = group.gains(measure.key)
+    return [measure.worst(gains)] if len(gains) > 1 else []
+
+
 def _last(name: str, key: str) -> Column:
     return Column(name, lambda group: group.each(key, "last"))
 
@@ -71,7 +81,19 @@ def _last(name: str, key: str) -> Column:
 def note(groups: Sequence[RunGroup]) -> str:
     """Explain the columns and deviations that the table has."""
     shown = {column.name for column in columns(groups)}
-    sentences = [sentence for name, sentence in NOTES.items() if name in shown]
+    measure = measure_of(groups)
+    notes = {
+        "final": "Accuracies on held-out problems.",
+        "best": "best is the largest validation of each run, which flatters noisy runs.",
+        "least gain": "least gain is the smallest of the seeds.",
+    }
+    if measure.key != ACCURACY:
+        better = "" if measure.higher_is_better else ", where lower is better"
+        notes["final"] = f"start, best, final and gain are of {measure.key}, as the recipe ranks{better}."
+    if not measure.higher_is_better:
+        notes["best"] = "best is the smallest validation of each run, which flatters noisy runs."
+        notes["least gain"] = "least gain is the largest of the seeds, the least improvement."
+    sentences = [sentence for name, sentence in notes.items() if name in shown]
     if any(len(group.runs) > 1 for group in groups):
         sentences.append("+- is the sample standard deviation over seeds.")
     return " ".join(sentences)

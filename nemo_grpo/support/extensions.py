@@ -111,8 +111,21 @@ def _run(text: str, file: str, name: str, what: str) -> None:
         exec(compile(text, file, "exec"), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        _BROKEN[name] = place_of(error, file)
+        _BROKEN[name] = place_of(error, file) + _remedy_for_neighbour(error, file)
         raise UserError(f"{what}: {_BROKEN[name]}") from None
+
+
+def _remedy_for_neighbour(error: BaseException, file: str) -> str:
+    """Return the remedy if a file failed to import another one beside it; else an empty text."""
+    imported = error.name if isinstance(error, ModuleNotFoundError) else None
+    top = (imported or "").partition(".")[0]
+    folder = Path(file).parent
+    if not top or not ((folder / f"{top}.py").is_file() or (folder / top).is_dir()):
+        return ""
+    return (
+        f"; {file} travels to other processes and machines alone, without {top} beside it: put both into one "
+        "file, or install a package that has both"
+    )
 
 
 def place_of(error: BaseException, file: str | None) -> str:

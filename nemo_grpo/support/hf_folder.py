@@ -37,6 +37,12 @@ def load_config(folder: Path) -> Any:
         raise UserError(f"cannot read the model's config in {folder}: {first_line(error)}") from error
 
 
+def stated_dtype(folder: Path) -> torch.dtype:
+    """Return the dtype that the folder's config states; float32 without one."""
+    dtype = load_config(folder).dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
 def load_tokenizer(folder: Path) -> Any:
     """Load the folder's tokenizer."""
     try:

@@ -1,6 +1,7 @@
 """Model card: the README.md of an exported Hugging Face folder."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import yaml
 
 from nemo_grpo.support import shipped
 from nemo_grpo.support.dotted import value_of
-from nemo_grpo.support.errors import UNREADABLE
+from nemo_grpo.support.errors import UNREADABLE, UserError
 from nemo_grpo.support.model_folder import is_hub_name, read_config
 
 CARD, _INFO = "README.md", "training_info.json"
@@ -19,6 +20,8 @@ TAG = "nemo_grpo"
 """Tag of the cards that this project writes; their ``base_model`` is the model that training began with."""
 _ABOVE = 3
 """Most folders from a checkpoint up to its step's, which has `_INFO`, and from there up to the run's."""
+_SHIPPED_MODEL = re.compile(r"\$\{shipped_model:(\w+)\}")
+"""A recorded recipe keeps texts that come from this machine unresolved."""
 _TEMPLATE = """---
 {{ card_data }}
 ---
@@ -84,9 +87,7 @@ def base_model(training: Training, folder: Path) -> tuple[str, dict[str, Any]]:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    stated = training.value(str, "policy.model_name")
-    if stated is not None:
-        stated = shipped.model_folder(stated)
+    stated = _model_name(training)
     own = Path(stated) if stated and Path(stated).is_dir() else folder
     head, cached = _first([own / CARD]), None
     hub = stated if stated and is_hub_name(stated) else _on_hub(own, head)
@@ -98,6 +99,17 @@ def base_model(training: Training, folder: Path) -> tuple[str, dict[str, Any]]:
     return name, {key: text for key, text in known.items() if isinstance(text, str) and text.isprintable()}
 
 
+def _model_name(training: Training) -> str | None:
+    """Return the recipe's policy.model_name; None for a text that only another machine can resolve."""
+    name: str | None = training.value(str, "policy.model_name")
+    if name is None or "${" not in name:
+        return name
+    shipped_name = _SHIPPED_MODEL.fullmatch(name)
+    with suppress(UserError):
+        return str(shipped.model(shipped_name[1])) if shipped_name else None
+    return None
+
+
 def _on_hub(folder: Path, head: Mapping[str, Any]) -> str | None:
     """Find the Hub's name of a folder's model, or of the model that this project trained it from."""
     above, tags = folder.resolve().parent, head.get("tags")
@@ -107,6 +119,12 @@ def _on_hub(folder: Path, head: Mapping[str, Any]) -> str | None:
     elif stated is None and (folder / "config.json").is_file():
         stated = read_config(folder / "config.json").get("_name_or_path")
     return stated if isinstance(stated, str) and is_hub_name(stated) else None
+
+
+def _is_metric(name: str, metric_name: str) -> bool:
+    """True if a checkpoint's metric, as either engine spells it, is checkpointing.metric_name."""
+    bare = metric_name.removeprefix("val:")
+    return bool(bare) and name in (metric_name, f"val:{bare}", f"validation/{bare}")
 
 
 def write_card(folder: Path, training: Training, source: Path, *, is_adapter: bool = False) -> None:
@@ -125,6 +143,8 @@ def write_card(folder: Path, training: Training, source: Path, *, is_adapter: bo
         pipeline_tag="image-text-to-text" if has_images else "text-generation",
         tags=["reinforcement-learning", TAG, *([variant] if variant else [])],
     )
+    ranking = training.value(str, "checkpointing.metric_name") or ""
+    by_rank = sorted(training.metrics.items(), key=lambda item: not _is_metric(item[0], ranking))
     files = training.value(list, "nemo_grpo.task.train_files") or ()
     rows = {
         "base model": "made for the run" if made else name,
@@ -134,7 +154,7 @@ def write_card(folder: Path, training: Training, source: Path, *, is_adapter: bo
         "task": training.value(str, "nemo_grpo.task.name"),
         "data": ", ".join(Path(file).name for file in files if isinstance(file, str)) or None,
         "step": training.step,
-        **{name: f"{value:.6g}" for name, value in training.metrics.items()},
+        **{name: f"{value:.6g}" for name, value in by_rank},
         **training.versions,
     }
     card = ModelCard.from_template(data, template_str=_TEMPLATE, title=rows["recipe"] or name, rows=rows)

@@ -85,12 +85,6 @@ def model(name: str) -> Path:
     return (root / name).resolve()
 
 
-def model_folder(name: str) -> str:
-    """Replace ``${shipped_model:NAME}``, as a run's record keeps it, by the folder; other names stay."""
-    reference = re.fullmatch(r"\$\{shipped_model:(\w+)\}", name)
-    return name if reference is None else str(model(reference[1]))
-
-
 def _bare(name: str) -> str:
     """Strip scheme (of which a `Path` keeps one slash) and ending from a name."""
     return re.sub(f"^{SCHEME[:-1]}/*", "", name).removesuffix(".yaml")

@@ -61,6 +61,16 @@ def test_a_converted_step_says_what_was_trained(engine, source, checkpoint, tmp_
     assert "/home" not in card.content
 
 
+@pytest.mark.parametrize("name", ["validation/mine.py:cost", "val:mine.py:cost"])
+def test_the_metric_that_ranks_checkpoints_stands_first(name, tmp_path):
+    recipe = RECIPE | {"checkpointing": {"metric_name": "val:mine.py:cost"}}
+    metrics = {"validation/accuracy": 0.5, name: 2.0, "validation/format": 1.0}
+    write_card(tmp_path, Training(recipe, 40, metrics), tmp_path)
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", (tmp_path / "README.md").read_text(), re.MULTILINE)
+    numbers = [row for row in rows if row[0].startswith("val")]
+    assert numbers == [(name, "2"), ("validation/accuracy", "0.5"), ("validation/format", "1")]
+
+
 def test_a_checkpoint_without_a_run_names_the_model_of_its_config(source, checkpoint, tmp_path):
     """Files that happen to lie above are not a run's."""
     shutil.copytree(checkpoint, tmp_path / "above" / "megatron")

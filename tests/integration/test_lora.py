@@ -1,7 +1,9 @@
 """LoRA: against plain torch on a transformers model, at every layout, through checkpoints and exports."""
 
 import json
+import shutil
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,9 +37,11 @@ from nemo_grpo.engine import loop
 from nemo_grpo.engine.megatron.lora import LoRASettings
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.megatron.policy_checkpoint import begin_save, load_policy
+from nemo_grpo.engine.saving import export_policy
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer
+from nemo_grpo.support.model_card import Training
 
 LORA = LoRASettings(dim=4, alpha=6)
 lora_policy = partial(policy_of, lora=LORA, seed=3)
@@ -209,7 +213,8 @@ def lora_recipe(recipe):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The parts of a run that has ended."""
-    parts = begin(load_recipe(QUICKSTART, arguments(tmp_path_factory.mktemp("whole"), "run", *RUN)))
+    exact = "nemo_grpo.export.dtype=float32"
+    parts = begin(load_recipe(QUICKSTART, arguments(tmp_path_factory.mktemp("whole"), "run", *RUN, exact)))
     loop.train(parts)
     return parts
 
@@ -228,13 +233,27 @@ def test_a_run_exports_the_merged_model_and_the_adapters_apart(whole):
     changed = 0
     for name, weight in base.items():
         key = f"base_model.model.{name.removesuffix('.weight')}"
-        expected = weight.float()
+        weight = weight.float()  # the base is in bfloat16
+        expected = weight
         if f"{key}.lora_A.weight" in adapter:
-            expected += 2.0 * adapter[f"{key}.lora_B.weight"] @ adapter[f"{key}.lora_A.weight"]
-            changed += not torch.equal(merged[name], weight.float())
+            expected = weight + 2.0 * adapter[f"{key}.lora_B.weight"] @ adapter[f"{key}.lora_A.weight"]
+            changed += not torch.equal(merged[name], weight)
         torch.testing.assert_close(merged[name], expected, rtol=1e-6, atol=1e-6, msg=name)
     assert changed == 14
     assert rows(folder.path)[-1]["mismatch/logprob_abs_mean"] < 1e-5  # the sampler has the merged weights
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_merged_model_has_the_dtype_of_its_base(whole, tmp_path, dtype):
+    base = tmp_path / "base"
+    shutil.copytree(whole.recorder.saver.source, base)
+    config = json.loads((base / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (base / "config.json").write_text(json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}))
+    folder = SimpleNamespace(hf=tmp_path / "hf", hf_adapter=tmp_path / "adapter", leads=True)
+    export_policy(whole.learner.policy, base, folder, None, Training())
+    exact = load_file(whole.recorder.folder.hf / "model.safetensors")
+    assert_equal(load_file(folder.hf / "model.safetensors"), {n: t.to(dtype) for n, t in exact.items()})
 
 
 @pytest.mark.parametrize(

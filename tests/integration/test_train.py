@@ -4,6 +4,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ from safetensors.torch import load_file
 from small_runs import NO_VALIDATION, QUICKSTART, arguments, begin, lines_of, math_files, rows, weights_after
 from toy_policies import assert_equal, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from nemo_grpo import VARIANTS, UserError
+from nemo_grpo.cli import app
+from nemo_grpo.engine import steps
 from nemo_grpo.engine.loop import train
 from nemo_grpo.engine.rollout import Rollouts
 from nemo_grpo.engine.setup import validation_sampling
@@ -88,6 +93,23 @@ def test_the_export_is_the_trained_policy_and_generates(finished):
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
 
 
+def test_the_best_checkpoint_is_exported_by_its_link(finished, tmp_path):
+    """The command in docs/engine.md."""
+    best = finished.recorder.folder.path / "checkpoints" / "best"
+    step = best.resolve()
+    metrics = rows(finished.recorder.folder.path)
+    values = {row["step"]: row["validation/accuracy"] for row in metrics if "validation/accuracy" in row}
+    saved = [value for number, value in values.items() if number > 0]
+    assert values[int(step.name.removeprefix("step_"))] == max(saved)
+    command = ["convert", "megatron-to-hf", "--megatron-checkpoint", str(best)]
+    command += ["--hf-config", str(best / "policy" / "tokenizer"), "--output", str(tmp_path / "best-hf")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    plain = megatron_to_hf(step, step / "policy" / "tokenizer", tmp_path / "plain")
+    assert_equal(*(load_file(path / "model.safetensors") for path in (tmp_path / "best-hf", plain)))
+    assert f"| step | {int(step.name[-6:])} |" in (tmp_path / "best-hf" / "README.md").read_text()
+
+
 def test_an_existing_run_is_refused_and_left_alone(finished):
     before = rows(finished.recorder.folder.path)
     with pytest.raises(UserError, match="exists; add --resume"):
@@ -120,12 +142,21 @@ def test_every_variant_trains_from_the_same_command_in_its_own_way(recipe, varia
 
 
 @pytest.mark.parametrize("variant", ["dapo", "gpg"])
-def test_dynamic_sampling_draws_until_the_step_has_signal(recipe, variant):
+def test_dynamic_sampling_draws_until_the_step_has_signal(recipe, monkeypatch, variant):
     r = recipe(f"loss_fn.variant={variant}", "grpo.use_dynamic_sampling=true", "grpo.max_num_steps=2")
+    sampled = []
+    monkeypatch.setattr(steps, "sample", lambda *given: sampled.append(sample(*given)) or sampled[-1])
     train(begin(r))
-    for row in rows(r.run_dir)[1:]:
+    for row, step in zip(rows(r.run_dir)[1:], sampled, strict=True):
         assert row["groups/valid_fraction"] >= (1.0 if variant == "dapo" else 0.6)
         assert row["rollout/num_prompts"] % 4 == 0
+        for prefix, groups in (("", step.drawn), ("kept/", step.groups)):
+            responses = [one for group in groups for one in group.responses]
+            assert row[f"{prefix}reward/mean"] == pytest.approx(fmean(one.reward for one in responses))
+            accuracies = [one.scores["accuracy"] for one in responses]
+            assert row[f"{prefix}reward/accuracy"] == pytest.approx(fmean(accuracies))
+            lengths = [len(one.response.tokens) for one in responses]
+            assert row[f"{prefix}length/mean"] == pytest.approx(fmean(lengths))
 
 
 @pytest.mark.parametrize(("filtering", "num_drawn"), [(False, 4), (True, 8)])

@@ -75,7 +75,10 @@ def test_gpg_draws_until_the_share_of_valid_groups_is_reached():
     assert full
     assert step["idx"] == [1, 1, 12, 12, 10, 10], "valid groups first, then of the last draw, cut at B"
     assert step["filtered_reward"].tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
-    assert step["total_reward"].tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert step["total_reward"].tolist() == [0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    metrics = trainer.context.metrics
+    assert metrics["reward/mean"] == [pytest.approx(1 / 3)], "4 of all 12 drawn; of the 6 kept 2 are right"
+    assert metrics["reward/group_std"] == [pytest.approx(2 * 0.5**0.5 / 6)], "two of six groups differ"
     assert [log[0]["content"] for log in step["message_log"]] == ["1", "1", "12", "12", "10", "10"]
 
 

@@ -137,7 +137,11 @@ def test_gpg_draws_until_its_threshold(tmp_path):
     assert len(advantages) == PROMPTS * GENERATIONS
     assert (advantages.abs().sum(1) > 0).all()
     assert run.logged()["gpg/alpha"] == 1.0
-    assert run.logged()["dynamic_sampling_num_gen_batches"] == 2
+    logged = run.logged()
+    assert logged["dynamic_sampling_num_gen_batches"] == 2
+    assert logged["reward/mean"] == pytest.approx(logged["reward"]), "of both draws"
+    assert logged["kept/reward/mean"] == pytest.approx(logged["filtered_reward"])
+    assert logged["kept/reward/mean"] != pytest.approx(logged["reward/mean"])
 
 
 def test_data_that_ends_early_ends_the_run_and_says_so(tmp_path, caplog):

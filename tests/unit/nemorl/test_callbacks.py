@@ -13,6 +13,7 @@ from nemo_grpo.nemorl.callbacks import (
     BF16_BOUND,
     EXCEEDS,
     Callback,
+    DrawnRollouts,
     RewardMetrics,
     RolloutCheck,
     RolloutRewards,
@@ -280,6 +281,26 @@ def test_a_mean_with_responses_without_a_reward_is_that_of_the_others(monkeypatc
         logger.log_metrics({"reward": float("nan"), "reward/mean": 0.5}, 1, prefix="train")
         logger.log_metrics({"reward": 0.25, "reward/mean": 0.25}, 2, prefix="train")
     assert [metrics["reward"] for metrics, *_ in logger.calls] == [0.5, 0.25]
+
+
+def test_under_dynamic_sampling_rollout_metrics_are_of_all_draws(monkeypatch, recipe):
+    """Two draws of 10 and 20 tokens, then a step without dynamic sampling."""
+    monkeypatch.setitem(sys.modules, "ray", Of(get=lambda found: []))
+    logger, nan = Logger(), float("nan")
+    with calling_back([DrawnRollouts(), RewardMetrics([]), RunRecord(recipe)], logger):
+        for length, rate, most in ((10.0, 0.0, 40), (20.0, 0.5, 30)):
+            draw = {"mean_gen_tokens_per_sample": length, "truncation_rate": rate}
+            draw |= {"max_gen_tokens_per_sample": most}
+            logger.log_metrics(draw, 1, prefix="train")
+        rewards = {"reward": nan, "filtered_reward": nan, "kept/reward/mean": 0.5, "reward/mean": 0.75}
+        logger.log_metrics({"loss": 0.0} | rewards | {"kept/length/mean": 18.0} | draw, 1, prefix="train")
+        logger.log_metrics(draw, 2, prefix="train")
+        logger.log_metrics({"loss": 0.0, "reward": 0.25} | draw, 2, prefix="train")
+    first, second = (rows(recipe)[index] for index in (2, 4))
+    shown = ("reward/mean", "kept/reward/mean", "length/mean", "kept/length/mean", "train/truncation_rate")
+    assert [first[name] for name in shown] == [0.75, 0.5, 15.0, 18.0, 0.25]
+    assert first["train/max_gen_tokens_per_sample"] == 40
+    assert (second["reward/mean"], second["length/mean"]) == (0.25, 20.0)
 
 
 def scores(accuracy, form=1.0):

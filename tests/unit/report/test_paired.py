@@ -83,6 +83,25 @@ def test_pairs_are_of_equal_seeds_and_remove_what_seeds_share(tmp_path):
     ]
 
 
+def test_verdict_is_turned_round_where_lower_is_better(tmp_path):
+    base = group(tmp_path, "grpo", {0: [0.9, 0.5], 1: [0.9, 0.6], 2: [0.9, 0.7]})
+    lower = group(tmp_path, "gpg", {0: [0.4, 0.2], 1: [0.4, 0.31], 2: [0.4, 0.42]})
+    for one in (base, lower):
+        for run in one.runs:
+            run.settings["checkpointing.metric_name"] = "val:cost"
+            run.settings["checkpointing.higher_is_better"] = False
+            for row in run.rows.values():
+                if "validation/accuracy" in row:
+                    row["validation/cost"] = row["validation/accuracy"]
+    (found,) = compare_groups([base, lower], "grpo")
+    assert found.differences["best"].by_seed == pytest.approx({"0": -0.3, "1": -0.29, "2": -0.3})
+    assert sentences([found], "grpo")[0].startswith("gpg against grpo: better at 3 seeds by cost after")
+    assert not found.differences["final, same rollouts"].higher_is_better
+    assert found.differences["pass@8"].higher_is_better
+    (turned,) = compare_groups([base, lower], "gpg")
+    assert turned.differences["final"].verdict == "worse at 3 seeds"
+
+
 def test_best_and_final_stop_at_the_last_common_validation(tmp_path):
     base = group(tmp_path, "grpo", {0: [0.1, 0.5, 0.3]})
     longer = group(tmp_path, "gpg", {0: [0.1, 0.2, 0.4, 0.9]})

@@ -4,6 +4,7 @@ import base64
 import json
 import logging
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from nemo_grpo.cli import app
 from nemo_grpo.report import plots
 from nemo_grpo.report.plots import common_key, running_mean
 from nemo_grpo.report.report import panels_of, plot_run, write_report
-from nemo_grpo.report.runs import group_runs, read_run
+from nemo_grpo.report.runs import Measure, RunGroup, RunLog, group_runs, measure_of, read_run
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.pictures import new_figure
 
@@ -128,6 +129,37 @@ def test_summary_table_has_mean_and_deviation_over_seeds(make_run, tmp_path):
     assert "loss_fn.variant" in page
 
 
+def judged_by(folder, metric, *, higher):
+    file = folder / "recipe.resolved.yaml"
+    ranking = {"metric_name": metric, "higher_is_better": higher}
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"checkpointing": ranking}))
+
+
+def test_runs_are_judged_by_the_metric_that_ranks_their_checkpoints(make_run, tmp_path):
+    """Losses 3, 1, 2 and 5, 4, 4.5: the best is the smallest, the least gain the one nearest to a rise."""
+    keys = ("validation/accuracy", "validation/mine.py:cost")
+    rows = [
+        [{"step": 10 * i, **dict(zip(keys, (0.5, value), strict=True))} for i, value in enumerate(values)]
+        for values in ((3.0, 1.0, 2.0), (5.0, 4.0, 4.5))
+    ]
+    paths = [make_run(name, rows[seed], seed=seed) for seed, name in enumerate("ab")]
+    for path in paths:
+        judged_by(path, "val:mine.py:cost", higher=False)
+    page = write_report(paths, tmp_path / "report.html").read_text()
+    head, row = cells(page)
+    assert head[3:9] == ["start", "best", "final", "gain", "least gain", "accuracy"]
+    assert row[4:9] == [
+        *("2.500 +- 2.121", "3.250 +- 1.768", "-0.750 +- 0.354", "-0.500", "0.500 +- 0.000"),
+    ]
+    assert "of validation/mine.py:cost, as the recipe ranks, where lower is better." in page
+    assert (tmp_path / "plots" / "judged.png").is_file()
+    judged_by(paths[0], "val:accuracy", higher=True)
+    assert measure_of(group_runs([read_run(path) for path in paths])) == Measure(), "they disagree"
+    for metric in ("train:reward", None, "val:not_there"):
+        judged_by(paths[0], metric, higher=False)
+        assert measure_of(group_runs([read_run(paths[0])])) == Measure()
+
+
 def test_report_is_one_file_with_each_picture_inside_once(make_run):
     folder = make_run(
         "a", [{"step": s, "reward/mean": 0.1 * s, **a} for s, a in enumerate(accuracy(0, 1))], "<grpo>"
@@ -200,6 +232,53 @@ def test_each_reward_component_and_validation_set_has_a_panel(make_run, tmp_path
     (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
     plot_run(run)
     assert {path.name for path in (run / "plots").iterdir()} == {"reward.png", "overview.png"}
+
+
+def test_metrics_of_an_own_loss_have_panels(make_run):
+    names = ("mine/spread", "loss/total", "gpg/alpha", "steps/skipped", "kept/reward/mean", "reward/x.py:f")
+    rows = [{"step": 1, **dict.fromkeys(names, 0.5)}]
+    titles = {
+        variant: [panel.title for panel in panels_of(group_runs([read_run(make_run(name, rows, variant))]))]
+        for name, variant in (("a", "my_loss.py:Mine"), ("b", "gpg"))
+    }
+    own = {name: [title for title in some if title.startswith("Own")] for name, some in titles.items()}
+    assert own == {"my_loss.py:Mine": ["Own metric mine/spread"], "gpg": []}
+    assert "Reward component x.py:f" in titles["gpg"], "a function of weight 0 is drawn, too"
+
+
+def test_metrics_that_are_not_an_own_losss_have_no_panel():
+    lines = (Path(__file__).parent / "recorded_cluster_run.jsonl").read_text().splitlines()
+    rows = {row["step"]: row for row in map(json.loads, lines)}
+    run = RunLog(Path("recorded"), rows, {"loss_fn.variant": "my_loss.py:Mine"})
+    titles = [panel.title for panel in panels_of([RunGroup("recorded", (run,))])]
+    assert not [title for title in titles if title.startswith("Own")]
+
+
+def test_one_run_shows_the_same_held_out_problems_at_each_validation(make_run, tmp_path):
+    run = make_run("a", accuracy(0.1, 0.2))
+    row = {
+        "validation": "amc",
+        "problem": "p7",
+        "prompt": "1 <+> 1?",
+        "answer": "2",
+        "scores": {"accuracy": 0},
+    }
+    samples = [{"step": 3, "problem": "p1", "response": "rolled out"}]
+    samples += [row | {"step": step, "response": f"greedy {step}"} for step in range(0, 100, 10)]
+    samples.append(row | {"step": 90, "response": "x" * 2001, "scores": {"accuracy": 1.0}})  # resumed
+    (run / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+    page = plot_run(run).read_text()
+    assert page.count("<summary>amc: p7, right answer 2</summary>") == 1
+    assert "1 &lt;+&gt; 1?" in page
+    assert "rolled out" not in page
+    rows = re.findall("<tr><td>(.+?)</td><td>(.+?)</td><td>(.+?)</td></tr>", page.split("samples>")[1])
+    assert [int(step) for step, *_ in rows] == [0, 10, 30, 40, 50, 60, 80, 90], "the ends and six between"
+    assert rows[0] == ("0", "0", "greedy 0")
+    assert rows[-1] == ("90", "1", "x" * 2000 + " ... (2001 letters)")
+    assert (
+        "samples>"
+        not in write_report([run, make_run("b", accuracy(0.1), "gpg")], tmp_path / "b.html").read_text()
+    )
 
 
 def test_two_runs_of_one_seed_are_no_seeds(make_run, tmp_path):

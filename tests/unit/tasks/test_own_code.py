@@ -219,6 +219,18 @@ def test_a_wrong_reference_is_one_line(folder, reference, message, monkeypatch):
     assert "\n" not in str(error.value)
 
 
+def test_a_file_that_imports_its_neighbour_is_told_the_remedy(folder):
+    (folder / "entropy_terms.py").write_text("def term(x): return x\n")
+    (folder / "uses_it.py").write_text("from entropy_terms import term\n\ndef f(response): return 1\n")
+    with pytest.raises(
+        UserError, match=r"No module named 'entropy_terms' \(uses_it.py:1\); .*one file, or inst"
+    ):
+        parameters_of("uses_it.py:f")
+    (folder / "lacks.py").write_text("import no_such_package\n\ndef f(response): return 1\n")
+    with pytest.raises(UserError, match=r"No module named 'no_such_package' \(lacks.py:1\)$"):
+        parameters_of("lacks.py:f")
+
+
 def test_code_that_fails_is_run_once_until_its_file_changes(folder):
     (folder / "broken.py").write_text("with open('runs', 'a') as file: file.write('x')\n1 / 0\n")
     for _ in range(2):

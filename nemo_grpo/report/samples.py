@@ -1,0 +1,71 @@
+"""Responses to the same held-out problems at each validation, from a run's samples.jsonl."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_grpo.report.runs import RunLog, json_lines
+
+SAMPLES_FILE = "samples.jsonl"
+MAX_PROBLEMS = 8
+"""Most problems that a report shows."""
+MAX_VALIDATIONS = 8
+"""Most validations of a problem that a report shows, the first and the last among them."""
+MAX_LETTERS = 2000
+"""Most letters of a response that a report shows."""
+
+
+@dataclass(frozen=True)
+class HeldOutProblem:
+    """A problem, and the greedy responses to it.
+
+    Attributes: title: its validation set and name.  prompt: as sampled.  answer: the right one.
+                rows: (step, accuracy, response) as texts, in the order of steps.
+    """
+
+    title: str
+    prompt: str
+    answer: str
+    rows: list[list[str]]
+
+
+def held_out_problems(run: RunLog) -> list[HeldOutProblem]:
+    """Read the first held-out problems of a run; none if its samples.jsonl has no validation.
+
+    A resumed run may have validated a step twice; the later responses count.
+    """
+    by_problem = dict[tuple[str, str], dict[int, dict[str, Any]]]()
+    for row in json_lines(run.path / SAMPLES_FILE):
+        if isinstance(row.get("step"), int) and "validation" in row and "response" in row:
+            key = (str(row["validation"]), str(row.get("problem")))
+            by_problem.setdefault(key, {})[row["step"]] = row
+    problems = []
+    for (name, problem), by_step in list(by_problem.items())[:MAX_PROBLEMS]:
+        first = next(iter(by_step.values()))
+        steps = _spread(sorted(by_step))
+        problems.append(
+            HeldOutProblem(
+                title=f"{name}: {problem}",
+                prompt=str(first.get("prompt", "")),
+                answer=str(first.get("answer", "")),
+                rows=[_cells(step, by_step[step]) for step in steps],
+            )
+        )
+    return problems
+
+
+def _spread(steps: list[int]) -> list[int]:
+    """Choose at most `MAX_VALIDATIONS` steps at about equal distances, with both ends."""
+    if len(steps) <= MAX_VALIDATIONS:
+        return steps
+    last = len(steps) - 1
+    places = {round(number * last / (MAX_VALIDATIONS - 1)) for number in range(MAX_VALIDATIONS)}
+    return [steps[place] for place in sorted(places)]
+
+
+def _cells(step: int, row: dict[str, Any]) -> list[str]:
+    scores = row.get("scores")
+    accuracy = scores.get("accuracy") if isinstance(scores, dict) else None
+    response = str(row["response"])
+    if len(response) > MAX_LETTERS:
+        response = f"{response[:MAX_LETTERS]} ... ({len(response)} letters)"
+    return [str(step), "-" if accuracy is None else f"{accuracy:g}", response]
