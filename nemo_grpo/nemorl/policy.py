@@ -123,10 +123,7 @@ def has_no_gradient(data: Mapping[str, Tensor], config: VariantConfig) -> bool:
 
     All advantages are 0 and nothing else has a gradient, such as a KL penalty, or all responses are filtered.
     """
-    if (
-        getattr(config, "reference_policy_kl_penalty", 0.0) == 0
-        and not config.found.learns_without_advantages
-    ):
+    if getattr(config, "reference_policy_kl_penalty", 0.0) == 0 and not config.learns_without_advantages:
         return not bool(data["advantages"].any())
     trains = data["sample_mask"].bool()
     if "token_mask" in data:  # the data plane has it already
