@@ -45,6 +45,8 @@ CONTROLLER_CONFIG = "nemo_rl.algorithms.single_controller_utils.config"
 _ACTORS = "nemo_rl.distributed.ray_actor_environment_registry"
 ACTOR_PYTHONS, ACTOR_PYTHON = f"{_ACTORS}:ACTOR_ENVIRONMENT_REGISTRY", f"{_ACTORS}:get_actor_python_env"
 """Table of the actors' interpreters, and the function that looks one up."""
+STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+"""NeMo-RL's Megatron worker, as its table of interpreters names it."""
 GYM_SETTINGS = "nemo_rl.environments.nemo_gym:setup_nemo_gym_config"
 VIDEO_SETTINGS = "nemo_rl.models.generation.vllm.config:materialize_vllm_video_config"
 
