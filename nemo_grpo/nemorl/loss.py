@@ -138,9 +138,7 @@ class ObjectiveLoss:
             row_factors=data.get("row_factors"),
         )
 
-    def _further_metrics(
-        self, prepared: PreparedBatch, metrics: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _further_metrics(self, prepared: PreparedBatch, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute NeMo-RL's additional metrics, and note what each metric is divided by."""
         further = self._stock_metrics(prepared, metrics)
         self._note_denominators({**metrics, **further})

@@ -17,6 +17,7 @@ from nemo_grpo.nemorl.callbacks import (
     RewardMetrics,
     RolloutCheck,
     RunRecord,
+    ValidationSets,
     alone,
     calling_back,
 )
@@ -73,9 +74,12 @@ def train(run: ClusterRun, training: Training) -> int:
     """Train to the end or to a requested stop; returns the exit code."""
     recipe = run.recipe
     parts = training.parts
-    callbacks: list[Callback] = [RolloutCheck(recipe), RewardMetrics(training.environments)]
-    if training.validation_sets is not None:
-        callbacks.append(training.validation_sets)
+    logs = Path(run.master_config.logger["log_dir"])
+    callbacks: list[Callback] = [
+        RolloutCheck(recipe),
+        RewardMetrics(training.environments),
+        ValidationSets(training.validation_sets, logs, recipe.grpo.val_num_generations_per_prompt),
+    ]
     try:
         with ExitStack() as until_the_end:
             if not training.watches_itself:

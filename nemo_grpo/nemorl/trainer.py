@@ -8,14 +8,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_grpo.engine.recipe_checks import check_recipe
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.callbacks import ValidationSets
 from nemo_grpo.nemorl.nemo_rl_batches import set_names, set_up_data
 from nemo_grpo.nemorl.pretrained import load_tokenizer, model_config
 from nemo_grpo.nemorl.workarounds.async_save import check_async_save
@@ -70,7 +69,7 @@ class Training:
         environments: {task: actor} of training and of validation.
         side_files: files that go into every checkpoint.
         last_step: step at which training is complete.
-        validation_sets: metrics of each of several sets; None where there are no rollouts.
+        validation_sets: name of each validation problem's set; none where there are no rollouts.
         watches_itself: the trainer notices by itself that it makes no progress.
     """
 
@@ -79,7 +78,7 @@ class Training:
     environments: list[Any]
     side_files: SideFiles
     last_step: int
-    validation_sets: ValidationSets | None = None
+    validation_sets: Sequence[str] = ()
     watches_itself: bool = False
 
 
@@ -150,12 +149,8 @@ def trained_environments(run: ClusterRun, data: Data, parts: Parts) -> list[Any]
     return list(data[2:])
 
 
-def validation_sets(run: ClusterRun, started: Started, data: Data) -> ValidationSets:
-    """Make the callback that tells several validation sets apart."""
+def validation_sets(run: ClusterRun, started: Started, data: Data) -> list[str]:
+    """Name the set of each validation problem; none of a single set."""
     held_out = () if started.problems is None else started.problems.held_out
     names = [problem.metadata.get(VALIDATION_SET, "") for problem in held_out]
-    return ValidationSets(
-        names or set_names(run, data[1]),
-        Path(run.master_config.logger["log_dir"]),
-        run.recipe.grpo.val_num_generations_per_prompt,
-    )
+    return names or set_names(run, data[1])

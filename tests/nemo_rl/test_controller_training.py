@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("private_ray")
 APART = "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1, num_nodes: 1}}"
 SETTINGS = (
     *(ON, APART, "policy.generation.vllm_cfg.async_engine=true"),
-    *("data.shuffle=false", "data.num_workers=0"),
+    "data.num_workers=0",
 )
 
 
@@ -109,6 +109,7 @@ def problem(number):
 class Controlled:
     def __init__(self, folder, loss_fn, *overrides):
         self.run = toy_run(folder, loss_fn, *SETTINGS, *overrides)
+        self.run.master_config.data["shuffle"] = False  # as with a task's data
         self.plane = NoOpDataPlaneClient()
         self.plane.register_partition("rollout_data", [], 100, ["train"])
         environment = MagicMock()

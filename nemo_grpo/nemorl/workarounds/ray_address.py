@@ -1,11 +1,11 @@
 """A cluster of RAY_ADDRESS that has gone, or has not come up yet.
 
-Ray tries for a while without an error, and NeMo-RL's `init_ray` takes the failure for "no cluster" and starts
-one of its own on the driver's node: the run would train there, or wait for GPUs that it will never get.
+Ray tries to connect for minutes without an error, and NeMo-RL's `init_ray` then tries again: the job's GPUs
+wait for a cluster that is not there.
 
 Upstream: Ray issue 22413, closed without a change.
-Versions: Ray 2.60 and older; NeMo-RL 0.7.0 and 7ea279abf.
-Needed while: tests/nemo_rl/test_workarounds.py::test_nemo_rl_starts_another_cluster_if_the_named_one_is_gone
+Versions: Ray 2.60 and older.
+Needed while: tests/nemo_rl/test_workarounds.py::test_ray_tries_an_address_for_longer_than_we_wait
 """
 
 import os

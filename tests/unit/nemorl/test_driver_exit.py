@@ -224,7 +224,7 @@ def main(monkeypatch, tmp_path):
     monkeypatch.setattr(compat, "check", lambda: None)
     short = ["grpo.max_num_steps=3", "checkpointing.metric_name=null", f"nemo_grpo.runs_dir={tmp_path}"]
     recipe = load_recipe("cluster-quickstart", short)
-    monkeypatch.setattr(run_grpo, "load_run", lambda *_: ClusterRun(recipe, {"policy": {}}))
+    monkeypatch.setattr(run_grpo, "load_run", lambda *_: ClusterRun(recipe, Of(logger={"log_dir": tmp_path})))
 
     def start(set_up):
         monkeypatch.setattr(run_grpo, "start", lambda _run: None)
