@@ -8,7 +8,7 @@ import pytest
 import torch
 from toy_training import character_tokenizer, toy_run
 
-from nemo_grpo.nemorl import environments, run_grpo
+from nemo_grpo.nemorl import environments, trainer
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Prompt, parse_task
@@ -254,11 +254,11 @@ def test_data_last_for_every_step_at_the_most_draws(variant, overrides, expected
 )
 def test_what_the_tasks_files_lack_is_refused_before_ray_starts(overrides, message, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setattr(run_grpo, "model_config", lambda _run: None)
+    monkeypatch.setattr(trainer, "model_config", lambda _run: None)
     monkeypatch.setattr("nemo_rl.distributed.virtual_cluster.init_ray", None)
     run = toy_run(tmp_path, {"variant": "grpo"}, "grpo.val_period=1", *overrides)
     with pytest.raises(UserError, match=message):
-        run_grpo.set_up(run)
+        trainer.start(run)
 
 
 def test_image_prompts_have_no_prefix():
