@@ -9,6 +9,7 @@ import torch
 from toy_training import character_tokenizer, toy_run
 
 from nemo_grpo.nemorl import environments, trainer
+from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Prompt, parse_task
@@ -202,7 +203,7 @@ def test_the_environments_are_told_the_tokenizers_marks(tokenizer, monkeypatch):
     monkeypatch.setattr(environments, "start_environment", started.append)
     recipe = load_recipe(Path("recipes/quickstart_search_qa.yaml"), ["grpo.max_rollout_turns=4"])
     config = types.SimpleNamespace(data={"max_input_seq_length": 500}, grpo={"max_rollout_turns": 4})
-    run = types.SimpleNamespace(recipe=recipe, master_config=config, has_images=False)
+    run = ClusterRun(recipe, config)
     for encoder in (tokenizer, types.SimpleNamespace(tokenizer=tokenizer)):
         environments.setup_data(run, environments.read_problems(run), encoder)
     assert [made["reserved"] for made in started] == 4 * [["<eos>", "<pad>"]]

@@ -126,6 +126,7 @@ def test_nemo_rls_worker_reads_the_metrics_denominators_after_the_last_microbatc
     code = """
 import newer_python, megatron_without_gpu
 megatron_without_gpu.install()
+import torch
 from types import SimpleNamespace
 from unittest.mock import patch
 from nemo_rl.models.policy.workers import megatron_policy_worker as module
