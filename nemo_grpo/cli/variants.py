@@ -23,15 +23,6 @@ class _NameOrCommand(typer.core.TyperGroup):
         return super().resolve_command(ctx, args if args[0] in self.commands else ["show", *args])
 
 
-FOUND = {
-    "reads_scores": "shape() waits for the scored logprobs",
-    "shapes_advantages": "shape() changes the group advantages",
-    "spans_groups": "shape() looks beyond a response's group",
-    "learns_without_advantages": "it learns where advantages are 0",
-    "folds": "its weights can be multiplied into the advantages",
-}
-"""Property of `Probe` -> its sentence."""
-
 app = typer.Typer(name="variants", cls=_NameOrCommand, invoke_without_command=True)
 
 
@@ -91,21 +82,33 @@ def check(
     """
     from nemo_grpo.recipe.loader import parse_override
     from nemo_grpo.variants import parse_loss_fn, variant_class
-    from nemo_grpo.variants.checking import CHECKS, check_variant
+    from nemo_grpo.variants.base import SAFE_DECLARATIONS
+    from nemo_grpo.variants.checking import CHECKS, FIRST, check_variant
+    from nemo_grpo.variants.checking.declarations import GAINS, undeclared
 
     given = dict(parse_override(text) for text in settings or [])
     if "max_response_length" in variant_class(name, "variants check").model_fields:
         given = {"max_response_length": 8} | given  # usually set by a recipe; aggregation=constant needs it
     config = parse_loss_fn({"variant": name, **given})
     failed = dict(check_variant(config))
+    was_ended = False  # by one of the first checks, without which the others say nothing
     for each in CHECKS:
-        word, color = ("failed", "red") if each in failed else ("ok", "green")
-        why = f": {failed[each]}" if failed.get(each) else ""
-        typer.echo(f"{typer.style(f'{word:6}', fg=color)}  {each}{why}")
+        if was_ended:
+            typer.echo(f"not run {each}")
+        elif each in failed:
+            typer.echo(f"{typer.style('failed', fg='red')}  {each}: {failed[each]}")
+            was_ended = each in FIRST
+        else:
+            typer.echo(f"{typer.style('ok    ', fg='green')}  {each}")
     if failed:
         raise typer.Exit(1)
-    properties = [text for attribute, text in FOUND.items() if getattr(config.found, attribute)]
-    typer.echo(f"found   {'; '.join(properties) or 'advantages of the group alone'}")
+    for name, safe in SAFE_DECLARATIONS.items():
+        if getattr(config, name) != safe:
+            typer.echo(f"has     {name} = {not safe}: {GAINS[name]}")
+    for name, value in undeclared(config).items():
+        typer.echo(
+            f"could   declare {name} = {value} in its class, if that holds for any step: {GAINS[name]}"
+        )
 
 
 def overview(configs: dict[str, type[VariantConfig]]) -> Table:

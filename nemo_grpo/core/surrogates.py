@@ -44,8 +44,8 @@ def clipped_policy_gradient(
     """
     unclipped = ratio * advantages
     with torch.no_grad():
-        clipped = ratio.clamp(1 - ratio_clip_min, 1 + ratio_clip_max).mul_(advantages)
-        value = torch.minimum(unclipped, clipped, out=clipped)
+        clipped = ratio.clamp(1 - ratio_clip_min, 1 + ratio_clip_max) * advantages
+        value = torch.minimum(unclipped, clipped)
         if ratio_clip_c is not None:  # the bound is 0 where A >= 0, and the value is not below 0 there
             value = torch.maximum(value, advantages.clamp(max=0) * ratio_clip_c)
         is_clipped = value != unclipped

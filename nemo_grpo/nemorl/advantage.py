@@ -165,7 +165,7 @@ class VariantEstimator:
             )  # fmt: skip
 
     def _folded(self, prepared: PreparedBatch) -> PreparedBatch:
-        if prepared.token_weights is not None and not self.config.found.folds:
+        if prepared.token_weights is not None and not self.config.folds:
             raise UserError(
                 f"data_plane.enabled=true: {self.objective.name} returns token_weights from shape(), and "
                 "NeMo-RL brings the loss advantages alone; set data_plane.enabled=false, or let terms() "

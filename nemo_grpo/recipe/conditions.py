@@ -169,11 +169,11 @@ def averages_whole_groups_in_several_updates(recipe: Recipe) -> bool:
 
 
 def variant_shapes_advantages(recipe: Recipe) -> bool:
-    return loss_is_a_variant(recipe) and recipe.loss_fn.found.shapes_advantages
+    return loss_is_a_variant(recipe) and recipe.loss_fn.shapes_advantages
 
 
 def variant_has_weights_beyond_its_advantages(recipe: Recipe) -> bool:
-    return loss_is_a_variant(recipe) and not recipe.loss_fn.found.folds
+    return loss_is_a_variant(recipe) and not recipe.loss_fn.folds
 
 
 def random_weights_have_no_scores(recipe: Recipe) -> bool:
@@ -277,7 +277,7 @@ def streams_chunks_and_averages_whole_groups(recipe: Recipe) -> bool:
 
 
 def streams_chunks_and_variant_spans_groups(recipe: Recipe) -> bool:
-    return recipe.streams_chunks and loss_is_a_variant(recipe) and recipe.loss_fn.found.spans_groups
+    return recipe.streams_chunks and loss_is_a_variant(recipe) and recipe.loss_fn.spans_groups
 
 
 def uses_data_plane(recipe: Recipe) -> bool:

@@ -152,6 +152,9 @@ def _replaced_parts(recipe: Recipe) -> Iterator[Override]:
         yield Override(f"{VLLM}.async_engine", True, "asynchronous rollouts by vLLM")
     if (optimizer := policy.megatron_cfg.optimizer.optimizer) not in ("adam", "sgd"):
         yield Override(f"{MEGATRON}.optimizer.optimizer", "adam", f"{optimizer} is not in this stack")
+    if not recipe.checkpointing.enabled and value_of(recipe, "checkpointing.model_save_format"):
+        # NeMo-RL refuses it at a save with dtensor_cfg._v2=false, and a rehearsal saves
+        yield Override("checkpointing.model_save_format", None, "the recipe never saves")
     if recipe.uses_data_plane and value_of(recipe, "data_plane.backend", "simple") != "simple":
         yield Override("data_plane.backend", "simple", "mooncake is not in this stack")
     if (recipe.checkpointing.metric_name or "").startswith("val:"):

@@ -42,7 +42,7 @@ DRAWN: dict[str, Draw] = {
 }
 
 NEXT_STEPS = {
-    "Compare variants, three seeds each": "nemo-grpo compare RECIPE --variants grpo,dapo,gpg --seeds 3",
+    "Compare variants, three seeds each": "nemo-grpo compare RECIPE --variants grpo,gpg --seeds 3",
     "Train on problems of your own: copy a recipe, and name their files in its nemo_grpo.task": (
         "nemo-grpo recipe copy quickstart mine.yaml"
     ),

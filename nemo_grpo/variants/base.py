@@ -1,7 +1,8 @@
 """Base of every variant's configuration: strict keys, common names, common pieces of an objective."""
 
 from dataclasses import replace
-from typing import ClassVar, Self
+from inspect import isfunction
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,10 +19,17 @@ from nemo_grpo.core.surrogates import (
     importance_ratio,
     sequence_importance_ratio,
 )
-from nemo_grpo.variants.probe import Probe
 
-_PROBES: dict[tuple[type, str], Probe] = {}
-"""(configuration class, settings) -> the probe of that objective."""
+SAFE_DECLARATIONS = {
+    "reads_scores": True,
+    "shapes_advantages": True,
+    "spans_groups": True,
+    "learns_without_advantages": True,
+    "folds": False,
+}
+"""Declaration -> the value that is right for any loss, and lets the engines skip no work."""
+UNRELATED = ("resampling",)
+"""Methods that no declaration speaks of."""
 
 
 class VariantConfig(BaseModel):
@@ -39,6 +47,16 @@ class VariantConfig(BaseModel):
     """`shape` reads the policy's entropies."""
     compares_with_reference: ClassVar[bool] = False
     """`shape` subtracts the reference policy's logprobs from the policy's, with or without a KL penalty."""
+    reads_scores: ClassVar[bool] = True
+    """`shape` reads the scored logprobs. False saves the scoring pass of a step with one update."""
+    shapes_advantages: ClassVar[bool] = True
+    """`shape` gives a token another advantage than its response's group advantage."""
+    spans_groups: ClassVar[bool] = True
+    """`shape` computes a response's advantages or weights from other groups than its own, too."""
+    learns_without_advantages: ClassVar[bool] = True
+    """`terms` has a gradient where the advantage is 0, the KL penalty's aside."""
+    folds: ClassVar[bool] = False
+    """Loss and gradient stay the same with all weights in the advantages; see `PreparedBatch.folded`."""
     learns_from_demonstrations: ClassVar[bool] = False
     """A step is the task's demonstrations, one per prompt; nothing is sampled."""
     whole_groups_key: ClassVar[str | None] = None
@@ -74,12 +92,28 @@ class VariantConfig(BaseModel):
         False, description="take the ratio as 1 without a scoring pass; one update per step (NeMo-RL)"
     )
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Drop inherited declarations that speak of code which the class no longer runs.
+
+        A declaration (`SAFE_DECLARATIONS`) holds for the methods of the class that makes it. A class that
+        overrides one of these methods (`shape`, `terms`, `ratio`, `policy_term`, ...), itself or by a mixin,
+        gets the safe value of every declaration that it does not make again.
+        """
+        super().__init_subclass__(**kwargs)
+        for name, safe in SAFE_DECLARATIONS.items():
+            place = next(i for i, parent in enumerate(cls.__mro__) if name in vars(parent))
+            later = cls.__mro__[:place]
+            declared_for = {method for parent in cls.__mro__[place:] for method in vars(parent)}
+            if any(_methods(parent) & declared_for for parent in later):
+                setattr(cls, name, safe)
+
     @model_validator(mode="after")
     def _forced_ratio_needs_no_scored_logprobs(self) -> Self:
         if self.force_on_policy_ratio and not self.is_stock and self.needs_scores:
             raise ValueError(
                 "force_on_policy_ratio=true: the advantages are shaped by the scored logprobs or entropies, "
-                "which NeMo-RL then leaves out; set it to false"
+                "which NeMo-RL then leaves out; set it to false (an own loss that reads neither declares "
+                "reads_scores = False)"
             )
         return self
 
@@ -125,17 +159,9 @@ class VariantConfig(BaseModel):
         )
 
     @property
-    def found(self) -> Probe:
-        """Properties that nobody declares, found on small steps; cached by settings."""
-        key = (type(self), repr(self))
-        if key not in _PROBES:
-            _PROBES[key] = Probe(self.compose())
-        return _PROBES[key]
-
-    @property
     def needs_scores(self) -> bool:
         """True if `shape` waits for the scoring pass, for its logprobs or its entropies."""
-        return self.needs_entropy or self.found.reads_scores
+        return self.needs_entropy or self.reads_scores
 
     @property
     def needs_reference(self) -> bool:
@@ -165,15 +191,7 @@ class VariantConfig(BaseModel):
         raise AssertionError(f"{type(self).__name__} does not implement terms()")
 
     def build(self) -> Objective:
-        """Compose the objective, and find what it needs."""
-        return replace(
-            self.compose(),
-            needs_scores=self.needs_scores,
-            learns_without_advantages=self.found.learns_without_advantages,
-        )
-
-    def compose(self) -> Objective:
-        """Compose the objective from this configuration alone, without a probe."""
+        """Compose the objective."""
         return Objective(
             name=self.variant,
             shape=self.shape,
@@ -183,8 +201,19 @@ class VariantConfig(BaseModel):
             correction=self.importance_correction(),
             needs_entropy=self.needs_entropy,
             needs_reference=self.needs_reference,
+            needs_scores=self.needs_scores,
+            learns_without_advantages=self.learns_without_advantages,
             whole_groups_per_loss_call=self.needs_whole_groups,
         )
+
+
+def _methods(owner: type) -> set[str]:
+    """Name the public methods that a class itself defines; pydantic's validators are private ones."""
+    return {
+        name
+        for name, value in vars(owner).items()
+        if isfunction(value) and not name.startswith("_") and name not in UNRELATED
+    }
 
 
 class GroupRewardConfig(VariantConfig):
@@ -236,6 +265,11 @@ class KLConfig(VariantConfig):
         """True with a KL penalty, or for the advantages."""
         return self.compares_with_reference or self.reference_policy_kl_penalty > 0
 
+    @property
+    def weights_kl_by_group(self) -> bool:
+        """True if the aggregation weights a KL penalty, too, by factors that no advantage can carry."""
+        return self.aggregation == "group_token_mean" and self.reference_policy_kl_penalty > 0
+
     def kl_term(self, batch: TokenBatch) -> Tensor | None:
         """Estimate the KL, [B, T]; None without a penalty."""
         if not self.needs_reference or batch.reference_policy_logprobs is None:
@@ -247,12 +281,17 @@ class KLConfig(VariantConfig):
         """Give a KL estimate the gradient that `kl_score_function_gradient` selects."""
         return with_score_function(kl, batch.kl_logprobs) if self.kl_score_function_gradient else kl
 
-    def compose(self) -> Objective:
-        return replace(super().compose(), kl_penalty=self.reference_policy_kl_penalty)
+    def build(self) -> Objective:
+        return replace(super().build(), kl_penalty=self.reference_policy_kl_penalty)
 
 
 class RatioConfig(GroupRewardConfig, KLConfig):
     """Variants with an importance ratio, an optional clip and an optional KL penalty."""
+
+    reads_scores: ClassVar[bool] = False
+    shapes_advantages: ClassVar[bool] = False
+    spans_groups: ClassVar[bool] = False
+    learns_without_advantages: ClassVar[bool] = False
 
     ratio_clip_min: float | None = Field(0.2, ge=0, description="lower clip distance from 1; null: no clip")
     ratio_clip_max: float | None = Field(0.2, ge=0, description="upper clip distance from 1; null: no clip")
@@ -262,6 +301,11 @@ class RatioConfig(GroupRewardConfig, KLConfig):
     sequence_level_importance_ratios: bool = Field(
         False, description="one ratio per response, the geometric mean of its tokens' (GSPO)"
     )
+
+    @property
+    def folds(self) -> bool:  # type: ignore[override]
+        """True without a KL penalty that the aggregation weights."""
+        return not self.weights_kl_by_group
 
     @model_validator(mode="after")
     def _clip_is_a_pair(self) -> Self:

@@ -30,6 +30,10 @@ class CISPO(RatioConfig):
     title: ClassVar[str] = "CISPO"
     paper: ClassVar[str] = "MiniMax-M1 (2506.13585)"
     stock_switch: ClassVar[str | None] = "use_cispo"
+    reads_scores: ClassVar[bool] = False
+    shapes_advantages: ClassVar[bool] = False
+    spans_groups: ClassVar[bool] = False
+    learns_without_advantages: ClassVar[bool] = False
 
     variant: Literal["cispo"] = "cispo"
     ratio_clip_min: float = Field(1.0, ge=0, description="lower bound of the weight, below 1; 1: none")
@@ -38,6 +42,11 @@ class CISPO(RatioConfig):
     sequence_level_importance_ratios: Literal[False] = Field(
         False, description="not in CISPO, whose weights are of tokens"
     )
+
+    @property
+    def folds(self) -> bool:  # type: ignore[override]
+        """True without a KL penalty that the aggregation weights."""
+        return not self.weights_kl_by_group
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
         """Compute the weighted policy gradient, and the KL term if penalised."""

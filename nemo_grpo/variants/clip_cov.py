@@ -26,6 +26,10 @@ class ClipCov(RatioConfig):
 
     title: ClassVar[str] = "Clip-Cov"
     paper: ClassVar[str] = "The Entropy Mechanism (2505.22617)"
+    reads_scores: ClassVar[bool] = True
+    shapes_advantages: ClassVar[bool] = True
+    spans_groups: ClassVar[bool] = True
+    learns_without_advantages: ClassVar[bool] = False
 
     variant: Literal["clip_cov"] = "clip_cov"
     covariance_min: float = Field(
@@ -44,6 +48,11 @@ class ClipCov(RatioConfig):
                 "the paper's are 1.0 and 5.0"
             )
         return self
+
+    @property
+    def folds(self) -> bool:  # type: ignore[override]
+        """True without a KL penalty that the aggregation weights."""
+        return not self.weights_kl_by_group
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Set GRPO's advantages to 0 at the chosen tokens: no policy term and no gradient there."""

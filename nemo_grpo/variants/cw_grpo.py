@@ -39,6 +39,7 @@ class CWGRPO(RatioConfig):
     title: ClassVar[str] = "CW-GRPO"
     paper: ClassVar[str] = "Taming Extreme Tokens (2605.11538)"
     whole_groups_key: ClassVar[str | None] = "author_compat"
+    learns_without_advantages: ClassVar[bool] = False
 
     variant: Literal["cw_grpo"] = "cw_grpo"
     aggregation: Aggregation = Field("sequence_mean", description="1/G sum_i 1/|o_i| sum_t, as printed")
@@ -76,6 +77,30 @@ class CWGRPO(RatioConfig):
                 f"author_compat=true is the released code, which has no {changed}; remove one of the two"
             )
         return self
+
+    @property
+    def reads_scores(self) -> bool:  # type: ignore[override]
+        """True where the weights are the step's; the released code's follow the current policy."""
+        return not self.author_compat
+
+    @property
+    def shapes_advantages(self) -> bool:  # type: ignore[override]
+        """True where the weights are in the advantages; the released code's are in the terms."""
+        return not self.author_compat
+
+    @property
+    def spans_groups(self) -> bool:  # type: ignore[override]
+        """True with sigma and normaliser of the whole batch."""
+        return self.scope == "batch"
+
+    @property
+    def folds(self) -> bool:  # type: ignore[override]
+        """True without a KL penalty that the aggregation weights.
+
+        The released code's weights are a function of the advantages, so no factor may be in these.
+        """
+        compat_with_factors = self.author_compat and self.aggregation == "group_token_mean"
+        return not (compat_with_factors or self.weights_kl_by_group)
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Fold the kernel weights into the advantages: weights are >= 0, so this commutes with any clip."""

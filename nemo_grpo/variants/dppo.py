@@ -14,7 +14,7 @@ between the two to add, and a scoring pass has nothing to say here.
 
 Deviation:
 - The paper prints r A, whose gradient is that of sg(r) A logp, as the released code has it with its bound.
-- Threshold 0.2 and bound 5 as appendices C.1 and E are quoted by torchtitan's implementation; robust are 0.1
+- Threshold 0.2 and bound 5 as other implementations quote the paper (appendices C.1 and E); robust are 0.1
   to 0.2. The authors' script in verl has 0.15, no bound and Dr.GRPO's `aggregation: constant`; the bound of
   the released code is 10. The KL and top-K divergences are not here.
 - prime-rl's `default` loss has this mask without the bound and adds a squared log-ratio; its `ipo` masks
@@ -37,6 +37,10 @@ class DPPO(RatioConfig):
 
     title: ClassVar[str] = "DPPO"
     paper: ClassVar[str] = "DPPO (2602.04879)"
+    reads_scores: ClassVar[bool] = False
+    shapes_advantages: ClassVar[bool] = False
+    spans_groups: ClassVar[bool] = False
+    learns_without_advantages: ClassVar[bool] = False
 
     variant: Literal["dppo"] = "dppo"
     divergence_threshold: float = Field(
@@ -59,6 +63,11 @@ class DPPO(RatioConfig):
         False,
         description="leave out the scoring pass, which DPPO does not read; one update per step (NeMo-RL)",
     )
+
+    @property
+    def folds(self) -> bool:  # type: ignore[override]
+        """True without a KL penalty that the aggregation weights."""
+        return not self.weights_kl_by_group
 
     def ratio(self, batch: TokenBatch) -> Tensor:
         """Compute pi over the sampler, [B, T]."""

@@ -58,6 +58,10 @@ class ERPO(RatioConfig):
     paper: ClassVar[str] = "Entropy-Regulated Policy Optimization"
     needs_entropy: ClassVar[bool] = True
     compares_with_reference: ClassVar[bool] = True
+    reads_scores: ClassVar[bool] = True
+    shapes_advantages: ClassVar[bool] = True
+    spans_groups: ClassVar[bool] = True
+    learns_without_advantages: ClassVar[bool] = False
 
     variant: Literal["erpo"] = "erpo"
     reference_policy_kl_penalty: float = Field(0.001, ge=0, description="beta, the factor of the KL penalty")
@@ -85,6 +89,11 @@ class ERPO(RatioConfig):
                 "entropy_statistics=moving, or leave entropy_momentum out"
             )
         return self
+
+    @property
+    def folds(self) -> bool:  # type: ignore[override]
+        """True without a KL penalty that the aggregation weights."""
+        return not self.weights_kl_by_group
 
     @property
     def carries_statistics(self) -> bool:

@@ -34,6 +34,8 @@ class GPG(KLConfig):
     paper: ClassVar[str] = "GPG (2504.02546)"
     sampling_keys: ClassVar[tuple[str, ...]] = ("valid_fraction_threshold", "max_resample_attempts")
     without_dynamic_sampling: ClassVar[str | None] = "no threshold on valid groups"
+    reads_scores: ClassVar[bool] = False
+    learns_without_advantages: ClassVar[bool] = False
 
     variant: Literal["gpg"] = "gpg"
     reward_normalization: RewardNormalization = Field(
@@ -46,6 +48,21 @@ class GPG(KLConfig):
     max_resample_attempts: int = Field(
         20, ge=0, description="extra draws of prompts before the step trains on what it has"
     )
+
+    @property
+    def shapes_advantages(self) -> bool:  # type: ignore[override]
+        """True with alpha, a factor of the group advantages."""
+        return self.use_alpha
+
+    @property
+    def spans_groups(self) -> bool:  # type: ignore[override]
+        """True with alpha, which counts the step's groups, or with the std of the batch."""
+        return self.use_alpha or self.reward_normalization == "batch"
+
+    @property
+    def folds(self) -> bool:  # type: ignore[override]
+        """True without a KL penalty that the aggregation weights."""
+        return not self.weights_kl_by_group
 
     def resampling(self, max_draws: int) -> tuple[float, int]:
         """Return beta_th, and the number of draws with the extra ones."""

@@ -30,6 +30,10 @@ class MaxRL(RatioConfig):
 
     title: ClassVar[str] = "MaxRL"
     paper: ClassVar[str] = "MaxRL (2602.02710)"
+    reads_scores: ClassVar[bool] = False
+    shapes_advantages: ClassVar[bool] = False
+    spans_groups: ClassVar[bool] = False
+    learns_without_advantages: ClassVar[bool] = False
 
     variant: Literal["maxrl"] = "maxrl"
     advantage_eps: float = Field(1e-6, ge=0, description="added to the group's mean reward")
@@ -39,6 +43,11 @@ class MaxRL(RatioConfig):
     use_leave_one_out_baseline: Literal[False] = Field(
         False, description="not in MaxRL, whose mean is that of the whole group"
     )
+
+    @property
+    def folds(self) -> bool:  # type: ignore[override]
+        """True without a KL penalty that the aggregation weights."""
+        return not self.weights_kl_by_group
 
     def group_advantages(self, batch: TokenBatch) -> GroupAdvantages:
         return group_advantages(batch, normalization="mean", eps=self.advantage_eps)

@@ -62,5 +62,5 @@ class NeMoRLLoss(KLConfig):
     def _truncation_is_complete(self) -> Self:
         return self  # NeMo-RL ignores the bounds of a correction that is off
 
-    def compose(self) -> Objective:
+    def build(self) -> Objective:
         raise AssertionError("NeMo-RL builds its own loss")

@@ -26,6 +26,10 @@ class SAPO(RatioConfig):
 
     title: ClassVar[str] = "SAPO"
     paper: ClassVar[str] = "SAPO (2511.20347)"
+    reads_scores: ClassVar[bool] = False
+    shapes_advantages: ClassVar[bool] = False
+    spans_groups: ClassVar[bool] = False
+    learns_without_advantages: ClassVar[bool] = False
 
     variant: Literal["sapo"] = "sapo"
     aggregation: Aggregation = Field("sequence_mean", description="how token terms are reduced: token_mean, "
@@ -40,6 +44,11 @@ class SAPO(RatioConfig):
     sequence_level_importance_ratios: Literal[False] = Field(
         False, description="not in SAPO, whose gate is of tokens"
     )
+
+    @property
+    def folds(self) -> bool:  # type: ignore[override]
+        """True without a KL penalty that the aggregation weights."""
+        return not self.weights_kl_by_group
 
     def policy_term(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the gated term, and how much of the gradient at ratio 1 the gate leaves."""

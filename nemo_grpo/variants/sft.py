@@ -28,6 +28,11 @@ class SFT(VariantConfig):
     title: ClassVar[str] = "SFT"
     paper: ClassVar[str] = "baseline of ERPO and GPG"
     learns_from_demonstrations: ClassVar[bool] = True
+    reads_scores: ClassVar[bool] = False
+    shapes_advantages: ClassVar[bool] = True
+    spans_groups: ClassVar[bool] = False
+    learns_without_advantages: ClassVar[bool] = False
+    folds: ClassVar[bool] = True
 
     variant: Literal["sft"] = "sft"
 

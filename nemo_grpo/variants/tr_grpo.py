@@ -40,6 +40,10 @@ class TRGRPO(RatioConfig):
 
     title: ClassVar[str] = "TR-GRPO"
     paper: ClassVar[str] = "Token-Level Probability Shaping (2511.00066)"
+    reads_scores: ClassVar[bool] = False
+    shapes_advantages: ClassVar[bool] = False
+    spans_groups: ClassVar[bool] = False
+    learns_without_advantages: ClassVar[bool] = False
 
     variant: Literal["tr_grpo"] = "tr_grpo"
     ratio_clip_max: float | None = Field(0.24, ge=0, description="upper clip distance from 1 (Table 6)")
@@ -106,6 +110,18 @@ class TRGRPO(RatioConfig):
                 stacklevel=2,
             )
         return self
+
+    @property
+    def folds(self) -> bool:  # type: ignore[override]
+        """True where no weight but a plain factor of the policy term is the step's.
+
+        Only the random ablation's weights are; the others follow the current policy.
+        """
+        if self.weighting != "random":
+            return not self.weights_kl_by_group
+        weights_kl = self.kl_weighting != "none" and self.reference_policy_kl_penalty > 0
+        weights_clip = self.weight_placement == "inside" and self.ratio_clip_min is not None
+        return not (weights_kl or weights_clip or self.weights_kl_by_group)
 
     def weight_at(self, probability: float) -> float:
         """Evaluate the shaping function at one probability (Eq. 12)."""

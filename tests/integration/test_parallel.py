@@ -135,6 +135,7 @@ def learned_from(layout: Layout, leave_out: bool, mb_tokens: int | None, scoring
         objective = replace(objective, learns_without_advantages=not leave_out)
         objective = replace(objective, aggregation=aggregation or objective.aggregation)
         further = {"entropies": scores.entropies, "reference_policy_logprobs": scores.logprobs - 0.05}
+        further["generation_logprobs"] = scores.logprobs  # of the sampler, whatever the update scores
         prev = scores.logprobs.clone()
         prev[[0, 8]] *= not scoring  # rows with signal, which the update scores itself
         prepared = objective.prepare(token_batch(sequences, rewards, prev, **further))

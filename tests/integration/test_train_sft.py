@@ -21,6 +21,7 @@ from small_runs import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_grpo import UserError
+from nemo_grpo.engine.checks import check
 from nemo_grpo.engine.loop import train
 from nemo_grpo.engine.new_model import starting_model
 from nemo_grpo.engine.setup import set_up
@@ -78,8 +79,9 @@ def test_losses_are_the_mean_cross_entropy_of_all_response_tokens(sft):
 
 def test_a_run_lowers_the_held_out_loss_and_leaves_what_others_read(sft):
     r = sft("grpo.max_num_steps=20", "grpo.val_period=10", *NEW)
-    with starting_model(r) as source:
-        parts = set_up(r, source)
+    start = check(r, resume=False)
+    with starting_model(r, start.task) as source:
+        parts = set_up(r, source, start)
         assert train(parts)
     found = rows(r.run_dir)
     losses = [row["validation/val_loss"] for row in found if "validation/val_loss" in row]

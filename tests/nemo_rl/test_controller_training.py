@@ -171,7 +171,7 @@ def test_the_controller_gives_the_steps_of_the_driver(setting, tmp_path):
     section = {**CARRIED[setting], **section}
     plain = Run(tmp_path, section, "checkpointing.enabled=false")
     plain.train()
-    groups = PROMPTS if plain.run.recipe.loss_fn.found.spans_groups else 1
+    groups = PROMPTS if plain.run.recipe.loss_fn.spans_groups else 1
     run = Controlled(tmp_path, section, "checkpointing.enabled=false", controlled(groups))
     stop = run.train()
     assert run.exit_code(stop) == 0

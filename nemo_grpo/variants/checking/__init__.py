@@ -17,8 +17,8 @@ from nemo_grpo.core.objective import Objective
 from nemo_grpo.support.errors import UserError, did_you_mean
 from nemo_grpo.support.extensions import place_of
 from nemo_grpo.variants.base import VariantConfig
-from nemo_grpo.variants.checking import invariance, sanity
-from nemo_grpo.variants.small_steps import example_step, random_step
+from nemo_grpo.variants.checking import declarations, invariance, sanity
+from nemo_grpo.variants.checking.small_steps import example_step, random_step
 
 
 class Failure(NamedTuple):
@@ -58,6 +58,7 @@ FURTHER: dict[str, Check] = {
     "metrics": lambda c: invariance.metrics_add_up(c.objective, c.batch),
     "no tokens": lambda c: invariance.is_zero_without_tokens(c.objective, c.batch),
     "precision": lambda c: invariance.keeps_dtype(c.objective, c.batch),
+    "declarations": lambda c: declarations.are_true(c.config, c.objective, c.batch),
     "differences": lambda c: invariance.agrees_with_differences(c.objective, c.batch),
 }
 CHECKS = (*FIRST, *FURTHER)

@@ -10,7 +10,7 @@ from typing import Any
 from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Objective
-from nemo_grpo.variants.small_steps import (
+from nemo_grpo.variants.checking.small_steps import (
     SEED,
     changed,
     counts,

@@ -12,7 +12,7 @@ from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.objective import Objective
 from nemo_grpo.variants.base import RatioConfig, VariantConfig
-from nemo_grpo.variants.small_steps import (
+from nemo_grpo.variants.checking.small_steps import (
     SEED,
     TOKEN_TENSORS,
     changed,

@@ -18,7 +18,7 @@ from nemo_grpo.core.statistics import (
     token_std,
 )
 from nemo_grpo.core.token_weights import gaussian_kernel_weights, group_covariance, step_covariance
-from nemo_grpo.variants.small_steps import random_step
+from nemo_grpo.variants.checking.small_steps import random_step
 
 X = torch.tensor([[1.0, 4.0, math.nan], [7.0, 0.5, 3.0], [2.0, 2.0, 2.0]], dtype=torch.float64)
 MASK = torch.tensor([[True, True, False], [True, False, True], [True, True, True]])

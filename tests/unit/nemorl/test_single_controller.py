@@ -58,7 +58,7 @@ def in_chunks(e, whole, *groups):
 def test_chunks_are_the_step_exactly_where_the_variant_says_so(name):
     whole, by_groups = (in_chunks(estimator(SECTIONS[name]), step(), *groups) for groups in ((4,), (1, 2, 1)))
     is_same = torch.allclose(whole, by_groups, rtol=1e-5, atol=1e-7)
-    assert is_same == (not parse_loss_fn(SECTIONS[name]).found.spans_groups)
+    assert is_same == (not parse_loss_fn(SECTIONS[name]).spans_groups)
 
 
 def test_metrics_are_means_over_the_responses_of_all_chunks():

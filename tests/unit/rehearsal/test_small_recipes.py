@@ -340,3 +340,14 @@ def test_a_data_plane_that_is_not_in_the_stack_becomes_the_simple_one(tmp_path):
     _, rehearsed, _, changed = made_small(CW_GRPO, tmp_path, plane, "loss_fn.reference_policy_kl_penalty=0")
     assert value_of(rehearsed, "data_plane.backend") == "simple"
     assert "mooncake is not in this stack" in [change.reason for change in changed]
+
+
+@pytest.mark.parametrize(("saves", "save_format"), [(False, None), (True, "safetensors")])
+def test_a_recipe_that_never_saves_has_no_save_format_of_dtensor(saves, save_format, tmp_path):
+    """A rehearsal saves, and NeMo-RL would refuse the format of its base; a recipe that saves keeps it."""
+    dtensor = (
+        *("policy.megatron_cfg.enabled=false", "++policy.dtensor_cfg={enabled: true, _v2: false}"),
+        *(f"checkpointing.enabled={str(saves).lower()}", "++checkpointing.model_save_format=safetensors"),
+    )
+    _, rehearsed, _, _ = made_small(CW_GRPO, tmp_path, *dtensor)
+    assert value_of(rehearsed, "checkpointing.model_save_format") == save_format

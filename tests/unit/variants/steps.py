@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from nemo_grpo import TokenBatch
-from nemo_grpo.variants.small_steps import random_step
+from nemo_grpo.variants.checking.small_steps import random_step
 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "grpo": {"reference_policy_kl_penalty": 0.1},

@@ -186,7 +186,7 @@ ONE_LINE = {
 def test_a_mistake_in_the_class_is_told_in_one_line_without_an_address(text):
     done = CliRunner().invoke(app, ["variants", "check", loss(text)])
     lines = (done.output + str(done.exception or "")).splitlines()
-    said = [line for line in lines if line[:2] != "ok" and line != "1"]  # 1: the exit code
+    said = [line for line in lines if line[:2] not in ("ok", "no") and line != "1"]  # 1: the exit code
     assert len(said) == 1, said
     assert ONE_LINE[text] in said[0], said[0]
     assert "pydantic.dev" not in said[0]
@@ -204,12 +204,19 @@ def test_a_right_loss_passes_and_the_quick_part_is_quick():
 def test_the_command_lists_every_check_and_fails_with_1():
     run = lambda *line: CliRunner().invoke(app, ["variants", "check", *line])  # noqa: E731
     right = run("tr_grpo", "weighting=reverse")
-    assert (right.exit_code, right.output.count("ok ")) == (0, 15), right.output
-    assert "found   its weights can be multiplied into the advantages" in run("dr_grpo").output
+    assert (right.exit_code, right.output.count("ok ")) == (0, 16), right.output
+    assert "has     folds = True: NeMo-RL's data plane, which brings" in run("dr_grpo").output
+    assert "could" not in run("dr_grpo").output
+    undeclared = run(loss("    def terms(self, prepared):\n        return super().terms(prepared)"))
+    assert "could   declare reads_scores = False in its class" in undeclared.output
+    assert "could   declare folds = True" in undeclared.output
     wrong = run(loss(WRONG["a mean over rows"][0]))
     assert wrong.exit_code == 1
     assert "failed  microbatches: expected the same in one piece and as 5 microbatches" in wrong.output
     assert "ok      order" in wrong.output
+    ended = run(loss(WRONG["no gradient"][0])).output
+    assert "not run finite" in ended
+    assert ended.count("ok ") == 3, "nothing after the first checks ran"
     assert "did you mean" in str(run("tr_grpo", "alfa=1").exception)
     assert "wrong.py names a file and no class; write wrong.py:My" in str(run("wrong.py").exception)
 

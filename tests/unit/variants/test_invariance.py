@@ -12,8 +12,15 @@ from steps import ALL, IDS, PARAMETERS, steps
 from nemo_grpo import build_objective
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.checking import check_variant, invariance
+from nemo_grpo.variants.checking.small_steps import (
+    SEED,
+    changed,
+    counts,
+    example_step,
+    loss_and_gradient,
+    random_step,
+)
 from nemo_grpo.variants.grpo import GRPO
-from nemo_grpo.variants.small_steps import SEED, changed, counts, example_step, loss_and_gradient, random_step
 
 every_variant = pytest.mark.parametrize(("name", "parameters"), ALL, ids=IDS)
 
@@ -95,7 +102,7 @@ def test_a_variant_that_reads_entropies_alone_waits_for_the_scoring_pass():
         needs_entropy: ClassVar[bool] = True
 
     config = EntropyAlone()
-    assert not config.found.reads_scores
+    assert not config.reads_scores
     assert config.build().needs_scores
 
 
@@ -127,9 +134,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_folded_weights_give_the_same_loss_and_gradient(case):
-    """Row by row; `found.folds` compares whole steps."""
+    """Row by row; `declarations.folds` compares whole steps."""
     config = parse_loss_fn(CASES[case])
-    assert config.found.folds
+    assert config.folds
     batch = changed(example_step(), response_ids=torch.arange(5))
     if not config.needs_reference:
         batch = replace(batch, reference_policy_logprobs=None)

@@ -9,8 +9,8 @@ import torch
 from nemo_grpo import TokenBatch, build_objective
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.variants import parse_loss_fn
+from nemo_grpo.variants.checking.small_steps import counts, loss_and_gradient, random_step
 from nemo_grpo.variants.erpo import ERPO
-from nemo_grpo.variants.small_steps import counts, loss_and_gradient, random_step
 
 HALF, QUARTER, EIGHTH = math.log(0.5), math.log(0.25), math.log(0.125)
 

@@ -7,7 +7,7 @@ from steps import steps
 from torch import Tensor
 
 from nemo_grpo import TokenBatch, build_objective
-from nemo_grpo.variants.small_steps import loss_and_gradient
+from nemo_grpo.variants.checking.small_steps import loss_and_gradient
 
 
 def only_counting_rows(batch: TokenBatch) -> TokenBatch:

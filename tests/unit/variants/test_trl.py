@@ -13,7 +13,7 @@ from steps import steps
 from torch import Tensor
 
 from nemo_grpo import TokenBatch, build_objective
-from nemo_grpo.variants.small_steps import TOKEN_TENSORS, counts, loss_and_gradient, random_step
+from nemo_grpo.variants.checking.small_steps import TOKEN_TENSORS, counts, loss_and_gradient, random_step
 
 
 def trl_gspo(logprobs: Tensor, old: Tensor, mask: Tensor, a: Tensor, epsilon: float, high: float) -> Tensor:

@@ -1,0 +1,157 @@
+"""Behaviour that a loss's declarations speak of, observed on steps whose thresholds of usual size are passed.
+
+A loss behaves by the safe value if any step shows it. An observation refutes a declaration; it proves none.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from nemo_grpo.core.batch import TokenBatch
+from nemo_grpo.core.lazy import Tensor, torch
+from nemo_grpo.core.objective import Objective, Shaped
+from nemo_grpo.variants.base import SAFE_DECLARATIONS, VariantConfig
+from nemo_grpo.variants.checking.small_steps import (
+    SEED,
+    changed,
+    loss_and_gradient,
+    loss_of,
+    random_step,
+    shaped_by,
+)
+
+SPREADS = (1.0, 8.0, 64.0, 512.0)
+"""Factors of the logprobs, so that thresholds of any usual size are passed on some step."""
+OTHER_LOGPROBS = (float("nan"), 0.0, -1e9)
+"""Values that the scored logprobs are replaced by."""
+
+GAINS = {
+    "reads_scores": "a step with one update needs no scoring pass",
+    "shapes_advantages": "grpo.advantage_clip_low and _high may be set on NeMo-RL",
+    "spans_groups": "the single controller may train on part of a step's groups at a time",
+    "learns_without_advantages": "responses with advantage 0 are left out of the update",
+    "folds": "NeMo-RL's data plane, which brings the loss advantages alone, can train it",
+}
+"""Declaration other than the safe value -> what it lets the engines do."""
+
+
+def reads_scores(objective: Objective, step: TokenBatch) -> bool:
+    """Observe that other scored logprobs give other advantages, weights or carried numbers."""
+    expected = shaped_by(objective, step)
+    replacements = [torch.full_like(step.prev_logprobs, value) for value in OTHER_LOGPROBS]
+    replacements.append(0.5 * step.prev_logprobs.flip(0) - 0.1)
+    for logprobs in replacements:
+        shaped = shaped_by(objective, replace(step, prev_logprobs=logprobs))
+        if not _are_equal(expected, shaped):
+            return True
+    return False
+
+
+def shapes_advantages(objective: Objective, step: TokenBatch) -> bool:
+    """Observe a token whose advantage is not the group advantage of its response."""
+    shaped = shaped_by(objective, step)
+    return not torch.equal(shaped.advantages, shaped.base.per_token(step.mask))
+
+
+def spans_groups(objective: Objective, step: TokenBatch) -> bool:
+    """Observe a group whose advantages or weights are others where it is the step's only one."""
+    together = shaped_by(objective, step)
+    for number in step.group_ids.unique():
+        rows = step.group_ids == number
+        alone = shaped_by(objective, step.select(rows))
+        if together.carried != alone.carried:
+            return True
+        pairs = ((together.advantages, alone.advantages), (together.token_weights, alone.token_weights))
+        for whole, part in pairs:
+            if whole is not None and part is not None and not _are_close(whole[rows], part):
+                return True
+    return False
+
+
+def learns_without_advantages(objective: Objective, step: TokenBatch) -> bool:
+    """Observe a gradient where all advantages are 0, without a KL penalty."""
+    objective = replace(objective, kl_penalty=0.0)
+    prepared = objective.prepare(step, seed=SEED)
+    prepared = replace(prepared, advantages=torch.zeros_like(prepared.advantages))
+    loss = loss_of(objective, prepared, step.next_token_logprobs)
+    (gradient,) = torch.autograd.grad(loss, step.next_token_logprobs)
+    return bool(gradient.any())
+
+
+def folds(objective: Objective, step: TokenBatch) -> bool:
+    """Observe the same loss and gradient with all weights multiplied into the advantages."""
+    loss, gradient, _ = loss_and_gradient(objective, step)
+    folded_loss, folded_gradient, _ = loss_and_gradient(objective, step, folded=True)
+    return _are_close(loss, folded_loss) and _are_close(gradient, folded_gradient)
+
+
+OBSERVATIONS: dict[str, Callable[[Objective, TokenBatch], bool]] = {
+    "reads_scores": reads_scores,
+    "shapes_advantages": shapes_advantages,
+    "spans_groups": spans_groups,
+    "learns_without_advantages": learns_without_advantages,
+    "folds": folds,
+}
+"""Declaration -> its behaviour on one step."""
+
+
+def observed(config: VariantConfig) -> dict[str, bool]:
+    """Observe the loss on all `telling_steps`; a property whose observation fails gets its safe value."""
+    objective = config.build()
+    steps = telling_steps()
+    return {name: _observe(name, objective, steps) for name in SAFE_DECLARATIONS}
+
+
+def undeclared(config: VariantConfig) -> dict[str, bool]:
+    """Return the declarations that the loss could make: it has the safe value and behaves by the other."""
+    behaviour = observed(config)
+    return {
+        name: behaviour[name]
+        for name, safe in SAFE_DECLARATIONS.items()
+        if getattr(config, name) == safe != behaviour[name]
+    }
+
+
+def are_true(config: VariantConfig, objective: Objective, batch: TokenBatch) -> str | None:
+    """Check that no declaration is refuted by this step."""
+    ids = torch.arange(len(batch.rewards)) * 7919
+    step = changed(batch, response_ids=ids)  # draws must go by these, not by the bits of the scored logprobs
+    for name, safe in SAFE_DECLARATIONS.items():
+        if getattr(config, name) != safe and OBSERVATIONS[name](objective, step) == safe:
+            return (
+                f"expected {name} = {getattr(config, name)}, as the class declares; found {safe}; remove the "
+                f"declaration, or declare {name} = {safe}"
+            )
+    return None
+
+
+def telling_steps() -> list[TokenBatch]:
+    """Draw steps of groups with and without signal, one of them with an outlier."""
+    groups = [[1.0, 0.0, 0.3], [0.0, 0.0], [0.05, 1.4, 1.4, 1.4], [1.0, 1.0, 0.0], [2.0, 5.0]]
+    rewards = [reward for group in groups for reward in group]
+    ids = [number for number, group in enumerate(groups) for _ in group]
+    lengths = [1 + 3 * row % 8 for row in range(len(rewards))]
+    steps = [random_step(lengths, rewards, ids, seed, spread) for seed in range(2) for spread in SPREADS]
+    return [replace(step, response_ids=torch.arange(len(ids)) * 7919) for step in steps]
+
+
+def _observe(name: str, objective: Objective, steps: list[TokenBatch]) -> bool:
+    safe = SAFE_DECLARATIONS[name]
+    try:
+        behaves_safely = any(OBSERVATIONS[name](objective, step) == safe for step in steps)
+    except Exception:  # of a user's own code; the other checks name it
+        return safe
+    return safe if behaves_safely else not safe
+
+
+def _are_equal(one: Shaped, other: Shaped) -> bool:
+    if one.carried != other.carried or (one.token_weights is None) != (other.token_weights is None):
+        return False
+    if not torch.equal(one.advantages, other.advantages):
+        return False
+    if one.token_weights is None or other.token_weights is None:
+        return True
+    return torch.equal(one.token_weights, other.token_weights)
+
+
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, 1e-9, 1e-12)
