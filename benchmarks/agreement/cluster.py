@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,11 +17,12 @@ from benchmarks.agreement.recording import LAYOUTS, NUM_GENERATIONS, NUM_ROWS, C
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.advantage import VariantEstimator
 from nemo_grpo.nemorl.config import load_run
-from nemo_grpo.nemorl.host_api import ACTOR_PYTHONS
+from nemo_grpo.nemorl.host_api import ACTOR_PYTHONS, STOCK_WORKER
 from nemo_grpo.nemorl.loss import STOCK_NAMES, ObjectiveLoss
-from nemo_grpo.nemorl.policy import STOCK_WORKER, policy_factory
+from nemo_grpo.nemorl.policy import policy_factory
 from nemo_grpo.nemorl.pretrained import load_tokenizer
 from nemo_grpo.nemorl.step_context import StepContext
+from nemo_grpo.nemorl.workarounds.tensor_pickles import keep_tensor_pickles_plain
 from nemo_grpo.run.groups import Step
 
 WORKER = "benchmarks.agreement.worker.ReturningPolicyWorker"
@@ -46,7 +46,7 @@ def main(folder: Path, output: Path) -> None:
 
 def prepare() -> None:
     """Join the rehearsal's Ray; our worker runs where the stock worker does."""
-    compat.keep_tensor_pickles_plain()
+    keep_tensor_pickles_plain()
     compat.import_name("nemo_rl.distributed.virtual_cluster:init_ray")()
     registry = compat.import_name(ACTOR_PYTHONS)
     registry[WORKER] = registry[STOCK_WORKER]
@@ -70,7 +70,6 @@ class Engine:
         config["precision"] = config["megatron_cfg"]["pipeline_dtype"] = case.precision
         config["megatron_cfg"]["optimizer"]["bf16"] = case.precision == "bfloat16"
         config["megatron_cfg"]["train_iters"] = run.recipe.grpo.max_num_steps
-        self.run_now = SimpleNamespace(recipe=run.recipe, master_config=run.master_config)
         ranks = LAYOUTS[case.layout]["ranks"]
         self.cluster = compat.import_name("nemo_rl.distributed.virtual_cluster:RayVirtualCluster")(
             name=f"agree_{next(NUMBERS)}",
@@ -79,8 +78,7 @@ class Engine:
             num_gpus_per_node=ranks,
             max_colocated_worker_groups=1,
         )
-        stock: Any = self.run_now
-        self.policy = policy_factory(stock, self.context)(
+        self.policy = policy_factory(run, self.context)(
             cluster=self.cluster,
             config=config,
             tokenizer=tokenizer,
@@ -103,7 +101,6 @@ class Engine:
     def run(self, case: Case) -> list[StepResult]:
         """Train a case's steps from the start."""
         recipe = case.recipe(self.folder)
-        self.run_now.recipe = recipe
         self.policy.run_all_workers_single_data("back_to_start")
         loss_fn, steps = ObjectiveLoss(recipe.loss_fn), batches(self.folder)
         estimator = VariantEstimator(

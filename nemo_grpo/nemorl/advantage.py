@@ -79,6 +79,7 @@ class VariantEstimator:
     is_scored: bool = True
     has_warned: bool = False
     last_metrics: dict[str, float] = field(default_factory=dict)
+    carried: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.objective = self.config.build()
@@ -120,9 +121,9 @@ class VariantEstimator:
         self._warn_of_split_groups(batch.group_ids)
         logs = (repeated_batch or {}).get("message_log")
         ids = None if logs is None else response_ids(map(_tokens, logs))
-        batch = replace(batch, response_ids=ids, carried=self.context.carried)
+        batch = replace(batch, response_ids=ids, carried=self.carried)
         prepared = self.objective.prepare(batch, seed=step_seed(self.seed, self.step))
-        self.context.carried = prepared.carried
+        self.carried = prepared.carried
         self.step += 1
         if warning := implausible_advantage(prepared):
             log.warning("step %d: %s", self.step, warning)

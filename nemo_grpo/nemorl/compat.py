@@ -132,20 +132,6 @@ def rebound(key: str, make: Make, owner: Any = None) -> Iterator[None]:
         undo()
 
 
-def keep_tensor_pickles_plain() -> None:
-    """Let processes without Megatron read the tensors that this one sends.
-
-    Importing megatron.core replaces the function that pickled tensors refer to by its own, and the driver
-    imports it unasked when it unpickles a Megatron worker's result. vLLM's workers may not have megatron. So
-    import it now, once, and put torch's function back.
-    """
-    import torch
-
-    plain = torch.storage._load_from_bytes
-    if has_name("megatron.core:__version__"):
-        torch.storage._load_from_bytes = plain
-
-
 class Parts(NamedTuple):
     """Values that NeMo-RL's `setup` returns, by position; None where another setup has none."""
 

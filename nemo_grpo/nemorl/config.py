@@ -1,24 +1,26 @@
-"""NeMo-RL's configuration of a recipe: the recipe merged into NeMo-RL's shipped base.
+"""A run on NeMo-RL: the recipe, NeMo-RL's configuration made of it, and the questions that both answer.
 
-A recipe with NeMo-RL's own data is complete: only its loss is replaced, if it names a variant.
+The YAML is read and resolved once, by `load_recipe`. NeMo-RL's configuration is the resolved recipe over
+NeMo-RL's shipped base; only the base's own references are resolved here, because they follow the recipe's
+values. A recipe with NeMo-RL's own data is complete: only its loss is replaced, if it names a variant.
 """
 
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.host_api import CONTROLLER_CONFIG, GRPO, SFT, V0_7_0
+from nemo_grpo.nemorl.workarounds.stale_refit import gather_before_refits
 from nemo_grpo.recipe import Recipe, host, load_recipe, refuse_unsupported
-from nemo_grpo.recipe.cluster_rules import refit_sends_updated_weights
 from nemo_grpo.recipe.interpolation import Tree, resolve
 from nemo_grpo.recipe.loader import merge
 from nemo_grpo.recipe.recipe import escaped
 from nemo_grpo.recipe.registry import Scope
-from nemo_grpo.recipe.sections import OVERLAP, metric_key
-from nemo_grpo.support.dotted import set_value
+from nemo_grpo.recipe.sections import metric_key
+from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -33,19 +35,74 @@ SFT_SECTIONS = ("policy", "data", "logger", "cluster", "checkpointing", "nemo_gr
 SFT_READS = {"use_linear_ce_fusion_loss": False}
 """Keys of policy.megatron_cfg that 0.7.0's supervised training reads and its base for GRPO lacks."""
 ALL_BATCHES = -1
+ASYNC_SAVE = "policy.megatron_cfg.checkpoint.async_save"
+
+Trainer = Literal["sync", "sft", "single_controller"]
+MASTER_CONFIGS: dict[Trainer, str] = {"sync": GRPO, "sft": SFT, "single_controller": CONTROLLER_CONFIG}
+"""Trainer -> NeMo-RL's module with its `MasterConfig`."""
 
 
 @dataclass(frozen=True)
 class ClusterRun:
-    """A validated recipe, and its NeMo-RL `MasterConfig`."""
+    """A validated recipe, and NeMo-RL's `MasterConfig` made of it.
+
+    NeMo-RL's own defaults are in ``master_config`` alone, so the properties below read that one.
+    """
 
     recipe: Recipe
     master_config: Any
 
     @property
+    def trainer(self) -> Trainer:
+        """Module of this package that sets up the trainer."""
+        return trainer_of(self.recipe)
+
+    @property
     def has_images(self) -> bool:
         """True for tasks with images, and for data that NeMo-RL encodes for vision models."""
         return host.has_images(self.recipe)
+
+    @property
+    def is_async(self) -> bool:
+        """True if NeMo-RL's asynchronous trainer makes rollouts while it trains."""
+        return bool(value_of(self.master_config, "grpo.async_grpo.enabled", False))
+
+    @property
+    def saves_async(self) -> bool:
+        """True if Megatron's workers write checkpoints in the background."""
+        return bool(value_of(self.master_config, ASYNC_SAVE, False))
+
+    @property
+    def fuses_linear_logprobs(self) -> bool:
+        """True if NeMo-RL computes logprobs in one kernel with the output layer."""
+        return bool(value_of(self.master_config, "policy.megatron_cfg.use_fused_linear_logprobs", False))
+
+    @property
+    def num_prompts_per_draw(self) -> int:
+        """Prompts in one draw of NeMo-RL's data loader."""
+        prompts = self.recipe.grpo.num_prompts_per_step
+        if not self.recipe.grpo.use_dynamic_sampling:
+            return prompts
+        return int(prompts * value_of(self.master_config, "grpo.batch_multiplier", 1))
+
+    @property
+    def has_further_losses(self) -> bool:
+        """True if NeMo-RL adds losses to the variant's: expert load balance, multi-token prediction, draft.
+
+        These have a gradient even if all advantages are 0. Not detected: a z loss set by a model's
+        Megatron-Bridge provider (EXAONE MoE).
+        """
+        policy = value_of(self.master_config, "policy")
+        balances = value_of(policy, "megatron_cfg.moe_router_load_balancing_type", "none")
+        kinds = [balances] if isinstance(balances, str) else balances
+        if any(kind != "none" for kind in kinds):
+            return True
+        if value_of(policy, "megatron_cfg.model_overrides.moe_z_loss_coeff", 0):
+            return True
+        predicts_further_tokens = value_of(policy, "megatron_cfg.mtp_num_layers", 0)
+        if predicts_further_tokens and value_of(policy, "megatron_cfg.mtp_loss_scaling_factor", 0.1):
+            return True
+        return bool(value_of(policy, "draft.enabled", False))
 
 
 def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
@@ -62,9 +119,16 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> ClusterRun:
         log.info("%s", note)
     tree = host_tree(recipe) if recipe.nemo_grpo.task is None else nemo_rl_tree(recipe, _base_tree(recipe))
     gather_before_refits(recipe, tree)
+    if trainer_of(recipe) == "sft":
+        tree = sft_tree(recipe, tree)
+    return ClusterRun(recipe, _validated(tree, MASTER_CONFIGS[trainer_of(recipe)]))
+
+
+def trainer_of(recipe: Recipe) -> Trainer:
+    """Name the module of this package that sets up the recipe's trainer."""
     if recipe.loss_fn.learns_from_demonstrations:
-        return ClusterRun(recipe, _validated(sft_tree(recipe, tree), SFT))
-    return ClusterRun(recipe, _validated(tree, GRPO if recipe.async_rl is None else CONTROLLER_CONFIG))
+        return "sft"
+    return "single_controller" if recipe.has_single_controller else "sync"
 
 
 def nemo_rl_tree(recipe: Recipe, base: Mapping[str, Any]) -> Tree:
@@ -89,16 +153,6 @@ def nemo_rl_tree(recipe: Recipe, base: Mapping[str, Any]) -> Tree:
     for section, key in (("checkpointing", "checkpoint_dir"), ("logger", "log_dir")):
         tree[section][key] = str(Path(tree[section][key]).absolute())
     return tree
-
-
-def gather_before_refits(recipe: Recipe, tree: Tree) -> None:
-    """Set overlap_param_gather to false where the refit would send the weights from before the step."""
-    is_mended = hasattr(
-        compat.import_name("nemo_rl.models.policy.lm_policy:Policy"), "sync_params_before_refit"
-    )
-    for reason in () if is_mended else refit_sends_updated_weights(recipe):
-        log.warning("%s", reason)
-        set_value(tree, OVERLAP, False)
 
 
 def host_tree(recipe: Recipe) -> Tree:

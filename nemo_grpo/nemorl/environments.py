@@ -19,7 +19,6 @@ import torch
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.callbacks import RolloutRewards, ValidationRewards
 from nemo_grpo.nemorl.host_api import ACTOR_PYTHONS, IMAGES
-from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.extensions import receive_files
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
 from nemo_grpo.tasks.base import Episode, MultiTurnTask, make_ready, tags_of
@@ -104,14 +103,13 @@ def setup_data(
 
 def num_prompts(run: ClusterRun) -> int:
     """Count the prompts that the run can draw at most; one epoch is that long."""
-    grpo, config = run.recipe.grpo, run.master_config
-    per_draw, draws = grpo.num_prompts_per_step, 1
+    grpo = run.recipe.grpo
+    draws = 1
     if grpo.use_dynamic_sampling:
-        per_draw = int(per_draw * value_of(config, "grpo.batch_multiplier", 1))
         _, draws = run.recipe.loss_fn.resampling(grpo.dynamic_sampling_max_gen_batches)
-    if value_of(config, "grpo.async_grpo.enabled", False):
+    if run.is_async:
         draws = ASYNC_SPARE
-    return grpo.max_num_steps * per_draw * max(draws, 1)
+    return grpo.max_num_steps * run.num_prompts_per_draw * max(draws, 1)
 
 
 Encode = Callable[[Problem], dict[str, Any]]

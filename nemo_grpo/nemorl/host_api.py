@@ -41,6 +41,8 @@ CONTROLLER_CONFIG = "nemo_rl.algorithms.single_controller_utils.config"
 _ACTORS = "nemo_rl.distributed.ray_actor_environment_registry"
 ACTOR_PYTHONS, ACTOR_PYTHON = f"{_ACTORS}:ACTOR_ENVIRONMENT_REGISTRY", f"{_ACTORS}:get_actor_python_env"
 """Table of the actors' interpreters, and the function that looks one up."""
+STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+"""NeMo-RL's Megatron worker, as its table of interpreters names it."""
 
 
 class Name(NamedTuple):

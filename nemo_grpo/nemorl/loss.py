@@ -18,7 +18,6 @@ from torch import Tensor
 from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.statistics import zero_outside
 from nemo_grpo.nemorl import compat
-from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.extensions import receive_files, texts_of
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import RatioConfig, VariantConfig
@@ -26,6 +25,8 @@ from nemo_grpo.variants.base import RatioConfig, VariantConfig
 if TYPE_CHECKING:
     from nemo_grpo.nemorl.config import ClusterRun
 
+NORMALIZER = "nemo_rl.algorithms.loss.interfaces:MetricNormalizer"
+"""Counts that NeMo-RL divides a metric by when a step comes in chunks; 0.7.0 has none."""
 LOG_2 = 0.6931471805599453
 STOCK_NAMES = {
     "loss/total": "loss",
@@ -42,7 +43,8 @@ class ObjectiveLoss:
 
     Attributes: config: the variant.  folded: the advantages carry token weights and row factors, as on
         NeMo-RL's data plane.  reference_policy_kl_penalty: NeMo-RL computes the unfiltered logprobs
-        under top-k and top-p only for a loss that has it above 0.
+        under top-k and top-p only for a loss that has it above 0.  metric_normalizations: name of each
+        metric -> NeMo-RL's name for the count that it is divided by; empty for a NeMo-RL without such names.
     """
 
     def __init__(
@@ -54,6 +56,9 @@ class ObjectiveLoss:
         self.reference_policy_kl_penalty = getattr(config, "reference_policy_kl_penalty", 0.0)
         self.objective = config.build().folded() if folded else config.build()
         assert not self.objective.whole_groups_per_loss_call, "recipe.cluster_rules refuses it"
+        # Filled by every call, because the metrics of an own variant are known once it has computed them.
+        # NeMo-RL's worker takes this dictionary before its first call, and reads it after its last one.
+        self.metric_normalizations: dict[str, Any] = {}
 
     def __reduce__(self) -> Any:
         """Pickle the recipe's section and the text of a user's own variant, so that workers need no file."""
@@ -71,31 +76,6 @@ class ObjectiveLoss:
         """Name the count that the loss is divided by: valid tokens or valid sequences."""
         levels = compat.import_name("nemo_rl.algorithms.loss.interfaces:LossType")
         return levels.TOKEN_LEVEL if self.config.aggregation == "token_mean" else levels.SEQUENCE_LEVEL
-
-    @property
-    def metric_normalizations(self) -> dict[str, Any]:
-        """Name the count that each metric is divided by; empty for a NeMo-RL that does not use it."""
-        try:
-            kinds = compat.import_name("nemo_rl.algorithms.loss.interfaces:MetricNormalizer")
-        except AttributeError:
-            return {}
-        data, one = self._one_token(), torch.ones(())
-        logprobs = torch.ones(1, 1)
-        table = dict.fromkeys(self(logprobs, data, one, one)[1], kinds.TOKENS)
-        _, metrics = self.objective.token_terms(self.prepared(logprobs, data))
-        of_rows = [STOCK_NAMES.get(name, name) for name, values in metrics.items() if values.dim() == 1]
-        if self.config.aggregation != "token_mean":
-            of_rows.append("loss")
-        table |= dict.fromkeys(of_rows, kinds.SEQUENCES)
-        return table | dict.fromkeys(("num_valid_samples", *EXTREMES), kinds.NONE)
-
-    @staticmethod
-    def _one_token() -> dict[str, Tensor]:
-        """Make NeMo-RL's batch of one response with one token."""
-        names = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages",
-                 "token_mask", "token_weights")  # fmt: skip
-        data = {name: torch.ones(1, 2) for name in names}
-        return data | {"sample_mask": torch.ones(1), "row_factors": torch.ones(1)}
 
     def __call__(
         self,
@@ -118,7 +98,7 @@ class ObjectiveLoss:
             prepared,
             global_valid_toks=global_valid_toks,
             global_valid_seqs=global_valid_seqs,
-            further=self._stock_metrics,
+            further=self._further_metrics,
         )
         names = [STOCK_NAMES.get(name, name) for name in metrics]
         floats = dict(
@@ -157,6 +137,25 @@ class ObjectiveLoss:
             token_weights=None if weights is None else torch.where(batch.mask, weights, 1.0),
             row_factors=data.get("row_factors"),
         )
+
+    def _further_metrics(self, prepared: PreparedBatch, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute NeMo-RL's additional metrics, and note what each metric is divided by."""
+        further = self._stock_metrics(prepared, metrics)
+        self._note_denominators({**metrics, **further})
+        return further
+
+    def _note_denominators(self, metrics: Mapping[str, Tensor]) -> None:
+        """Fill `metric_normalizations` for metrics of tokens [B, T], of responses [B] or of the call, 0-d."""
+        if not compat.has_name(NORMALIZER):  # 0.7.0
+            return
+        kinds = compat.import_name(NORMALIZER)
+        by_dimensions = {0: kinds.NONE, 1: kinds.SEQUENCES, 2: kinds.TOKENS}
+        table = self.metric_normalizations
+        for name, values in metrics.items():
+            table[STOCK_NAMES.get(name, name)] = by_dimensions[values.dim()]
+        for name in EXTREMES:
+            table[name] = kinds.NONE
+        table["loss"] = kinds.TOKENS if self.config.aggregation == "token_mean" else kinds.SEQUENCES
 
     def _stock_metrics(self, prepared: PreparedBatch, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Compute the additional metrics of NeMo-RL's own loss, by its names.
@@ -217,6 +216,8 @@ def _received(
 
 def loss_of(run: ClusterRun) -> ObjectiveLoss:
     """Make the loss of a run, as NeMo-RL is configured to compute and to carry its inputs."""
-    fused = bool(value_of(run.master_config, "policy.megatron_cfg.use_fused_linear_logprobs", False))
-    folded = run.recipe.uses_data_plane
-    return ObjectiveLoss(run.recipe.loss_fn, use_fused_linear_logprobs=fused, folded=folded)
+    return ObjectiveLoss(
+        run.recipe.loss_fn,
+        use_fused_linear_logprobs=run.fuses_linear_logprobs,
+        folded=run.recipe.uses_data_plane,
+    )

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.nemorl.host_api import NEMO_GYM, OWN_DATA
 from nemo_grpo.recipe import host
@@ -74,11 +73,6 @@ REMEDY = (
     "download it once where there is a network (HF_HOME on a disk that the nodes see), or name a local file: "
     "dataset_name: ResponseDataset, data_path, input_key, output_key"
 )
-
-
-def gym_environments(parts: Parts) -> list[dict[str, Any]]:
-    """Return {task: environment} of training and validation: the one that `setup` started."""
-    return [{"nemo_gym": parts.nemo_gym}] * 2
 
 
 def configure_gym(config: Any, tokenizer: Any) -> None:

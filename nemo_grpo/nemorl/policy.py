@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.nemorl import compat, host_api
+from nemo_grpo.nemorl.host_api import STOCK_WORKER
 from nemo_grpo.nemorl.step_context import ENTROPIES, StepContext
-from nemo_grpo.support.dotted import value_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 NO_UPDATE = "no group carries signal: metrics only, no update"
 
-STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
 WORKER = "nemo_grpo.nemorl.worker.PolicyWorker"
 ENTROPY_WORKER = "nemo_grpo.nemorl.worker.EntropyPolicyWorker"
 NEEDS: dict[str | None, tuple[str, ...]] = {
@@ -36,67 +35,87 @@ NEEDS: dict[str | None, tuple[str, ...]] = {
 }
 """Worker -> parts of NeMo-RL that it needs."""
 
+_Stock: Any = object
+"""NeMo-RL's policy, which `policy_factory` puts behind the classes below: it is there only with NeMo-RL."""
+
+
+class VariantPolicy(_Stock):
+    """NeMo-RL's policy with the variant's tensors; a step without gradient is no update."""
+
+    def __init__(self, *arguments: Any, run: ClusterRun, context: StepContext, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.context = context
+        self.objective = run.recipe.loss_fn.build()
+        self.learns_always = run.recipe.loss_fn.is_stock or run.has_further_losses
+        self.has_moments = named.get("optimizer_path") is not None
+
+    def get_logprobs(self, *arguments: Any, **named: Any) -> Any:
+        """Score as NeMo-RL does, and keep the worker's entropies for the estimator."""
+        scores = super().get_logprobs(*arguments, **named)
+        self.context.entropies = scores.pop(ENTROPIES, None)
+        return scores
+
+    def train(self, data: Any, loss_fn: Any, **further: Any) -> Any:
+        """Train as NeMo-RL does, with the estimator's tensors among the data."""
+        data.update(self.context.take_train_tensors())
+        if "row_factors" in data:
+            data["row_factors"] = data["row_factors"] * self.context.take_row_scale(data["sample_mask"])
+        return super().train(data, loss_fn, **further, **self.mode(self.may_learn(data)))
+
+    def may_learn(self, data: Mapping[str, Tensor]) -> bool:
+        """True if a step with these advantages and masks can move the policy."""
+        return self.learns_always or has_gradient(data, self.objective)
+
+    def mode(self, has_gradient: bool) -> dict[str, bool]:
+        """Return arguments for ``train``: evaluate only, if the step has no gradient."""
+        if self.has_moments and not has_gradient:
+            log.info(NO_UPDATE)
+            return {"eval_mode": True}
+        self.has_moments = True
+        return {}
+
+
+class PlanePolicy(VariantPolicy):
+    """`VariantPolicy` where the batch lies on NeMo-RL's data plane and training gets its address alone.
+
+    Attributes: has_gradient: the step whose advantages were written last can move the policy.
+    """
+
+    has_gradient = True
+
+    def write_to_dataplane(self, meta: Any, fields: Any) -> None:
+        """Write the step's advantages as NeMo-RL does, scaled for a mean over groups."""
+        fields = fields | self.context.take_train_tensors()
+        self.has_gradient = self.may_learn(fields)
+        scale = self.context.take_row_scale(fields["sample_mask"])
+        super().write_to_dataplane(meta, fields | {"advantages": fields["advantages"] * scale})
+
+    def train_from_meta(self, meta: Any, loss_fn: Any, **further: Any) -> Any:
+        """Train as NeMo-RL does; the metrics also have the estimator's."""
+        trained = super().train_from_meta(meta, loss_fn, **further, **self.mode(self.has_gradient))
+        trained["all_mb_metrics"] |= self.context.metrics
+        self.context.metrics = {}
+        return trained
+
 
 def policy_factory(
-    run: ClusterRun, context: StepContext, extend: Callable[[Any], Any] = lambda base: base
+    run: ClusterRun, context: StepContext, kind: type[VariantPolicy] | None = None, **further: Any
 ) -> Callable[..., Any]:
     """Make the policy constructor for NeMo-RL's `setup`.
 
     Args:    context: receives entropies if the variant needs them, and provides the estimator's tensors.
-          extend: `VariantPolicy` -> the class to make.
+          kind: the class to make; None: `VariantPolicy`, or `PlanePolicy` on the data plane.
+          further: further arguments of ``kind``.
     """
     uses_data_plane = run.recipe.uses_data_plane
     stock: Any = compat.import_name(host_api.TQ_POLICY if uses_data_plane else host_api.POLICY)
     worker = worker_class(run.recipe)
-    for part in (*NEEDS[worker], *([host_api.DATA_PLANE] if uses_data_plane else [])):
+    for part in NEEDS[worker]:
         compat.require(part)
-    config = run.recipe.loss_fn
-    learns_always = config.is_stock or has_further_losses(run.master_config)
-    objective = config.build()
-
-    def may_learn(data: Mapping[str, Tensor]) -> bool:
-        return learns_always or has_gradient(data, objective)
-
-    class VariantPolicy(stock):
-        """NeMo-RL's policy with the variant's tensors; the base class exists only with NeMo-RL installed."""
-
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **named)
-            self.has_moments = named.get("optimizer_path") is not None
-            self.learns_always = learns_always
-
-        def get_logprobs(self, *arguments: Any, **named: Any) -> Any:
-            found = super().get_logprobs(*arguments, **named)
-            context.entropies = found.pop(ENTROPIES, None)
-            return found
-
-        def train(self, data: Any, loss_fn: Any, **further: Any) -> Any:
-            data.update(context.take_train_tensors())
-            if "row_factors" in data:
-                data["row_factors"] = data["row_factors"] * context.take_row_scale(data["sample_mask"])
-            return super().train(data, loss_fn, **further, **self.mode(may_learn(data)))
-
-        def mode(self, has_gradient: bool) -> dict[str, bool]:
-            """Return arguments for ``train``: evaluate only, if the step has no gradient."""
-            if self.has_moments and not has_gradient:
-                log.info(NO_UPDATE)
-                return {"eval_mode": True}
-            self.has_moments = True
-            return {}
-
-        def write_to_dataplane(self, meta: Any, fields: Any) -> None:
-            fields = fields | context.take_train_tensors()
-            context.has_gradient = may_learn(fields)
-            scale = context.take_row_scale(fields["sample_mask"])
-            super().write_to_dataplane(meta, fields | {"advantages": fields["advantages"] * scale})
-
-        def train_from_meta(self, meta: Any, loss_fn: Any, **further: Any) -> Any:
-            trained = super().train_from_meta(meta, loss_fn, **further, **self.mode(context.has_gradient))
-            trained["all_mb_metrics"] |= context.metrics
-            context.metrics = {}
-            return trained
-
-    policy = extend(VariantPolicy)
+    if uses_data_plane:
+        compat.require(host_api.DATA_PLANE)
+    ours = kind or (PlanePolicy if uses_data_plane else VariantPolicy)
+    policy = type(ours.__name__, (ours, stock), {})
 
     def make(**arguments: Any) -> Any:
         if uses_data_plane:
@@ -104,7 +123,7 @@ def policy_factory(
         if worker:
             register_worker(worker)
             arguments["worker_extension_cls_fqn"] = worker
-        return policy(**arguments)
+        return policy(run=run, context=context, **further, **arguments)
 
     return make
 
@@ -127,25 +146,6 @@ def has_gradient(data: Mapping[str, Tensor], objective: Objective) -> bool:
     if "token_mask" in data:
         mask = mask & data["token_mask"][:, 1:].bool()
     return bool(objective.rows_with_gradient(data["advantages"], mask).any())
-
-
-def has_further_losses(master_config: Any) -> bool:
-    """True if NeMo-RL adds losses to the variant's: expert load balance, multi-token prediction, draft.
-
-    These have a gradient even if all advantages are 0. Not detected: a z loss set by a model's
-    Megatron-Bridge provider (EXAONE MoE).
-    """
-
-    def of_model(key: str, default: Any) -> Any:
-        return value_of(master_config, f"policy.megatron_cfg.{key}", default)
-
-    balances = of_model("moe_router_load_balancing_type", "none")
-    return (
-        any(kind != "none" for kind in ([balances] if isinstance(balances, str) else balances))
-        or bool(of_model("model_overrides.moe_z_loss_coeff", 0))
-        or bool(of_model("mtp_num_layers", 0) and of_model("mtp_loss_scaling_factor", 0.1))
-        or bool(value_of(master_config, "policy.draft.enabled", False))
-    )
 
 
 def register_worker(worker: str) -> None:

@@ -8,20 +8,23 @@ in it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.checkpoints import SideFiles
 from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.nemorl.host_api import SFT, SUPERVISED
+from nemo_grpo.nemorl.trainer import Training
 from nemo_grpo.run.demonstrations import Demonstrations
 from nemo_grpo.run.groups import Group
 
 if TYPE_CHECKING:
-    from nemo_grpo.nemorl.environments import TaskProblems
+    from nemo_grpo.nemorl.trainer import Started
 
 SETUP_RESULT = (
     *("policy", "cluster", "dataloader", "val_dataloader", "loss_fn", "logger", "checkpointer"),
@@ -30,23 +33,33 @@ SETUP_RESULT = (
 """Values that ``sft.setup`` returns, in order, by the names of GRPO's `Parts`."""
 
 
-def set_up(run: ClusterRun, problems: TaskProblems, tokenizer: Any) -> Parts:
+def set_up(run: ClusterRun, started: Started) -> Training:
     """Encode the demonstrations and set NeMo-RL's training up on them."""
     compat.require(SUPERVISED)
-    recipe, config = run.recipe, run.master_config
-    shown = Demonstrations(recipe, problems.task, tokenizer)
-    shown.check()
-    held_out = [shown.held_out(problem) for problem in problems.held_out]
+    recipe = run.recipe
+    config = run.master_config
+    tokenizer = started.tokenizer
+    assert started.problems is not None, "recipe.host refuses it"
+    demonstrations = Demonstrations(recipe, started.problems.task, tokenizer)
+    demonstrations.check()
+    held_out = [demonstrations.held_out(problem) for problem in started.problems.held_out]
     config.data["shuffle"] = False  # `train_problem` orders the problems, by the recipe's data.shuffle
     number = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step
-    data = DemonstrationDataset(shown.training, number, tokenizer)
+    data = DemonstrationDataset(demonstrations.training, number, tokenizer)
     validation = DemonstrationDataset(held_out.__getitem__, len(held_out), tokenizer) if held_out else None
-    made = compat.import_name(f"{SFT}:setup")(config, tokenizer, data, validation)
-    parts = dict(zip(SETUP_RESULT, made, strict=True))
-    return Parts(**parts, policy_generation=parts["policy"])  # the workers to shut down at the end
+    result = compat.import_name(f"{SFT}:setup")(config, tokenizer, data, validation)
+    named = dict(zip(SETUP_RESULT, result, strict=True))
+    parts = Parts(**named, policy_generation=named["policy"])  # the workers to shut down at the end
+    return Training(
+        parts=parts,
+        train=partial(train, parts, tokenizer),
+        environments=[{}, {}],
+        side_files=SideFiles(tokenizer, started.hf_config),
+        last_step=recipe.grpo.max_num_steps,
+    )
 
 
-def run_trainer(parts: Parts, tokenizer: Any) -> None:
+def train(parts: Parts, tokenizer: Any) -> None:
     """Run NeMo-RL's trainer, which asks `stop_after_step`'s checker after every step."""
     compat.import_name(f"{SFT}:sft_train")(
         parts.policy,

@@ -2,9 +2,6 @@
 
 NeMo-RL runs it in a Ray actor of its own. Here it runs in the driver's process, which has the callbacks on
 logger and checkpoints and handles signals; its code and its workers are the same.
-
-A step's groups reach the estimator in chunks (async_rl.min_groups_for_streaming_train); the optimizer's step
-follows the last one.
 """
 
 from __future__ import annotations
@@ -12,181 +9,55 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.advantage import VariantEstimator
+from nemo_grpo.nemorl.checkpoints import SideFiles, carried_statistics
+from nemo_grpo.nemorl.chunks import ChunkEstimator, StepRecord, StreamingPolicy
 from nemo_grpo.nemorl.compat import Parts
+from nemo_grpo.nemorl.exit_status import last_step
 from nemo_grpo.nemorl.host_api import CONTROLLER, CONTROLLER_ACTOR, CONTROLLER_CONFIG, SINGLE_CONTROLLER
 from nemo_grpo.nemorl.loss import loss_of
-from nemo_grpo.nemorl.policy import has_gradient, policy_factory
+from nemo_grpo.nemorl.policy import policy_factory
 from nemo_grpo.nemorl.stall import dump_after
+from nemo_grpo.nemorl.step_context import StepContext
+from nemo_grpo.nemorl.trainer import Training, rollout_data, trained_environments, validation_sets
+from nemo_grpo.nemorl.workarounds.cut_prompts import cut_prompts_left_out
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from nemo_grpo.nemorl.config import ClusterRun
     from nemo_grpo.nemorl.nemo_rl_batches import Data
-    from nemo_grpo.nemorl.step_context import StepContext
+    from nemo_grpo.nemorl.trainer import Started
 
 log = logging.getLogger(__name__)
 
-RECORDED = {
-    "input_ids": "token_ids",
-    "input_lengths": "input_lengths",
-    "token_mask": "token_loss_mask",
-    "sample_mask": "sample_loss_mask",
-    "total_reward": "rewards",
-    "advantages": "advantages",
-    "generation_logprobs": "generation_logprobs",
-    "prev_logprobs": "prev_logprobs",
-}
-"""Column of the data plane -> its name in ``train_data_stepN.jsonl``, which the other trainers write, too."""
 
-MULTIPLIER = "loss_multiplier"
-
-
-@dataclass(kw_only=True)
-class ChunkEstimator(VariantEstimator):
-    """`VariantEstimator` for a step that comes in chunks of whole groups.
-
-    Attributes: has_gradient: a chunk since the last `end_step` can move the policy.
-    """
-
-    has_gradient: bool = False
-    chunks: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-
-    def compute_advantage(
-        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, *further: Any, **named: Any
-    ) -> Tensor:
-        """Compute a chunk's advantages, see `VariantEstimator.compute_advantage`."""
-        if not self.is_scored:  # as NeMo-RL's other trainers give them
-            named.setdefault("logprobs_policy", torch.zeros_like(mask))
-        step = self.step
-        advantages = super().compute_advantage(prompt_ids, rewards, mask, *further, **named)
-        self.step = step
-        self.chunks.append((len(rewards), self.last_metrics))
-        found = {"advantages": advantages, "sample_mask": mask.bool().any(1)}
-        self.has_gradient |= has_gradient(found, self.objective)
-        return advantages
-
-    def end_step(self) -> dict[str, list[float]]:
-        """End the step; returns its metrics, means over its responses."""
-        rows = [number for number, _ in self.chunks]
-        names = self.chunks[0][1] if self.chunks else ()
-        means = {name: [fmean([chunk[name] for _, chunk in self.chunks], rows)] for name in names}
-        self.chunks, self.has_gradient = [], False
-        self.step += 1
-        return means
-
-
-class StepRecord:
-    """The responses of a step and what they were trained with, for ``train_data_stepN.jsonl``.
-
-    Attributes: write: `log_batched_dict_as_jsonl` of NeMo-RL's logger.  step: number of the recorded step.
-    """
-
-    def __init__(self, num_generations: int, *, scores: bool) -> None:
-        """Args: num_generations: G, adjacent rows of a group.  scores: prev_logprobs are computed."""
-        self.num_generations = num_generations
-        self.columns = [name for name in RECORDED if scores or name != "prev_logprobs"]
-        self.chunks: list[dict[str, Tensor]] = []
-        self.step = 1
-        self.write: Callable[[dict[str, Any], str], None] | None = None
-
-    def add(self, chunk: Mapping[str, Any]) -> None:
-        """Keep a chunk's rows."""
-        self.chunks.append({RECORDED[name]: chunk[name] for name in self.columns})
-
-    def end_step(self) -> dict[str, list[float]]:
-        """Write the rows and end the step; returns the metrics that the other trainers log."""
-        rows = {name: _stacked([chunk[name] for chunk in self.chunks]) for name in self.chunks[0]}
-        if self.write is not None:
-            file = f"train_data_step{self.step}.jsonl"
-            self.write({name: column.tolist() for name, column in rows.items()}, file)
-        self.chunks = []
-        self.step += 1
-        means = rows["rewards"].view(-1, self.num_generations).nanmean(1)
-        mixed = (means > 0) & (means < 1)
-        return {
-            "mean_gen_tokens_per_sample": [float(rows["token_loss_mask"].sum(1).float().mean())],
-            "baseline_reward/pct_mixed": [100 * float(mixed.float().mean())],
-        }
-
-
-def _stacked(parts: list[Tensor]) -> Tensor:
-    if parts[0].ndim == 1:
-        return torch.cat(parts)
-    width = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
-
-
-def streaming(base: Any, estimator: ChunkEstimator | None, record: StepRecord) -> Any:
-    """Make `VariantPolicy` for the single controller, which trains by begin, chunks and finish.
-
-    Args: base: `VariantPolicy`.  estimator: None for NeMo-RL's own loss.
-    """
-
-    class StreamingPolicy(base):
-        """A step without gradient is dropped; as in `VariantPolicy`, never the first one."""
-
-        def train_microbatches_from_meta(self, meta: Any, *arguments: Any, **named: Any) -> Any:
-            record.add(self.read_from_dataplane(meta, select_fields=record.columns))
-            return super().train_microbatches_from_meta(meta, *arguments, **named)
-
-        def finish_train_step(self) -> dict[str, Any]:
-            if estimator is not None and self.mode(self.learns_always or estimator.has_gradient):
-                self.abort_train_step()
-                trained: dict[str, Any] = {"loss": 0.0, "grad_norm": 0.0, "all_mb_metrics": {}}
-            else:
-                trained = super().finish_train_step()
-            if estimator is not None:
-                trained["all_mb_metrics"] |= estimator.end_step()
-            trained["all_mb_metrics"] |= record.end_step()
-            return trained
-
-    return StreamingPolicy
-
-
-def set_up(run: ClusterRun, tokenizer: Any, data: Data, context: StepContext) -> tuple[Parts, Any]:
-    """Let NeMo-RL set up its workers, and add our parts to those that it gives to its controller.
-
-    Args:    data: replaces the data that NeMo-RL would read.
-    Returns: (its parts by the names of NeMo-RL's `setup`, the controller).
-    """
+def set_up(run: ClusterRun, started: Started) -> Training:
+    """Let NeMo-RL set up its workers, and add our parts to those that it gives to its controller."""
     compat.require(SINGLE_CONTROLLER)
-    config, recipe = run.master_config, run.recipe
+    config = run.master_config
+    recipe = run.recipe
     check(config)
     if not value_of(config, "loss_fn.reference_policy_kl_penalty", 0):
         # no reference policy is loaded, and NeMo-RL's other trainers then ask for none
         config.grpo.skip_reference_policy_logprobs_calculation = True
+    data = rollout_data(run, started)
+    context = StepContext()
     estimator = None if recipe.loss_fn.is_stock else ChunkEstimator.of(recipe, context, folds=True)
     record = StepRecord(recipe.grpo.num_generations_per_prompt, scores=recipe.policy_is_scored)
-    extend = partial(streaming, estimator=estimator, record=record)
-    policy = policy_factory(run, context, extend)
-
-    def given(*_theirs: Any, **_named: Any) -> Any:
-        return data[:2] if recipe.env.should_use_nemo_gym else data
-
-    with (
-        compat.rebound("controller policy", lambda _theirs: policy),
-        compat.rebound("controller data", lambda _theirs: given),
-    ):
-        arguments, timing = compat.import_name(f"{CONTROLLER}:setup_single_controller")(config, tokenizer)
+    policy = policy_factory(run, context, StreamingPolicy, estimator=estimator, record=record)
+    arguments, timing = _workers(run, started.tokenizer, data, policy)
+    state = arguments.save_state
     if estimator is not None:
-        estimator.step = arguments.save_state.current_step
+        estimator.step = state.current_step
         arguments = replace(arguments, advantage_estimator=estimator, loss_fn=loss_of(run))
-    actor = compat.import_name(CONTROLLER_ACTOR).__ray_metadata__.modified_class  # for use in this process
-    controller = actor(config, arguments, timing)
+    controller = _controller_class()(config, arguments, timing)
     parts = Parts(
         policy=arguments.trainer_handle,
         policy_generation=arguments.gen_handle,
@@ -196,12 +67,48 @@ def set_up(run: ClusterRun, tokenizer: Any, data: Data, context: StepContext) ->
         loss_fn=arguments.loss_fn,
         logger=controller._logger,
         checkpointer=controller._checkpointer,
-        grpo_save_state=arguments.save_state,
+        grpo_save_state=state,
         master_config=config,
     )
+    last = last_step(run, parts)
+    if estimator is not None:
+        estimator.carried = carried_statistics(recipe.loss_fn, parts.checkpointer)
     record.write = parts.logger.log_batched_dict_as_jsonl
-    record.step = arguments.save_state.current_step + 1
-    return parts, controller
+    record.step = state.current_step + 1
+    return Training(
+        parts=parts,
+        train=partial(train, controller, config),
+        environments=trained_environments(run, data, parts),
+        side_files=SideFiles(started.encoder, started.hf_config, estimator),
+        last_step=last,
+        validation_sets=validation_sets(run, started, data),
+        watches_itself=True,
+    )
+
+
+def _workers(run: ClusterRun, tokenizer: Any, data: Data, policy: Any) -> tuple[Any, Any]:
+    """Let NeMo-RL start its workers, with our policy and data in place of those that it would make.
+
+    Returns: (its arguments for the controller, its timing).
+    """
+
+    def ours(*_theirs: Any, **_named: Any) -> Any:
+        return data[:2] if run.recipe.env.should_use_nemo_gym else data
+
+    set_up_controller = compat.import_name(f"{CONTROLLER}:setup_single_controller")
+    with (
+        compat.rebound("controller policy", lambda _theirs: policy),
+        compat.rebound("controller data", lambda _theirs: ours),
+    ):
+        arguments, timing = set_up_controller(run.master_config, tokenizer)
+    return arguments, timing
+
+
+def _controller_class() -> Any:
+    """Return NeMo-RL's controller as a plain class, for use in this process."""
+    # NeMo-RL decorates the class itself with `ray.remote` (its workers' classes have an undecorated `...Impl`
+    # beside them, this one has not), and Ray keeps the plain class in this attribute alone.
+    return compat.import_name(CONTROLLER_ACTOR).__ray_metadata__.modified_class
 
 
 def check(config: Any) -> None:
@@ -222,37 +129,6 @@ def train(controller: Any, config: Any) -> None:
 
     with cut_prompts_left_out(controller._rollout_manager):
         asyncio.run(watched(config.async_rl.stall_watchdog))
-
-
-@contextmanager
-def cut_prompts_left_out(manager: Any) -> Iterator[None]:
-    """Exclude responses to a cut prompt, and those without a reward, from training within the block.
-
-    NeMo-RL's data mark a prompt cut at its longest length by a loss_multiplier of 0, which its other trainers
-    read; a response has no reward where a function of the recipe abstains.
-
-    Args: manager: NeMo-RL's `RolloutManager`.
-    """
-
-    def keeping(theirs: Callable[..., Any]) -> Callable[..., Any]:
-        async def run_rollout(input_sample: Any) -> Any:
-            record = await theirs(input_sample)
-            record.metadata[MULTIPLIER] = float(input_sample.get(MULTIPLIER, 1.0))
-            return record
-
-        return run_rollout
-
-    def masking(theirs: Callable[..., Any]) -> Callable[..., Any]:
-        def record_to_train_batch(record: Any, *arguments: Any, **named: Any) -> Any:
-            batch = theirs(record, *arguments, **named)
-            batch["sample_mask"] = batch["sample_mask"] * record.metadata.get(MULTIPLIER, 1.0)
-            batch["sample_mask"] *= batch["total_reward"].isfinite()
-            return batch
-
-        return record_to_train_batch
-
-    with compat.rebound("controller rollout", keeping, manager), compat.rebound("controller rows", masking):
-        yield
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 from nemo_rl.distributed.model_utils import allgather_cp_sharded_tensor
 from nemo_rl.models.megatron.pipeline_parallel import broadcast_tensors_from_last_stage
-from nemo_rl.models.megatron.train import LogprobsPostProcessor, apply_temperature_scaling
+from nemo_rl.models.megatron.train import LogprobsPostProcessor
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers import megatron_policy_worker as stock
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from nemo_grpo.core.logprobs import logprobs_and_entropy
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.step_context import ENTROPIES
+from nemo_grpo.nemorl.workarounds.stage_temperature import scale_logits_only
 
 Process = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 
@@ -84,19 +85,8 @@ def unpacked(packed: Tensor, starts: list[int], shape: tuple[int, int]) -> Tenso
     return rows
 
 
-def scale_logits_only(output: Tensor, *arguments: Any, **named: Any) -> Tensor:
-    """Scale by the temperature as NeMo-RL does, on the last pipeline stage only.
-
-    NeMo-RL 0.7.0 and 7ea279abf divide every stage's output in place, and an earlier stage's output is hidden
-    states: at PP 2 and temperature 0.7 the trained model is not the one that vLLM samples from.
-    """
-    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-        return output
-    return apply_temperature_scaling(output, *arguments, **named)
-
-
 class PolicyWorkerImpl(stock.MegatronPolicyWorkerImpl):
-    """NeMo-RL's worker with `scale_logits_only`."""
+    """NeMo-RL's worker with `workarounds.stage_temperature`."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         compat.rebind("temperature", lambda _theirs: scale_logits_only)

@@ -23,12 +23,11 @@ from test_data_plane import CARRIED, DRAWN, ON, PlanePolicy
 from test_training import NO_REWARD
 from toy_training import GENERATIONS, PROMPTS, Generation, Run, rollouts, toy_run
 
-from nemo_grpo.nemorl import compat, run_grpo, single_controller
+from nemo_grpo.nemorl import compat, single_controller
 from nemo_grpo.nemorl.callbacks import calling_back
-from nemo_grpo.nemorl.checkpoints import SideFiles, resume_carried
 from nemo_grpo.nemorl.exit_status import exit_code, last_step, stop_after_step
 from nemo_grpo.nemorl.host_api import CONTROLLER
-from nemo_grpo.nemorl.step_context import StepContext
+from nemo_grpo.nemorl.trainer import Started
 from nemo_grpo.support.errors import UserError
 
 if not compat.has_name(single_controller.CONTROLLER_ACTOR):
@@ -42,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("private_ray")
 APART = "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1, num_nodes: 1}}"
 SETTINGS = (
     *(ON, APART, "policy.generation.vllm_cfg.async_engine=true"),
-    *("data.shuffle=false", "data.num_workers=0"),
+    "data.num_workers=0",
 )
 
 
@@ -110,15 +109,16 @@ def problem(number):
 class Controlled:
     def __init__(self, folder, loss_fn, *overrides):
         self.run = toy_run(folder, loss_fn, *SETTINGS, *overrides)
-        self.context, self.plane = StepContext(), NoOpDataPlaneClient()
+        self.run.master_config.data["shuffle"] = False  # as with a task's data
+        self.plane = NoOpDataPlaneClient()
         self.plane.register_partition("rollout_data", [], 100, ["train"])
         environment = MagicMock()
         data = ([problem(i) for i in range(10 * PROMPTS)], None, {"toy": environment}, {"toy": environment})
-        tokenizer = MagicMock(pad_token_id=0)
-        with self.stand_ins():
-            self.parts, self.controller = single_controller.set_up(self.run, tokenizer, data, self.context)
-        resume_carried(self.run.recipe.loss_fn, self.parts.checkpointer, self.context)
-        self.side_files = SideFiles(tokenizer, MagicMock(), self.context)
+        started = Started(None, MagicMock(), None, MagicMock(pad_token_id=0))
+        with self.stand_ins(), patch("nemo_grpo.nemorl.single_controller.rollout_data", return_value=data):
+            self.training = single_controller.set_up(self.run, started)
+        self.parts = self.training.parts
+        self.controller = self.training.train.args[0]
         self.policy, self.logger = self.parts.policy, self.parts.logger
 
     @contextmanager
@@ -138,7 +138,7 @@ class Controlled:
         ):
             yield
 
-    def policy_factory(self, *arguments):
+    def policy_factory(self, *arguments, **further):
         from nemo_grpo.nemorl.policy import policy_factory
 
         toy = type("Toy", (ChunkPolicy,), {})
@@ -146,16 +146,15 @@ class Controlled:
             patch.object(tq_policy, "TQPolicy", toy),
             patch("nemo_grpo.nemorl.policy.worker_class", return_value=None),
         ):
-            make = policy_factory(*arguments)
+            make = policy_factory(*arguments, **further)
         return lambda **named: make(plane=self.plane, **named)
 
     def train(self):
-        ready = run_grpo.Ready(self.parts, None, None, [{}, {}], None, 0, controller=self.controller)
         with (
             stop_after_step(self.run.recipe.grpo) as stop,
-            calling_back([self.side_files, stop], self.logger, self.parts.checkpointer),
+            calling_back([self.training.side_files, stop], self.logger, self.parts.checkpointer),
         ):
-            run_grpo.run_trainer(ready)
+            self.training.train()
         return stop
 
     def exit_code(self, stop):

@@ -18,11 +18,10 @@ from nemo_rl.models.policy import tq_policy
 from test_training import NO_REWARD, SETTINGS
 from toy_training import Generation, Run, ToyPolicy, rollouts
 
-from nemo_grpo.nemorl import run_grpo
 from nemo_grpo.nemorl.host_api import GRPO_SYNC
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.nemorl.policy import policy_factory
-from nemo_grpo.nemorl.start_checks import check_data_plane
+from nemo_grpo.nemorl.trainer import check_data_plane
 from nemo_grpo.support.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")
@@ -135,7 +134,7 @@ class PlaneRun(Run):
 
     def train(self, rewards=None):
         with on_the_plane(self.plane, rewards):
-            run_grpo.run_trainer(self.ready())
+            self.run_trainer()
 
 
 def started(folder, loss_fn, *overrides):

@@ -168,13 +168,14 @@ def test_worker_returns_entropies_beside_logprobs(worker_alone):
 @pytest.mark.parametrize(("last", "scaled"), [(True, 2.0), (False, 1.0)])
 def test_only_the_last_pipeline_stage_divides_its_output_by_the_temperature(monkeypatch, last, scaled):
     ours = our_worker()
+    from megatron.core import parallel_state
     from nemo_rl.models.megatron import train
 
     no_scores = {"__init__": lambda self: None, "__call__": lambda self, **_: None}
     scores = type("Scores", (ours.LogprobsPostProcessor,), no_scores)
     monkeypatch.setattr(train, "apply_temperature_scaling", ours.scale_logits_only)
     monkeypatch.setattr(train, "model_forward", lambda **_: torch.ones(1, 2, 4))
-    monkeypatch.setattr(ours.parallel_state, "is_pipeline_last_stage", lambda **_: last)
+    monkeypatch.setattr(parallel_state, "is_pipeline_last_stage", lambda **_: last)
     output, _ = train.forward_with_post_processing_fn(
         iter([mock.Mock()]), torch.nn.Identity(), scores(), sampling_params=sampling(0.5)
     )

@@ -8,7 +8,8 @@ import pytest
 import torch
 from toy_training import character_tokenizer, toy_run
 
-from nemo_grpo.nemorl import environments, run_grpo
+from nemo_grpo.nemorl import environments, trainer
+from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks import Prompt, parse_task
@@ -202,7 +203,7 @@ def test_the_environments_are_told_the_tokenizers_marks(tokenizer, monkeypatch):
     monkeypatch.setattr(environments, "start_environment", started.append)
     recipe = load_recipe(Path("recipes/quickstart_search_qa.yaml"), ["grpo.max_rollout_turns=4"])
     config = types.SimpleNamespace(data={"max_input_seq_length": 500}, grpo={"max_rollout_turns": 4})
-    run = types.SimpleNamespace(recipe=recipe, master_config=config, has_images=False)
+    run = ClusterRun(recipe, config)
     for encoder in (tokenizer, types.SimpleNamespace(tokenizer=tokenizer)):
         environments.setup_data(run, environments.read_problems(run), encoder)
     assert [made["reserved"] for made in started] == 4 * [["<eos>", "<pad>"]]
@@ -254,11 +255,11 @@ def test_data_last_for_every_step_at_the_most_draws(variant, overrides, expected
 )
 def test_what_the_tasks_files_lack_is_refused_before_ray_starts(overrides, message, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setattr(run_grpo, "model_config", lambda _run: None)
+    monkeypatch.setattr(trainer, "model_config", lambda _run: None)
     monkeypatch.setattr("nemo_rl.distributed.virtual_cluster.init_ray", None)
     run = toy_run(tmp_path, {"variant": "grpo"}, "grpo.val_period=1", *overrides)
     with pytest.raises(UserError, match=message):
-        run_grpo.set_up(run)
+        trainer.start(run)
 
 
 def test_image_prompts_have_no_prefix():

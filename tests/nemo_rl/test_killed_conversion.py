@@ -7,7 +7,13 @@ import sys
 
 import pytest
 
-from nemo_grpo.nemorl.pretrained import ITERATION, LAST_FILE, STILL_S, conversions, remove_remains
+from nemo_grpo.nemorl.workarounds.killed_conversion import (
+    ITERATION,
+    LAST_FILE,
+    STILL_S,
+    conversions,
+    remove_remains,
+)
 
 ASK = """
 import json, sys
@@ -32,7 +38,7 @@ def nemo_rl_finds(policies):
 
 
 @pytest.mark.parametrize("variable", ["NRL_MEGATRON_CHECKPOINT_DIR", "HF_HOME"])
-def test_remains_are_removed_where_nemo_rl_would_take_them_for_a_conversion(variable, tmp_path, monkeypatch):
+def test_nemo_rl_takes_remains_for_a_conversion(variable, tmp_path, monkeypatch):
     for name in ("NRL_MEGATRON_CHECKPOINT_DIR", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, str(tmp_path / "kept"))

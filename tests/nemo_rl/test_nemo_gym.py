@@ -15,9 +15,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from toy_gym import ANSWER, ASKED, SAID, TOLD, Gym
 from toy_training import GENERATIONS, GRPO, PROMPTS, RECIPE, Generation, Run, character_tokenizer
 
-from nemo_grpo.nemorl import run_grpo
 from nemo_grpo.nemorl.config import load_run
-from nemo_grpo.nemorl.nemo_rl_batches import configure_gym, fix_video_frames, gym_environments, set_up_data
+from nemo_grpo.nemorl.nemo_rl_batches import configure_gym, fix_video_frames, set_up_data
+from nemo_grpo.nemorl.trainer import trained_environments
 from nemo_grpo.support.dotted import value_of
 
 pytestmark = pytest.mark.usefixtures("private_ray", "names_are_restored")
@@ -82,13 +82,12 @@ def test_configuration_is_the_one_of_nemo_rls_own_driver(gym):
 
 def test_a_step_trains_on_what_nemo_gym_returns(gym, tmp_path):
     run, _ = gym
-    ready = run.ready()._replace(environments=gym_environments(run.parts))
-    ready = ready._replace(tokenizer=character_tokenizer())
+    environments = trained_environments(run.run, (), run.parts)
     with (
         patch(f"{GRPO}.refit_policy_generation", return_value={}),
         patch(f"{GRPO}.print_performance_metrics", return_value={}),
     ):
-        run_grpo.run_trainer(ready)
+        run.run_trainer(environments, character_tokenizer())
     step = run.policy.trained[0]
     conversation = torch.tensor(ASKED + SAID + TOLD + ANSWER)
     assert (step["input_ids"][:, : len(conversation)] == conversation).all()

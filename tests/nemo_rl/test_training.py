@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -11,9 +10,10 @@ import torch
 from nemo_rl.models.policy import lm_policy
 from toy_training import GENERATIONS, GRPO, PROMPTS, Loader, Run, rollouts, toy_run
 
-from nemo_grpo.nemorl import compat, run_grpo
+from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.callbacks import ValidationSets, calling_back
-from nemo_grpo.nemorl.checkpoints import SideFiles, resume_carried
+from nemo_grpo.nemorl.checkpoints import SideFiles
+from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.nemorl.exit_status import finished_steps, stop_after_step
 from nemo_grpo.nemorl.policy import policy_factory
 from nemo_grpo.nemorl.step_context import StepContext
@@ -114,7 +114,7 @@ def test_step_without_signal_updates_if_it_is_the_first_or_nemo_rl_adds_a_loss(t
     )
 
     def evaluated(draft=False, **arguments):
-        run = SimpleNamespace(recipe=recipe, master_config={"policy": {"draft": {"enabled": draft}}})
+        run = ClusterRun(recipe, {"policy": {"draft": {"enabled": draft}}})
         policy = policy_factory(run, StepContext())(**arguments)
         data = {"advantages": torch.zeros(2, 3), "sample_mask": torch.ones(2)}
         return [policy.train(dict(data), None) for _ in range(2)]
@@ -192,14 +192,20 @@ def test_moving_statistics_go_on_where_nemo_rls_checkpoint_left_them(tmp_path):
     loss_fn = {"variant": "erpo", "entropy_statistics": "moving"}
     settings = ("checkpointing.save_period=2", "checkpointing.metric_name=null")
     run = Run(tmp_path, loss_fn, *settings)
-    files = SideFiles(MagicMock(), MagicMock(), run.context)
+    files = SideFiles(MagicMock(), MagicMock())
+    install = run.install
+
+    def install_and_note():
+        files.estimator = install()
+        return files.estimator
+
+    run.install = install_and_note
     with calling_back([files], checkpointer=run.checkpointer):
         run.train()
-    assert run.context.carried["mean"] > 0
+    assert run.estimator.carried["mean"] > 0
     again = Run(tmp_path, loss_fn, "grpo.max_num_steps=4", *settings)
-    resume_carried(again.run.recipe.loss_fn, again.checkpointer, again.context)
     assert finished_steps(again.parts) == 2
-    assert again.context.carried == run.context.carried
+    assert again.install().carried == run.estimator.carried
 
 
 def test_a_run_that_reached_its_goal_is_known(tmp_path):
@@ -270,7 +276,7 @@ def asynchronous(tmp_path, loss_fn):
 
 def train_asynchronously(run, infrastructure):
     with infrastructure, stop_after_step(run.run.recipe.grpo) as stop, calling_back([stop], run.logger):
-        run_grpo.run_trainer(run.ready())
+        run.run_trainer()
     return stop
 
 

@@ -15,9 +15,9 @@ from nemo_rl_steps import VOCAB, counts, embedding
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from nemo_grpo.nemorl import compat, run_grpo
+from nemo_grpo.nemorl import compat, sync
 from nemo_grpo.nemorl.config import load_run
-from nemo_grpo.nemorl.exit_status import exit_code, finished_steps, last_step
+from nemo_grpo.nemorl.exit_status import exit_code, last_step
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.nemorl.step_context import StepContext
 
@@ -196,20 +196,21 @@ class Run:
             alias_to_group_alias={},
         )
 
-    def ready(self):
-        tokenizer = MagicMock(pad_token_id=0, decode=lambda ids: f"<{ids[0]}>")
-        run_grpo.install(self.run, self.context, finished_steps(self.parts), tokenizer)
-        last = last_step(self.run, self.parts)
-        uses_data_plane = self.run.recipe.uses_data_plane
-        return run_grpo.Ready(
-            self.parts, tokenizer, None, [{}, {}], None, last, uses_data_plane=uses_data_plane
-        )
+    def install(self):
+        """Our parts in NeMo-RL's trainer; returns the estimator."""
+        tokenizer = MagicMock(decode=lambda ids: f"<{ids[0]}>")
+        last_step(self.run, self.parts)  # refuses too little data
+        return sync.install(self.run, self.context, self.parts, tokenizer)
+
+    def run_trainer(self, environments=({}, {}), tokenizer=None):
+        self.estimator = self.install()
+        sync.train(self.run, self.parts, environments, tokenizer or MagicMock(pad_token_id=0))
 
     def train(self):
         """Returns: the draws of prompts."""
         draws = []
         with made_up_rollouts(draws):
-            run_grpo.run_trainer(self.ready())
+            self.run_trainer()
         if hasattr(self.checkpointer, "shutdown"):
             self.checkpointer.shutdown()
         return draws

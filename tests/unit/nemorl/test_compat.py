@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from nemo_grpo.nemorl import compat, policy
-from nemo_grpo.nemorl.config import load_run
+from nemo_grpo.nemorl.config import ClusterRun, load_run
 from nemo_grpo.nemorl.doctor import Misfit
 from nemo_grpo.nemorl.host_api import (
     ENTROPIES,
@@ -101,7 +101,7 @@ def test_a_policy_with_entropies_asks_for_its_parts(install):
 
     def make(recipe):
         loaded = load_recipe(recipe, ["nemo_grpo.run_name=x"])
-        policy.policy_factory(MagicMock(recipe=loaded, master_config=loaded.to_dict()), MagicMock())
+        policy.policy_factory(ClusterRun(loaded, loaded.to_dict()), MagicMock())
 
     make("cluster-quickstart")
     with pytest.raises(UserError, match="variants with entropies"):

@@ -2,18 +2,23 @@
 
 import json
 import os
+import signal
+import sys
 import weakref
-from contextlib import nullcontext
 from types import SimpleNamespace as Of
 from unittest.mock import Mock
 
 import pytest
 from transformers import Qwen2Config
 
-from nemo_grpo.nemorl import compat, run_grpo
+from nemo_grpo.nemorl import compat, run_grpo, trainer
 from nemo_grpo.nemorl.callbacks import Callback
+from nemo_grpo.nemorl.compat import Parts
+from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.nemorl.exit_status import Ending, exit_code, last_step
 from nemo_grpo.nemorl.pretrained import load_tokenizer, model_config
+from nemo_grpo.nemorl.trainer import Training
+from nemo_grpo.recipe import load_recipe
 from nemo_grpo.run.signals import StopRequest
 from nemo_grpo.support.errors import UserError
 
@@ -75,24 +80,6 @@ def test_data_of_nemo_rl_end_a_run_with_their_last_epoch():
     assert (last := last_step(run, parts)) == 6 + 3 * 10 - 6
     assert exit_code(run, ended(30, 0), last, stop()) == 0
     assert exit_code(run, ended(29, 9), last, stop()) == 1
-
-
-def test_workers_end_before_the_exit_code_is_judged(monkeypatch):
-    closed, how, trainer = [], stop(True), Mock()
-    monkeypatch.setattr(run_grpo, "close", lambda parts, _: closed.append(parts))
-    monkeypatch.setattr(run_grpo, "RunRecord", lambda _recipe: Callback())
-    monkeypatch.setattr(run_grpo, "calling_back", lambda *_: nullcontext())
-    monkeypatch.setattr(run_grpo, "stop_after_step", lambda _: nullcontext(how))
-    parts = ended(40, 40)
-    parts.logger = parts.checkpointer = None
-    ready = run_grpo.Ready(parts, None, None, [], None, last_step=100)
-    monkeypatch.setattr(run_grpo, "run_trainer", trainer)
-    assert run_grpo.train(RUN, ready) == 75
-    assert closed == [parts]
-    trainer.side_effect = RuntimeError("a worker died")
-    with pytest.raises(RuntimeError, match="a worker died"):
-        run_grpo.train(RUN, ready)
-    assert closed == [parts, parts]
 
 
 def of_model(folder, *, trusted=False, stops=None, overrides=()):
@@ -189,51 +176,120 @@ def test_too_few_epochs_are_refused_before_the_first_step(epochs, batches, state
         last_step(RUN, parts)
 
 
-@pytest.fixture
-def main(monkeypatch):
-    """The driver with a recipe that NeMo-RL and our rules have accepted, and steps in place of its own."""
+class Logger:
+    """Stands for NeMo-RL's."""
 
-    def start(**steps):
-        run = Of(recipe=Of(loss_fn=None), master_config={"policy": {}})
-        nothing = {"load_run": lambda *_: run, "alone": lambda _: nullcontext(), "set_up": lambda _: None}
-        for name, step in (nothing | steps).items():
-            monkeypatch.setattr(run_grpo, name, step)
-        monkeypatch.setattr(run_grpo.compat, "check", lambda: None)
+    def log_metrics(self, metrics, step, prefix="", **_):
+        pass
+
+
+class Timeout:
+    """Stands for NeMo-RL's `TimeoutChecker`, whose time is never up."""
+
+    def check_save(self):
+        return False
+
+
+class Trainer:
+    """Stands for NeMo-RL: three steps; after each it logs, and asks if it is to save and return."""
+
+    def __init__(self, in_step_two=lambda: None):
+        self.in_step_two = in_step_two
+        self.has_shut_down = False
+        self.parts = Parts(
+            policy_generation=Of(shutdown=self.shut_down),
+            logger=Logger(),
+            checkpointer=Of(init_tmp_checkpoint=None),
+            grpo_save_state={},
+            master_config={"grpo": {}},
+        )
+
+    def shut_down(self):
+        self.has_shut_down = True
+
+    def train(self):
+        for step in (1, 2, 3):
+            if step == 2:
+                self.in_step_two()
+            self.parts.logger.log_metrics({"total_step_time": 1.0}, step, "timing/train")
+            if Timeout().check_save():
+                return
+
+
+@pytest.fixture
+def main(monkeypatch, tmp_path):
+    """The driver, with a stand-in for what it imports of NeMo-RL and for what sets the trainer up."""
+    for name in ("nemo_rl", "nemo_rl.utils", "nemo_rl.utils.timer"):
+        monkeypatch.setitem(sys.modules, name, Of(TimeoutChecker=Timeout))
+    monkeypatch.setattr(compat, "check", lambda: None)
+    short = ["grpo.max_num_steps=3", "checkpointing.metric_name=null", f"nemo_grpo.runs_dir={tmp_path}"]
+    recipe = load_recipe("cluster-quickstart", short)
+    monkeypatch.setattr(run_grpo, "load_run", lambda *_: ClusterRun(recipe, Of(logger={"log_dir": tmp_path})))
+
+    def start(set_up):
+        monkeypatch.setattr(run_grpo, "start", lambda _run: None)
+        monkeypatch.setitem(run_grpo.TRAINERS, "sync", lambda *_: set_up())
         return run_grpo.main(["--config", "x.yaml"])
 
     return start
 
 
-def test_a_refusal_before_training_is_one_line_and_exit_code_2(main, capsys, caplog):
+def ready(nemo_rl):
+    return Training(
+        parts=nemo_rl.parts, train=nemo_rl.train, environments=[{}, {}], side_files=Callback(), last_step=3
+    )
+
+
+def be_told_to_stop():
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def lose_a_worker():
+    raise RuntimeError("a worker died")
+
+
+def lose_the_retriever():
+    raise UserError("the retriever does not answer")  # it may be back when the job tries again
+
+
+@pytest.mark.parametrize(
+    ("in_step_two", "code"),
+    [(lambda: None, 0), (be_told_to_stop, 75), (lose_a_worker, 1), (lose_the_retriever, 1)],
+)
+def test_the_exit_code_says_how_training_ended_and_the_workers_end_with_it(main, in_step_two, code):
+    nemo_rl = Trainer(in_step_two)
+    assert main(lambda: ready(nemo_rl)) == code
+    assert nemo_rl.has_shut_down
+
+
+def test_a_refusal_before_training_is_one_line_and_exit_code_2(main, capsys):
     refuse = Mock(side_effect=UserError("data/x.jsonl: No such file or directory; prepare it"))
-    assert main(set_up=refuse) == 2
+    assert main(refuse) == 2
     assert capsys.readouterr().err == "error: data/x.jsonl: No such file or directory; prepare it\n"
-    assert main(train=refuse) == 1  # a retriever may be back when the job tries again
-    assert "data/x.jsonl: No such file or directory" in caplog.text
 
 
 @pytest.mark.parametrize("failing", ["set_up", "train"])
 def test_what_a_failure_held_is_freed_before_the_driver_ends(main, monkeypatch, failing):
     """NeMo-RL's policy calls Ray when it is freed, which at the interpreter's end waits for ever."""
 
-    held = []
+    references = []
 
-    def fail(*_):
+    def fail():
         workers = set()
-        held.append(weakref.ref(workers))
+        references.append(weakref.ref(workers))
         raise RuntimeError(workers)
 
     monkeypatch.setattr(run_grpo.log, "exception", lambda _text: None)  # pytest keeps what is logged
-    assert main(**{failing: fail}) == 1
-    assert held[0]() is None
+    assert main(fail if failing == "set_up" else lambda: ready(Trainer(fail))) == 1
+    assert references[0]() is None
 
 
 def test_workers_get_the_repository_and_never_the_drivers_packages(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:/else")
-    monkeypatch.setattr(run_grpo, "__file__", f"{tmp_path}/nemo_grpo/nemorl/run_grpo.py")
-    run_grpo.share_sources()
+    monkeypatch.setattr(trainer, "__file__", f"{tmp_path}/nemo_grpo/nemorl/trainer.py")
+    trainer.share_sources()
     assert os.environ["PYTHONPATH"] == f"{tmp_path}:/else"
-    installed = "/venv/lib/python3.12/site-packages/nemo_grpo/nemorl/run_grpo.py"
-    monkeypatch.setattr(run_grpo, "__file__", installed)
+    installed = "/venv/lib/python3.12/site-packages/nemo_grpo/nemorl/trainer.py"
+    monkeypatch.setattr(trainer, "__file__", installed)
     with pytest.raises(UserError, match="PYTHONPATH"):
-        run_grpo.share_sources()
+        trainer.share_sources()

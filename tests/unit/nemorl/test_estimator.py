@@ -11,7 +11,7 @@ from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.core.random import response_ids
 from nemo_grpo.nemorl.advantage import VariantEstimator, group_ids, predicted_tokens
 from nemo_grpo.nemorl.callbacks import calling_back
-from nemo_grpo.nemorl.checkpoints import CARRIED, SideFiles, resume_carried
+from nemo_grpo.nemorl.checkpoints import CARRIED, SideFiles, carried_statistics
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.report.tokens import token_diagnostics
@@ -168,11 +168,11 @@ def test_a_mean_over_groups_is_one_whether_or_not_a_response_is_empty():
 def test_what_a_variant_carries_goes_from_step_to_step_and_through_a_checkpoint(tmp_path):
     loss_fn = {"variant": "erpo", "entropy_statistics": "moving", "entropy_momentum": 0.5}
 
-    def step(context, entropy):
-        context.entropies = torch.full((4, 4), entropy)
-        advantages(estimator(context, **loss_fn), *range(4), logprobs_reference=torch.zeros(4, 4))
+    def step(e, entropy):
+        e.context.entropies = torch.full((4, 4), entropy)
+        advantages(e, *range(4), logprobs_reference=torch.zeros(4, 4))
 
-    whole = StepContext()
+    whole = estimator(**loss_fn)
     step(whole, 1.0)
     manager = SimpleNamespace(init_tmp_checkpoint=lambda: str(tmp_path))
     side = Mock(name_or_path=str(tmp_path))
@@ -181,18 +181,18 @@ def test_what_a_variant_carries_goes_from_step_to_step_and_through_a_checkpoint(
     step(whole, 3.0)
     assert whole.carried == {"mean": 2.0, "variance": 1.0}
 
-    config, resumed = parse_loss_fn(loss_fn), StepContext()
-    resume_carried(config, SimpleNamespace(get_latest_checkpoint_path=lambda: None), resumed)
-    assert resumed.carried == {}  # the run begins
+    config, resumed = parse_loss_fn(loss_fn), estimator(**loss_fn)
+    begins = SimpleNamespace(get_latest_checkpoint_path=lambda: None)
+    assert carried_statistics(config, begins) == {}
     manager.get_latest_checkpoint_path = lambda: str(tmp_path)
-    resume_carried(config, manager, resumed)
+    resumed.carried = carried_statistics(config, manager)
     step(resumed, 3.0)
     assert resumed.carried == whole.carried
 
     (tmp_path / CARRIED).unlink()
     with pytest.raises(UserError, match=r"erpo carries statistics .*nemo_grpo.json has none .*; resume"):
-        resume_carried(config, manager, resumed)
-    resume_carried(parse_loss_fn({"variant": "erpo"}), manager, resumed)  # needs none
+        carried_statistics(config, manager)
+    assert carried_statistics(parse_loss_fn({"variant": "erpo"}), manager) == {}  # needs none
 
 
 def conversation(prompt, *turns):

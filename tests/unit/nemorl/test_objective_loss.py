@@ -182,7 +182,9 @@ class CountsResponses(RatioConfig):
 
 def test_an_own_metric_of_a_response_is_divided_by_responses(monkeypatch):
     monkeypatch.setattr("nemo_grpo.nemorl.compat.import_name", lambda _: NAMES)
-    told = ObjectiveLoss(CountsResponses(variant="own")).metric_normalizations
+    loss_fn, rows = ObjectiveLoss(CountsResponses(variant="own")), data()
+    told = loss_fn.metric_normalizations  # as NeMo-RL's worker takes it, before the first call
+    loss_fn(current(), rows, **counts(rows))
     assert (told["responses"], told["probs_ratio"]) == ("SEQUENCES", "TOKENS")
 
 

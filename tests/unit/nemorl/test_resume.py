@@ -8,8 +8,8 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from checkpoints_conv.formats.torch_dist import TorchDistReader
-from nemo_grpo.nemorl import checkpoints
-from nemo_grpo.nemorl.checkpoints import optimizer_of
+from nemo_grpo.nemorl.workarounds import lost_optimizer
+from nemo_grpo.nemorl.workarounds.lost_optimizer import optimizer_of
 from nemo_grpo.support.errors import UserError
 
 WEIGHT = "decoder.final_layernorm.weight"
@@ -58,10 +58,10 @@ def test_a_run_resumes_with_its_optimizer_or_says_that_there_is_none(tmp_path, c
 def test_other_backends_keep_nemo_rls_answer_and_its_warning(tmp_path, monkeypatch):
     """Their optimizer is a file of its own, and their weights are no torch_dist checkpoint."""
     installed = {}
-    monkeypatch.setattr(checkpoints, "rebind", lambda name, wrap: installed.update({name: wrap}))
+    monkeypatch.setattr(lost_optimizer, "rebind", lambda name, wrap: installed.update({name: wrap}))
     megatron_cfg = SimpleNamespace(enabled=False)
     checkpointing = SimpleNamespace(save_optimizer=False)
-    checkpoints.resume_with_optimizer(
+    lost_optimizer.resume_with_optimizer(
         SimpleNamespace(policy=SimpleNamespace(megatron_cfg=megatron_cfg), checkpointing=checkpointing)
     )
 

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace as Of
 
 import pytest
 import torch
 
-from nemo_grpo.nemorl.single_controller import ChunkEstimator, StepRecord, streaming
+from nemo_grpo.nemorl.chunks import ChunkEstimator, StepRecord, StreamingPolicy
+from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.nemorl.stall import STALL_S
 from nemo_grpo.nemorl.step_context import StepContext
 from nemo_grpo.variants import VARIANTS, parse_loss_fn
@@ -83,14 +85,10 @@ def test_draws_follow_the_step_and_not_its_chunks():
 
 
 class Worker:
-    learns_always = False
+    """Stands for NeMo-RL's policy on the data plane."""
 
-    def __init__(self):
+    def __init__(self, optimizer_path):
         self.calls = []
-        self.has_moments = True
-
-    def mode(self, has_gradient):
-        return {} if has_gradient or not self.has_moments else {"eval_mode": True}
 
     def read_from_dataplane(self, meta, select_fields):
         return {name: column for name, column in columns(*meta).items() if name in select_fields}
@@ -106,6 +104,12 @@ class Worker:
         self.calls.append("abort")
 
 
+def policy_of(e, record):
+    run = ClusterRun(Of(loss_fn=parse_loss_fn({"variant": "grpo"})), {"policy": {}})
+    made = type("Policy", (StreamingPolicy, Worker), {})
+    return made(optimizer_path="step_1", run=run, context=StepContext(), estimator=e, record=record)
+
+
 def columns(rows, length):
     by_token = {
         name: torch.ones(rows, length)
@@ -118,7 +122,7 @@ def columns(rows, length):
 
 def test_a_step_without_gradient_is_dropped_with_its_metrics_kept():
     e = estimator({"variant": "grpo", "reference_policy_kl_penalty": 0.0})
-    policy = streaming(Worker, e, StepRecord(SIZE, scores=True))()
+    policy = policy_of(e, StepRecord(SIZE, scores=True))
     alike, differ = torch.ones(ROWS), step()["rewards"]
     for rewards, done in ((alike, "abort"), (differ, "finish"), (alike, "abort")):
         in_chunks(e, step() | {"rewards": rewards}, 2, 2)
@@ -142,7 +146,7 @@ def test_responses_of_all_chunks_are_recorded_for_every_loss():
     written = []
     record = StepRecord(SIZE, scores=False)
     record.write, record.step = lambda rows, file: written.append((rows, file)), 5
-    policy = streaming(Worker, None, record)()
+    policy = policy_of(None, record)
     for chunk in ((3, 8), (6, 5)):
         policy.train_microbatches_from_meta(chunk)
     record.add(columns(SIZE, 8) | {"total_reward": torch.zeros(SIZE)})

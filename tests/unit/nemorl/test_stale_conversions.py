@@ -5,8 +5,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from nemo_grpo.nemorl import pretrained
-from nemo_grpo.nemorl.pretrained import ITERATION, LAST_FILE, POLL_S, STILL_S, remove_remains
+from nemo_grpo.nemorl.workarounds import killed_conversion
+from nemo_grpo.nemorl.workarounds.killed_conversion import (
+    ITERATION,
+    LAST_FILE,
+    POLL_S,
+    STILL_S,
+    remove_remains,
+)
 from nemo_grpo.support.errors import UserError
 
 NOW = 1_000_000.0
@@ -14,7 +20,7 @@ NOW = 1_000_000.0
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    monkeypatch.setattr(pretrained.compat, "import_name", lambda _: lambda: str(tmp_path / "nemo_rl"))
+    monkeypatch.setattr(killed_conversion.compat, "import_name", lambda _: lambda: str(tmp_path / "nemo_rl"))
     return tmp_path / "nemo_rl"
 
 

@@ -8,16 +8,17 @@ import time
 import pytest
 from processes import free_port
 
-from nemo_grpo.nemorl import compat, start_checks
-from nemo_grpo.nemorl.host_api import HEAD, V0_7_0
-from nemo_grpo.nemorl.policy import STOCK_WORKER
+from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.config import ClusterRun
+from nemo_grpo.nemorl.host_api import HEAD, STOCK_WORKER, V0_7_0
+from nemo_grpo.nemorl.workarounds import async_save, ray_address
 from nemo_grpo.support.errors import UserError
 
 UV = "uv run --locked --extra mcore --directory /src"
 
 
-def config(async_save):
-    return {"policy": {"megatron_cfg": {"checkpoint": {"async_save": async_save}}}}
+def run(is_async):
+    return ClusterRun(None, {"policy": {"megatron_cfg": {"checkpoint": {"async_save": is_async}}}})
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def nemo_rl(monkeypatch, tmp_path):
     monkeypatch.setattr(compat, "version", lambda: HEAD)
     for name in ("NEMO_RL_VENV_DIR", "NRL_FORCE_REBUILD_VENVS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(start_checks, "PACKAGE", "absent_package")
+    monkeypatch.setattr(async_save, "PACKAGE", "absent_package")
 
     def use(command):
         names["get_actor_python_env"] = lambda _worker: command
@@ -41,35 +42,35 @@ def nemo_rl(monkeypatch, tmp_path):
 
 def test_missing_package_is_refused_with_the_remedy(nemo_rl, monkeypatch):
     with pytest.raises(UserError, match=r"async_save=true .*python.* no absent_package.* set it to false"):
-        start_checks.check_async_save(config(True))
-    start_checks.check_async_save(config(False))
-    start_checks.check_async_save({"policy": {"megatron_cfg": {}}})
+        async_save.check_async_save(run(True))
+    async_save.check_async_save(run(False))
+    async_save.check_async_save(ClusterRun(None, {"policy": {"megatron_cfg": {}}}))
     with monkeypatch.context() as patch:
         patch.setattr(compat, "version", lambda: V0_7_0)  # which never saves asynchronously
-        start_checks.check_async_save(config(True))
-    monkeypatch.setattr(start_checks, "PACKAGE", "torch")
-    start_checks.check_async_save(config(True))
+        async_save.check_async_save(run(True))
+    monkeypatch.setattr(async_save, "PACKAGE", "torch")
+    async_save.check_async_save(run(True))
 
 
 def test_existing_uv_environment_is_checked(nemo_rl, monkeypatch, tmp_path):
     for command in ("/absent/python", "false", UV):  # two without an answer; NeMo-RL will make the third
         nemo_rl(command)
-        start_checks.check_async_save(config(True))
+        async_save.check_async_save(run(True))
     python = tmp_path / "own" / STOCK_WORKER / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
     monkeypatch.setenv("NEMO_RL_VENV_DIR", str(tmp_path / "own"))
     with pytest.raises(UserError, match="has no absent_package"):
-        start_checks.check_async_save(config(True))
+        async_save.check_async_save(run(True))
     monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", "true")
-    start_checks.check_async_save(config(True))
+    async_save.check_async_save(run(True))
 
 
 @pytest.mark.parametrize("prefix", ["", "ray://"])
 def test_cluster_that_starts_late_is_waited_for(monkeypatch, prefix):
     for address in ("", "auto", "local"):  # left to Ray
         monkeypatch.setenv("RAY_ADDRESS", address)
-        start_checks.check_ray_address()
+        ray_address.check_ray_address()
     port = free_port()
     monkeypatch.setenv("RAY_ADDRESS", f"{prefix}127.0.0.1:{port}")
     with socket.socket() as head:
@@ -77,15 +78,15 @@ def test_cluster_that_starts_late_is_waited_for(monkeypatch, prefix):
         head.bind(("127.0.0.1", port))
         late = threading.Timer(0.3, head.listen)
         late.start()
-        start_checks.check_ray_address()
+        ray_address.check_ray_address()
         late.join()
 
 
 def test_cluster_that_is_gone_is_noticed_in_time(monkeypatch):
-    assert start_checks.PATIENCE <= 30
-    monkeypatch.setattr(start_checks, "PATIENCE", 0.2)
+    assert ray_address.PATIENCE <= 30
+    monkeypatch.setattr(ray_address, "PATIENCE", 0.2)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
     start = time.monotonic()
     with pytest.raises(ConnectionError, match=r"RAY_ADDRESS=127\.0\.0\.1:.*refused.*start its head"):
-        start_checks.check_ray_address()
+        ray_address.check_ray_address()
     assert time.monotonic() - start >= 0.2

@@ -17,7 +17,7 @@ torch.storage._load_from_bytes = safe_load_from_bytes
 
 PROCESSES = """
 import os, pickle, sys, torch
-from nemo_grpo.nemorl import compat
+from nemo_grpo.nemorl.workarounds.tensor_pickles import keep_tensor_pickles_plain
 
 def worker(sent):
     import megatron.core
@@ -26,7 +26,7 @@ def worker(sent):
 
 def driver(sent, answered, keeps):
     if keeps:
-        compat.keep_tensor_pickles_plain()
+        keep_tensor_pickles_plain()
     with open(sent, "rb") as file:
         received = pickle.load(file)
     assert "megatron.core" in sys.modules

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_grpo.nemorl.policy import ENTROPY_WORKER, WORKER, has_further_losses, has_gradient, worker_class
+from nemo_grpo.nemorl.config import ClusterRun
+from nemo_grpo.nemorl.policy import ENTROPY_WORKER, WORKER, has_gradient, worker_class
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.variants import parse_loss_fn
 from nemo_grpo.variants.base import RatioConfig
@@ -66,4 +67,5 @@ def test_a_loss_that_learns_without_advantages_trains_in_a_step_without_signal()
     ],
 )
 def test_losses_that_nemo_rl_adds_have_a_gradient_without_signal(megatron, draft, expected):
-    assert has_further_losses({"policy": {"megatron_cfg": megatron, "draft": draft}}) == expected
+    run = ClusterRun(None, {"policy": {"megatron_cfg": megatron, "draft": draft}})
+    assert run.has_further_losses == expected

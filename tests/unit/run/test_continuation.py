@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +10,7 @@ from typer.testing import CliRunner
 from nemo_grpo.cli import app
 from nemo_grpo.nemorl import run_grpo
 from nemo_grpo.nemorl.callbacks import RunRecord
+from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.run.continuation import check_continuation
 from nemo_grpo.support.errors import UserError
@@ -140,7 +140,7 @@ def test_every_command_before_a_job_refuses_it(command):
 def test_the_driver_refuses_it_and_leaves_the_record_as_it_was(monkeypatch, capsys):
     record = begin().run_dir / "recipe.resolved.yaml"
     text = record.read_text()
-    other = SimpleNamespace(recipe=recipe("policy.model_name=Qwen/Qwen2.5-7B"), master_config=None)
+    other = ClusterRun(recipe("policy.model_name=Qwen/Qwen2.5-7B"), None)
     monkeypatch.setattr(run_grpo.compat, "check", lambda: None)
     monkeypatch.setattr(run_grpo, "load_run", lambda *_: other)
     assert run_grpo.main(["--config", "x.yaml"]) == 2

@@ -1,0 +1,47 @@
+"""Responses to cut prompts that NeMo-RL's single controller trains on.
+
+NeMo-RL's data mark a prompt cut at its longest length by a loss_multiplier of 0, which its other trainers
+read; the single controller drops it. Nor does it leave out a response without a reward, as where a function
+of the recipe abstains: its advantage would be NaN.
+
+Upstream: none known.
+Versions: NeMo-RL 7ea279abf; 0.7.0 has no single controller.
+Needed while: tests/nemo_rl/test_workarounds.py::test_the_controller_trains_on_cut_prompts
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nemo_grpo.nemorl import compat
+
+MULTIPLIER = "loss_multiplier"
+"""NeMo-RL's key of a prompt's weight, 0 or 1."""
+
+
+@contextmanager
+def cut_prompts_left_out(manager: Any) -> Iterator[None]:
+    """Exclude responses to a cut prompt, and those without a reward, from training within the block.
+
+    Args: manager: NeMo-RL's `RolloutManager`.
+    """
+
+    def keeping(theirs: Callable[..., Any]) -> Callable[..., Any]:
+        async def run_rollout(input_sample: Any) -> Any:
+            record = await theirs(input_sample)
+            record.metadata[MULTIPLIER] = float(input_sample.get(MULTIPLIER, 1.0))
+            return record
+
+        return run_rollout
+
+    def masking(theirs: Callable[..., Any]) -> Callable[..., Any]:
+        def record_to_train_batch(record: Any, *arguments: Any, **named: Any) -> Any:
+            batch = theirs(record, *arguments, **named)
+            batch["sample_mask"] = batch["sample_mask"] * record.metadata.get(MULTIPLIER, 1.0)
+            batch["sample_mask"] *= batch["total_reward"].isfinite()
+            return batch
+
+        return record_to_train_batch
+
+    with compat.rebound("controller rollout", keeping, manager), compat.rebound("controller rows", masking):
+        yield

@@ -1,0 +1,102 @@
+"""A conversion to Megatron that was killed and that NeMo-RL takes for a finished one.
+
+NeMo-RL converts a model to Megatron once, into a folder that its jobs share, and takes ``iter_0000000`` for a
+finished conversion. A killed one lacks ``run_config.yaml``, which is written last: every later start would
+skip the conversion and fail with "Pretrained run config not found".
+
+Upstream: none known; NeMo-RL issue 1770 has the same message, from a folder that the nodes do not share.
+Versions: NeMo-RL 0.7.0 and 7ea279abf.
+Needed while: tests/nemo_rl/test_killed_conversion.py::test_nemo_rl_takes_remains_for_a_conversion
+"""
+
+import glob
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nemo_grpo.nemorl import compat
+from nemo_grpo.support.dotted import value_of
+from nemo_grpo.support.errors import UserError
+
+log = logging.getLogger(__name__)
+
+ITERATION = "iter_0000000"
+"""Folder of a conversion, whose existence NeMo-RL asks for."""
+LAST_FILE = "run_config.yaml"
+"""File in it that is written last."""
+STILL_S = 600.0
+"""Seconds without a write after which an incomplete folder's job is taken for dead."""
+POLL_S = 30.0
+"""Seconds between two looks at a folder that another job may be writing."""
+
+
+def conversions(policy: Any) -> list[Path]:
+    """List folders of this model's conversions, with any ``hf_config_overrides``, as NeMo-RL computes them.
+
+    Args:    policy: section of NeMo-RL's configuration.
+    Returns: existing folders; none if NeMo-RL converts nothing.
+    """
+    if value_of(policy, "pretrained_checkpoint") or value_of(policy, "megatron_cfg.force_reconvert_from_hf"):
+        return []
+    name = policy["model_name"]
+    if os.path.exists(name):
+        name = f"model_{name.replace('/', '_')}"
+    root = os.path.join(compat.import_name("nemo_rl.models.policy.utils:get_megatron_checkpoint_dir")(), name)
+    overridden = glob.glob(f"{glob.escape(root)}__hfovr_*")
+    return [Path(folder) / ITERATION for folder in (root, *sorted(overridden))]
+
+
+def remove_remains(
+    policy: Any, clock: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Remove incomplete conversions, so that NeMo-RL converts again.
+
+    Another job may be converting right now, so a folder is removed only after `STILL_S` without a write; if
+    it becomes complete before, it stays. Not covered: folders on other nodes, if NRL_MEGATRON_CHECKPOINT_DIR
+    is not shared.
+    """
+    for folder in conversions(policy):
+        while folder.is_dir() and not (folder / LAST_FILE).exists():
+            still = clock() - last_written(folder)
+            if still >= STILL_S:
+                _remove(folder)
+                break
+            log.warning(
+                "%s is incomplete; last write %.0f s ago: waiting for the job that converts it; removed "
+                "after %.0f s without a write",
+                folder,
+                still,
+                STILL_S,
+            )
+            sleep(min(POLL_S, STILL_S - still))
+
+
+def last_written(folder: Path) -> float:
+    """Find the time of the newest change within a folder, in seconds since the epoch."""
+    times = []
+    for path in (folder, *folder.rglob("*")):
+        try:
+            times.append(path.stat().st_mtime)
+        except FileNotFoundError:  # a temporary file was renamed
+            continue
+    return max(times, default=0.0)
+
+
+def _remove(folder: Path) -> None:
+    log.warning("removing %s: a killed conversion left it without %s", folder, LAST_FILE)
+    # Moved before it is deleted, so that no other job sees a folder of which only a part is there.
+    away = folder.with_name(f".{ITERATION}-incomplete-{os.getpid()}")
+    try:
+        folder.rename(away)
+    except FileNotFoundError:  # another job was first
+        return
+    except OSError as error:
+        raise UserError(
+            f"{folder} is left from a killed conversion, NeMo-RL would fail on it, and it cannot be moved "
+            f"({error.strerror}); remove it, or set NRL_MEGATRON_CHECKPOINT_DIR to a folder of your own"
+        ) from None
+    shutil.rmtree(away, ignore_errors=True)

@@ -1,0 +1,71 @@
+"""A resumed run that loses its optimizer.
+
+NeMo-RL 0.7.0 looks for the optimizer's state in ``common.pt``, which megatron-core 0.19 and newer no longer
+write. It would warn once and load the weights alone, losing Adam's moments, the FP32 weights and the
+schedule's position. NeMo-RL 7ea279abf asks megatron-core instead.
+
+Upstream: Megatron-LM pull request 5160.
+Versions: NeMo-RL 0.7.0.
+Needed while: tests/nemo_rl/test_workarounds.py::test_nemo_rl_finds_no_optimizer_in_a_newer_checkpoint
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from checkpoints_conv.formats.torch_dist import TorchDistReader
+from nemo_grpo.nemorl.compat import rebind
+from nemo_grpo.recipe import Recipe
+from nemo_grpo.support.errors import UserError
+
+log = logging.getLogger(__name__)
+
+Paths = tuple[Path | None, Path | None]
+
+
+def resume_with_optimizer(recipe: Recipe) -> None:
+    """Let NeMo-RL's checkpoint manager find every optimizer that a Megatron checkpoint holds.
+
+    A run that saves its optimizer but would resume without one is refused by a UserError from NeMo-RL's
+    `setup`: it would silently become a different run. This holds for every version.
+    """
+
+    def find(theirs: Callable[..., Paths]) -> Any:
+        def get_resume_paths(*arguments: Any, **named: Any) -> Paths:
+            if not recipe.policy.megatron_cfg.enabled:  # a file of its own, which NeMo-RL finds
+                return theirs(*arguments, **named)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # "Optimizer will be freshly initialized"
+                weights, optimizer = theirs(*arguments, **named)
+            is_required = recipe.checkpointing.save_optimizer
+            return weights, optimizer or optimizer_of(weights, is_required=is_required)
+
+        return staticmethod(get_resume_paths)
+
+    rebind("resume", find)
+
+
+def optimizer_of(weights: Path | None, *, is_required: bool) -> Path | None:
+    """Find the path that tells NeMo-RL's Megatron workers that ``weights`` includes an optimizer.
+
+    Args:    weights: ``step_N/policy/weights``; None: the run begins.
+    """
+    if weights is None:
+        return None
+    reader = TorchDistReader(Path(weights))
+    has_optimizer = reader.has_optimizer
+    reader.close()
+    if has_optimizer:
+        return Path(weights).with_name("optimizer")
+    if is_required:
+        raise UserError(
+            f"checkpointing.save_optimizer=true, but {weights} has no optimizer state: training would "
+            "continue with Adam's moments at 0 and the learning rate's schedule at its start; set it to "
+            "false to accept that"
+        )
+    log.warning("%s has no optimizer state: optimizer and schedule start from zero", weights)
+    return None
