@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts with, made once.
+    """Parts that a run starts with, made once.
 
     Attributes: device: of this rank.  began_as: the recipe that a resumed run began with.
     """

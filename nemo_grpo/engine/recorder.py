@@ -36,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass
 class Recorder:
-    """What a run records with, and what its checkpoints keep of the record.
+    """Recorder of a run: its folder, its saver, and the state that checkpoints keep.
 
     Attributes: held_out: metrics of the validation of these weights; empty: there was none.
                 unwritten: row of the last step that metrics.jsonl lacks; a checkpoint keeps it.

@@ -21,7 +21,7 @@ from nemo_grpo.tasks.scoring import Scorer
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What a run samples with: its task, its tokenizer, and a generator that takes the policy's weights.
+    """Sampling side of a run: its task, its tokenizer, and a generator that takes the policy's weights.
 
     Attributes: vocab_size: the policy's.  problems: held out, for validation.
                 demonstrations: of a supervised run, which learns from them instead.

@@ -1,4 +1,4 @@
-"""What of a recipe decides a run's results, and what a continued run may change.
+"""Keys of a recipe that decide a run's results, and keys that a continued run may change.
 
 Each section declares that beside its fields, by two class variables:
 
