@@ -5,13 +5,15 @@
 Reads every configuration that `benchmarks.stock_recipes` reads, gives it a variant that `recipe check`
 accepts, and reduces it as `nemo-grpo rehearse` does. Those whose reduced recipes have the same model family,
 parallel dimensions and values of `PATHS` form a group, of which one is rehearsed; those that a rehearsal
-refuses form a group by the reason. `benchmarks.rehearse_all --groups groups.json` rehearses one of each.
+refuses form a group by the reason. `benchmarks.rehearse_all --groups groups.json` rehearses one of each, in
+the order of the file: the first groups together have every value of every feature of both versions, those
+after them every pair of values that occurs in one configuration.
 """
 
 import argparse
+import itertools
 import json
 import logging
-import math
 import os
 import re
 import tempfile
@@ -81,7 +83,7 @@ def main() -> None:
             key = json.dumps(entry.pop("key"), sort_keys=True)
             group = groups.setdefault(key, {**entry, "key": json.loads(key), "members": []})
             group["members"].append(entry["recipe"])
-    given.output.write_text(json.dumps(list(by_difference(list(groups.values()))), indent=1))
+    given.output.write_text(json.dumps(list(by_coverage(list(groups.values()))), indent=1))
     print(f"{sum(len(group['members']) for group in groups.values())} in {len(groups)} groups")
 
 
@@ -142,22 +144,30 @@ def reduced(recipe: Recipe, path: Path, repository: Path, folder: Path) -> dict[
     return {**features, **sizes, "family": spec.model_type}
 
 
-def by_difference(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the groups so that each differs most from all before it; the larger first where that is equal."""
+def by_coverage(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the groups so that the first of them have every value of every feature, the next ones every pair.
+
+    Each time the group comes next that has most values which no group before it had. The larger group comes
+    first where that is equal.
+    """
     waiting = sorted(groups, key=lambda group: -len(group["members"]))
-    distances: list[float] = [math.inf] * len(waiting)
-    while waiting:
-        place = distances.index(max(distances))
-        chosen = waiting.pop(place)
-        distances.pop(place)
-        yield chosen
-        for at, group in enumerate(waiting):
-            distances[at] = min(distances[at], difference(chosen["key"], group["key"]))
+    for combined in (1, 2):
+        covered: set[tuple[str, ...]] = set()
+        while waiting:
+            group = max(waiting, key=lambda group: len(combinations_of(group, combined) - covered))
+            if combinations_of(group, combined) <= covered:
+                break  # No group that waits adds anything.
+            waiting.remove(group)
+            covered |= combinations_of(group, combined)
+            yield group
+    yield from waiting
 
 
-def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
-    """Count the features in which two groups differ."""
-    return sum(one.get(name) != other.get(name) for name in {*one, *other})
+def combinations_of(group: Mapping[str, Any], size: int) -> set[tuple[str, ...]]:
+    """List the combinations of `size` features that a group has; a feature is of one version of NeMo-RL."""
+    key = group["key"]
+    values = sorted(f"{name}={value}" for name, value in key.items() if name != "version")
+    return {(key["version"], *names) for names in itertools.combinations(values, size)}
 
 
 if __name__ == "__main__":
