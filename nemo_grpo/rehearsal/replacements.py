@@ -45,6 +45,7 @@ REHEARSAL = {
     "grpo.stop_at_validation_metric": Replacement(None, "three steps"),
     "grpo.stop_at_validation_threshold": Replacement(None, "three steps"),
     "checkpointing.enabled": Replacement(True, "a rehearsal stops and resumes"),
+    "cluster.segment_size": Replacement(None, "one machine is one node, not a rack of them"),
     "policy.draft.enabled": Replacement(False, "one model is rehearsed"),
     f"{GENERATION}.vllm_kwargs.speculative_config": Replacement(None, "one model is rehearsed"),
     "data.use_multiple_dataloader": Replacement(False, "one data set stands for all"),

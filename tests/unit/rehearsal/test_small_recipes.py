@@ -207,6 +207,7 @@ REPLACED = {
     "policy.megatron_cfg.moe_grouped_gemm": "true",
     "policy.megatron_cfg.gradient_accumulation_fusion": "true",
     "checkpointing.enabled": "false",
+    "cluster.segment_size": "8",
     "policy.draft.enabled": "true",
     "policy.generation.stop_token_ids": "[7]",
     "policy.generation.bad_words": "[word]",
