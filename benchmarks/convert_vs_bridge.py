@@ -120,7 +120,8 @@ class Contest:
         for direction in (START, IMPORT, EXPORT):
             for converter in CONVERTERS:
                 command = self.command(direction, converter)
-                os.sync()  # so that no contestant pays for what the one before has left to write
+                # So that no contestant pays for what the one before has not yet written to disk.
+                os.sync()
                 environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
                 usages[Run(self.size, direction, converter)] = measure(command, environment)
         return usages

@@ -89,7 +89,8 @@ def _tree(pid: int) -> Iterator[int]:
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             child_pids = path.read_text().split()
-        except OSError:  # the thread or its process has ended since it was listed
+        except OSError:
+            # The thread or its process has ended since it was listed.
             continue
         for child_pid in child_pids:
             yield from _tree(int(child_pid))

@@ -1,17 +1,16 @@
 """One model's table with its sizes: weights in memory both ways, and the units that converters stream."""
 
 import logging
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import product
-from typing import Any, NoReturn
+from typing import Any
 
-from nemo_grpo.core.lazy import Tensor, torch
+from nemo_grpo.core.lazy import Tensor
 from nemo_grpo.models.family_spec import FamilySpec
-from nemo_grpo.models.ops import ONE_BELOW_THE_OTHER, Dims, Op, Rows
+from nemo_grpo.models.ops import ONE_BELOW_THE_OTHER, Op
+from nemo_grpo.models.refusals import check_tied, refuse_shape, refuse_unmatched, remedy_of_packed
 from nemo_grpo.models.shared_mappings import (
     EMBEDDING,
     HF_LAYER,
@@ -24,7 +23,7 @@ from nemo_grpo.models.shared_mappings import (
     whole_shape,
 )
 from nemo_grpo.models.spec import ModelSpec
-from nemo_grpo.support.errors import UserError, listed
+from nemo_grpo.models.units import Storage, Unit
 
 log = logging.getLogger(__name__)
 
@@ -32,69 +31,6 @@ _IGNORED_HF = re.compile(r".*\.rotary_emb\.inv_freq$")
 """Buffers of old exports, which transformers computes from the config."""
 _IGNORED_MEGATRON = re.compile(r".*\._extra_state(/.*)?$")
 """Scales of Transformer Engine's FP8; no weights."""
-_PACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-"""Ends of the names under which transformers 5 holds all experts of a layer in one tensor."""
-
-
-@dataclass(frozen=True)
-class Storage:
-    """Places of a Megatron tensor in torch_dist checkpoints.
-
-    megatron-core stacks tensors of one kind under one key: always the experts of a layer, and the layers of a
-    model whose layers are all alike. Other writers stack nothing, so a reader looks under several keys.
-
-    Attributes:
-        key: the key that our converter writes.
-        index: the tensor's position on the stacked axes of the key, layer before expert.
-        stack: lengths of these axes.
-        twins: further keys that our converter writes with the same content.
-        stacked_keys: all keys under which a checkpoint may have the tensor stacked, ``key`` first.
-        unstacked_keys: keys under which a checkpoint that stacks nothing may have it.
-    """
-
-    key: str
-    index: tuple[int, ...]
-    stack: tuple[int, ...]
-    twins: tuple[str, ...]
-    stacked_keys: tuple[str, ...]
-    unstacked_keys: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The smallest part of a model that converts by itself: a block of rows of one Megatron tensor.
-
-    The gate and the up projection, for example, are two units of one tensor, because each is a block of its
-    rows. Queries, keys and values are interleaved, so their tensor is one unit.
-
-    Attributes:
-        megatron: the Megatron tensor's name, layer and expert filled in.
-        storage: places of that tensor in checkpoints.
-        tensor_rows: rows of that tensor.
-        row: its first row that belongs to the unit.
-        shape: shape of the unit.
-        hf: names of the Hugging Face tensors that make up the unit, in the op's order.
-        hf_shapes: their shapes.
-        op: joins them.
-        padded: the rows are the vocabulary, which Megatron may pad.
-        keeps_dtype: ``--dtype`` does not round it.
-    """
-
-    megatron: str
-    storage: Storage
-    tensor_rows: int
-    row: int
-    shape: tuple[int, ...]
-    hf: tuple[str, ...]
-    hf_shapes: tuple[tuple[int, ...], ...]
-    op: Op
-    padded: bool
-    keeps_dtype: bool
-
-    def pieces(self, dims: Dims, num_values: int) -> Iterator[Rows]:
-        """Yield its rows in their order in the Megatron tensor, at most ``num_values`` numbers at a time."""
-        max_rows = max(1, num_values // math.prod(self.shape[1:]))
-        return self.op.blocks([shape[0] for shape in self.hf_shapes], dims, max_rows)
 
 
 class Family:
@@ -144,9 +80,8 @@ class Family:
     @property
     def tied_by(self) -> str:
         """Say where config.json ties the embeddings."""
-        key = (
-            "tie_word_embeddings"  # multimodal configs have it at the top, in the text's section, or in both
-        )
+        # Configs with a vision tower have the key at the top, in the text's section, or in both.
+        key = "tie_word_embeddings"
         if self.config.get(key):
             return f"config.json has {key}=true"
         if self.config.get("text_config", {}).get(key):
@@ -179,6 +114,7 @@ class Family:
         embedding, output = self.tied_names
         if self.tied and output in names:
             check_tied(megatron[embedding], megatron[output], self.tied_by)
+        # A model in memory has one dtype; numbers that were computed come in a wider one.
         model_dtype = megatron[names[embedding]].dtype
         for entry, numbers in self._instances():
             name = names[entry.megatron.format(**numbers)]
@@ -186,12 +122,12 @@ class Family:
             shapes = [self.shape(letters) for _, letters in entry.hf]
             expected = entry.op.megatron_shape(shapes)
             if entry.padded:
+                # Rows that Megatron added to divide the vocabulary by tensor-parallel ranks.
                 whole = whole[: expected[0]]
             if tuple(whole.shape) != expected:
                 refuse_shape(name, megatron[name].shape, expected)
             parts = entry.op.split(whole, [shape[0] for shape in shapes], self.dims)
             for (hf_name, _), part in zip(entry.hf, parts, strict=True):
-                # A model in memory has one dtype; numbers that were computed come in a wider one.
                 tensor = part.to(model_dtype) if entry.op.computes else part
                 yield hf_name.format(**numbers), tensor
 
@@ -205,9 +141,10 @@ class Family:
         expected = {entry.megatron.format(**numbers) for entry, numbers in self._instances()}
         extra = set(names_by_local_name) - expected
         if self.tied:
+            # On the last pipeline stage Megatron keeps the tied embedding as an output layer.
             extra.discard(self.tied_names[1])
-        missing = expected - set(names_by_local_name)
-        refuse_unmatched("Megatron", missing, {names_by_local_name[local] for local in extra})
+        absent_names = expected - set(names_by_local_name)
+        refuse_unmatched("Megatron", absent_names, {names_by_local_name[local] for local in extra})
         return names_by_local_name
 
     def units(self) -> Iterator[Unit]:
@@ -302,8 +239,8 @@ class Family:
         extra = {name for name in extra if not _IGNORED_HF.match(name)}
         if self.tied:
             extra.discard(HF_OUTPUT)
-        missing = {whole_name(name) for name in set(expected) - set(shapes)}
-        refuse_unmatched("Hugging Face", missing, extra, _remedy_of_packed(extra))
+        absent_names = {whole_name(name) for name in set(expected) - set(shapes)}
+        refuse_unmatched("Hugging Face", absent_names, extra, remedy_of_packed(extra))
         for name, shape in expected.items():
             if shapes[name] != shape:
                 refuse_shape(name, shapes[name], shape)
@@ -325,6 +262,7 @@ class Family:
 
     def _instances(self) -> Iterator[tuple[Entry, dict[str, int]]]:
         """Yield the entries with the layer and expert numbers that they stand for, layer by layer."""
+        # Embeddings, final norm and output layer come first, before all layers.
         for entry in self.entries:
             if "{layer}" not in entry.megatron:
                 yield entry, {}
@@ -352,50 +290,6 @@ def dims_of(spec: ModelSpec) -> dict[str, int]:
         "groups": spec.num_key_value_heads,
         **spec.sizes,
     }
-
-
-def check_tied(embedding: Tensor, output: Tensor, tied_by: str) -> None:
-    """Refuse an output layer that differs from the embedding to which it is tied."""
-    # The same memory needs no comparison, which would read gigabytes at every refit.
-    if embedding.data_ptr() != output.data_ptr() and not torch.equal(embedding, output):
-        refuse_untied(tied_by)
-
-
-def refuse_untied(tied_by: str) -> NoReturn:
-    """Say that embeddings which should be tied are not. Args: tied_by: `Family.tied_by`."""
-    raise UserError(
-        f"{tied_by}, but the output layer differs from the embedding, and transformers would drop it; are "
-        "the weights and config.json of the same model?"
-    )
-
-
-def refuse_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> NoReturn:
-    """Say that a tensor has another shape than config.json says."""
-    raise UserError(
-        f"{name} is {list(shape)}, config.json says {list(expected)}; are the weights and config.json of the "
-        "same model?"
-    )
-
-
-def refuse_unmatched(side: str, missing: set[str], extra: set[str], remedy: str = "") -> None:
-    """Raise if a name has no partner."""
-    problems = []
-    if missing:
-        problems.append(f"missing: {listed(missing)}")
-    if extra:
-        problems.append(f"not known: {listed(extra)}")
-    if problems:
-        raise UserError(f"the {side} tensors do not fit config.json; {'; '.join(problems)}{remedy}")
-
-
-def _remedy_of_packed(extra: set[str]) -> str:
-    """Name the remedy where a layer's experts are one tensor, as transformers holds them in memory."""
-    if not any(name.endswith(_PACKED) for name in extra):
-        return ""
-    return (
-        "; the experts are packed: load the model with transformers and save it with "
-        "save_pretrained(FOLDER, save_original_format=True)"
-    )
 
 
 def local_name(name: str) -> str | None:

@@ -102,18 +102,18 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
         raise UserError(f"config.json: sliding_window={window}, and gpt-oss needs one; download it again")
     return {
         "add_bias_linear": True,
-        "add_qkv_bias": False,  # add_bias_linear includes them
+        # add_bias_linear includes the biases of queries, keys and values.
+        "add_qkv_bias": False,
         "activation_func": {"_target_": "megatron.core.fusions.fused_bias_geglu.quick_gelu", "_call_": False},
         "activation_func_clamp_value": _FIXED["swiglu_limit"],
         "glu_linear_offset": 1.0,
         "softmax_type": "learnable",
-        "window_size": [
-            window - 1,
-            0,
-        ],  # positions before and after; a window counts the token itself
+        # Positions before and after a token; config.json's window also counts the token itself.
+        "window_size": [window - 1, 0],
         "window_attn_skip_freq": 2,
         "position_embedding_type": "yarn",
         "yarn_rotary_scaling_factor": _YARN["factor"],
+        # Published models have YaRN's values fixed, and a config.json with others was refused above.
         **{f"yarn_{key}": _YARN[key] for key in _UNCHANGED_KEYS},
         "yarn_mscale": None,
         "yarn_mscale_all_dim": None,

@@ -72,6 +72,7 @@ class Op:
     def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
         """[rows_k, ...] each -> [sum of rows_k, ...]; shares memory with a single part."""
         if len(parts) == 1:
+            # No copy: most tensors only change their names.
             return parts[0]
         blocks = self.blocks([part.shape[0] for part in parts], dims)
         return torch.cat([parts[rows.part][rows.first : rows.first + rows.count] for rows in blocks])
@@ -129,7 +130,8 @@ class GatedQKV(Op):
             for head in heads:
                 first_of_gate = (2 * head + 1) * width
                 yield from _divided(0, first_of_gate, first_of_gate + width, max_rows)
-            for part in (1, 2):  # keys, values
+            # One key head and one value head per group.
+            for part in (1, 2):
                 yield from _divided(part, group * width, (group + 1) * width, max_rows)
 
 

@@ -131,7 +131,8 @@ QWEN2_VL = FamilySpec(
     table=None,
     sizes=_qwen2_vl_sizes,
     vision_parameters=lambda sizes: _count(sizes, is_gated=False),
-    fixed={"is_bridged": False},  # Megatron-Bridge lacks the family
+    # Megatron-Bridge lacks the family, so NeMo-RL cannot train it with Megatron.
+    fixed={"is_bridged": False},
 )
 QWEN2_5_VL = FamilySpec(
     "Qwen2_5_VLForConditionalGeneration",

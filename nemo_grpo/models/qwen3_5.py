@@ -74,7 +74,8 @@ def _linear_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
     convolution = (2 * keys + values) * text["linear_conv_kernel_dim"]
     decays_and_biases = 2 * num_heads
     divided = input_projection + output_projection + convolution + decays_and_biases
-    return divided, head_width  # the norm of one head's width is on every rank
+    # The norm, as wide as one head, is on every rank.
+    return divided, head_width
 
 
 def _text_sizes(text: Mapping[str, Any]) -> dict[str, int]:
@@ -158,7 +159,8 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     refuse_others(config, _FIXED, "Qwen3.5")
     settings = {
         "transformer_layer_spec": {"_target_": _LAYER_SPEC, "_call_": False},
-        "hetereogenous_dist_checkpoint": True,  # megatron-core's spelling
+        # megatron-core's spelling. Without it layers of two kinds would be stacked under one key.
+        "hetereogenous_dist_checkpoint": True,
         "layernorm_zero_centered_gamma": True,
         "rotary_percent": spec.rope["partial_rotary_factor"],
         "attention_output_gate": True,
@@ -203,9 +205,11 @@ def _count_vision(sizes: Mapping[str, int]) -> int:
     result = sizes["o"]
     patch_embedding = (sizes["p"] + 1) * width
     position_embedding = sizes["n"] * width
-    attention_of_block = 4 * width * width + 4 * width  # queries, keys, values and output, each with a bias
+    # Queries, keys, values and output, each with a bias.
+    attention_of_block = 4 * width * width + 4 * width
     mlp_of_block = 2 * width * mlp + mlp + width
-    norms_of_block = 2 * 2 * width  # two layer norms with scale and bias
+    # Two layer norms with scale and bias.
+    norms_of_block = 2 * 2 * width
     blocks = sizes["depth"] * (attention_of_block + mlp_of_block + norms_of_block)
     merger = 2 * width + (merged + 1) * merged + (merged + 1) * result
     return patch_embedding + position_embedding + blocks + merger
