@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 ITERATION = 0
 """Iteration of the checkpoint, as Megatron-Bridge numbers an import."""
-# The part before `.weight` is the layer's name. Qwen3.5's in_proj is stored in parts, of which `.query` is one
-# and the only one that matches, so that the layer counts once.
+# The part before `.weight` is the layer's name. Qwen3.5's in_proj is stored in parts; only `.query` of them
+# matches, so that the layer counts once.
 _IN_TRANSFORMER_ENGINE = re.compile(r"(.*\.(linear_\w+|\w*norm|in_proj|out_proj))\.weight(\.query)?")
 
 

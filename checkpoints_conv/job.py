@@ -78,6 +78,7 @@ class Job:
 
     @contextlib.contextmanager
     def _can_be_made(self) -> Iterator[None]:
+        """Turn an error of the file system within the block into one that names the output."""
         try:
             yield
         except OSError as error:
@@ -86,6 +87,8 @@ class Job:
             ) from error
 
     def _check(self, source: Path, also_read: Sequence[Path]) -> None:
+        """Refuse an output that would replace something else, and an unfinished one without an option."""
+        # Links are resolved first: another name can lead to the same folder.
         output_folder = self.output.resolve()
         for folder in also_read:
             if _contains(output_folder, folder.resolve()):
@@ -105,6 +108,7 @@ class Job:
             log.info("nothing to resume for %s; starting from the beginning", self.output)
 
     def _check_output(self) -> None:
+        """Refuse an output that exists, unless ``--force`` may replace it."""
         if self.output.is_symlink():
             raise UserError(f"--output {self.output} is a link to {self.output.resolve()}; give that folder")
         if self.output.exists() and not self.force:
@@ -133,6 +137,7 @@ class Job:
         return self
 
     def _load_journal(self) -> None:
+        """Read the finished pieces of an interrupted attempt, and open the journal to add to it."""
         path = self.partial / "journal.jsonl"
         lines = path.read_bytes().split(b"\n") if path.exists() else []
         for line in lines:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 5_000_000_000
+"""Bytes of the largest safetensors file."""
 
 
 def megatron_to_hf(

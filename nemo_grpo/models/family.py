@@ -107,8 +107,8 @@ class Family:
     def to_hf(self, megatron: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, tensor); views of the input where possible.
 
-        Args: megatron: full tensors with global layer numbers, under local-spec or Transformer Engine
-              names; padded vocabulary rows are cut off.
+        Args: megatron: full tensors with global layer numbers, under local-spec or Transformer Engine names;
+            padded vocabulary rows are cut off.
         """
         names = self._names_by_local_name(megatron)
         embedding, output = self.tied_names
@@ -132,7 +132,11 @@ class Family:
                 yield hf_name.format(**numbers), tensor
 
     def _names_by_local_name(self, names: Iterable[str]) -> dict[str, str]:
-        """Match Megatron names with the table. Returns: local-spec name -> the name that was given."""
+        """Match Megatron names with the table.
+
+        Args: names: names under either layer spec.
+        Returns: local-spec name -> the name among ``names``.
+        """
         names_by_local_name = {}
         for name in self.converted(names):
             local = local_name(name)
@@ -190,7 +194,8 @@ class Family:
     def _storage(self, entry: Entry, numbers: dict[str, int]) -> Storage:
         """Find the places of an entry's tensor of one layer and expert in checkpoints."""
         twins = [] if entry.twin is None else [entry.twin]
-        # Checkpoints have Transformer Engine's names first of all, whatever the layers were built of.
+        # The first name is the one that is written. Checkpoints have Transformer Engine's where it differs,
+        # whatever the layers were built of.
         stored_names = [entry.fused or entry.megatron, entry.megatron, *twins]
         lengths = {"layer": self.num_layers, "expert": self.dims["e"]}
         stacked_axes = [axis for axis in numbers if axis == "expert" or self.stacks_layers]
