@@ -236,7 +236,7 @@ def _check_kind(path: Path, peft: Mapping[str, Any], adapters: Iterable[Adapter]
 
 
 def _uses_rslora(path: Path, peft: Mapping[str, Any]) -> bool:
-    """Read if the adapters are rank-stabilized."""
+    """Return True if the adapters are rank-stabilized."""
     value = peft.get("use_rslora", False)
     if not isinstance(value, bool):
         raise UserError(f"{path}: peft.use_rslora is {value!r:.60}, not true or false; restore the file")

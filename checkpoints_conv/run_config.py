@@ -57,7 +57,7 @@ _PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 def write_bridge_files(folder: Path, family: Family, dtype: Dtype, iteration: int) -> None:
     """Write run_config.yaml, train_state.pt and the trackers that name the latest iteration."""
     iteration_folder = folder / f"iter_{iteration:07d}"
-    for setting in unsaid(family):
+    for setting in lost_settings(family):
         log.warning(
             "%s of config.json is not in %s: a model built from that alone differs", setting, RUN_CONFIG
         )
@@ -90,10 +90,10 @@ def _write_train_state(path: Path, iteration: int) -> None:
         save(stream, tree, data)
 
 
-def unsaid(family: Family) -> list[str]:
+def lost_settings(family: Family) -> list[str]:
     """List settings that run_config.yaml cannot express."""
     rope = family.spec.rope
-    lost = [f"{key} {value:g}" for key, value in family.unsaid.items()]
+    lost = [f"{key} {value:g}" for key, value in family.lost_settings.items()]
 
     expressed_rope_types = {"default", "llama3"}
     if "rope_scaling_factor" in family.settings:

@@ -46,7 +46,7 @@ class Family:
         num_layers: layers of the decoder.
         tied: the output layer is the embedding.
         stacks_layers: a checkpoint stacks the layers of a tensor.
-        unsaid: keys and values of config.json that no setting of the provider expresses.
+        lost_settings: keys and values of config.json that no setting of the provider expresses.
     """
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, declaration: FamilySpec) -> None:
@@ -61,7 +61,7 @@ class Family:
         self.num_layers = spec.num_layers
         self.tied = spec.tied_embeddings
         self.stacks_layers = declaration.stacks_layers
-        self.unsaid = {key: config[key] for key in declaration.unsaid if config.get(key)}
+        self.lost_settings = {key: config[key] for key in declaration.lost_keys if config.get(key)}
 
     @cached_property
     def prefix(self) -> str:

@@ -99,7 +99,7 @@ class FamilySpec:
         rope: the decoder's part of config.json -> rotary parameters of the layers that see everything.
         window: the decoder's part of config.json -> the window of those layers that have one, or None.
         activation: the key of config.json that names the activation.
-        unsaid: keys of config.json that change the computation and have no place in run_config.yaml.
+        lost_keys: keys of config.json that change the computation and have no place in run_config.yaml.
         linear_layers: the decoder's part of config.json -> as in `ModelSpec`.
         linear_sizes: the same.
     """
@@ -121,7 +121,7 @@ class FamilySpec:
     rope: Callable[[Mapping[str, Any]], dict[str, Any]] = rotary
     window: Callable[[Mapping[str, Any]], int | None] = window_if_stated
     activation: str = "hidden_act"
-    unsaid: tuple[str, ...] = ()
+    lost_keys: tuple[str, ...] = ()
     linear_layers: Callable[[Mapping[str, Any]], tuple[int, ...]] | None = None
     linear_sizes: Callable[[Mapping[str, Any]], tuple[int, int]] | None = None
 

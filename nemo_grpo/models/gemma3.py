@@ -95,5 +95,5 @@ FAMILY = FamilySpec(
     rope=_rope,
     window=_window,
     activation="hidden_activation",
-    unsaid=("final_logit_softcapping", "attn_logit_softcapping"),
+    lost_keys=("final_logit_softcapping", "attn_logit_softcapping"),
 )
