@@ -95,10 +95,13 @@ def table(times: dict[str, list[tuple[float, float]]], size: int) -> str:
     heads = ("", "seconds", "MB/s", "x cp", "x cp and flush", "processor seconds")
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for name, seconds in wall.items():
-        ratios = [
-            spread([own / reference for own, reference in zip(seconds, wall[base], strict=True)], 2)
-            for base in (CP, CP_AND_FLUSH)
-        ]
+        ratios = []
+        for base in (CP, CP_AND_FLUSH):
+            ratios_of_repetitions = [
+                seconds_here / seconds_of_copy
+                for seconds_here, seconds_of_copy in zip(seconds, wall[base], strict=True)
+            ]
+            ratios.append(spread(ratios_of_repetitions, 2))
         rate = f"{size / statistics.median(seconds) / 1e6:.0f}"
         processor = spread([used_seconds for _, used_seconds in times[name]], 1)
         lines.append("| " + " | ".join((name, spread(seconds, 1), rate, *ratios, processor)) + " |")

@@ -329,10 +329,10 @@ def main() -> None:
         parser.error(
             f"--bridge-python {arguments.bridge_python} is missing; make it with `make venv-nemo-rl`"
         )
-    text = report(arguments)
-    print(text)
+    tables = report(arguments)
+    print(tables)
     if arguments.output is not None:
-        arguments.output.write_text(text)
+        arguments.output.write_text(tables)
 
 
 if __name__ == "__main__":

@@ -28,19 +28,19 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
     )
 
 
-def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(text_config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the rotary parameters of the layers that see everything; ``rope_scaling`` adds to them here."""
     without_scaling = {"full_attention": {"rope_type": "default"}}
-    parameters = text.get("rope_parameters", without_scaling).get("full_attention", {})
-    scaling = {**parameters, **text.get("rope_scaling", {})}
-    return rotary({**text, "rope_scaling": scaling, "rope_parameters": {}})
+    parameters = text_config.get("rope_parameters", without_scaling).get("full_attention", {})
+    scaling = {**parameters, **text_config.get("rope_scaling", {})}
+    return rotary({**text_config, "rope_scaling": scaling, "rope_parameters": {}})
 
 
-def _window(text: Mapping[str, Any]) -> int | None:
+def _window(text_config: Mapping[str, Any]) -> int | None:
     """Read the window, unless every layer sees everything."""
-    period = text.get("sliding_window_pattern", _PERIOD)
-    layer_types = text.get("layer_types", _layer_types(text["num_hidden_layers"], period))
-    window: int | None = text.get("sliding_window", DEFAULT_WINDOW)
+    period = text_config.get("sliding_window_pattern", _PERIOD)
+    layer_types = text_config.get("layer_types", _layer_types(text_config["num_hidden_layers"], period))
+    window: int | None = text_config.get("sliding_window", DEFAULT_WINDOW)
     return window if SLIDING in layer_types else None
 
 

@@ -85,10 +85,10 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
     )
 
 
-def _window(text: Mapping[str, Any]) -> int | None:
+def _window(text_config: Mapping[str, Any]) -> int | None:
     """Read the window, unless every layer sees everything."""
-    window: int | None = text.get("sliding_window", _WINDOW)
-    return window if SLIDING in text.get("layer_types", [SLIDING]) else None
+    window: int | None = text_config.get("sliding_window", _WINDOW)
+    return window if SLIDING in text_config.get("layer_types", [SLIDING]) else None
 
 
 def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:

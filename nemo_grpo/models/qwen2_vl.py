@@ -34,9 +34,9 @@ def _qwen2_5_vl_sizes(config: Mapping[str, Any]) -> dict[str, int]:
 def _qwen2_vl_sizes(config: Mapping[str, Any]) -> dict[str, int]:
     # Qwen2-VL's hidden_size is the decoder's; the tower's width is embed_dim.
     vision = config["vision_config"]
-    text = config.get("text_config") or config
+    text_config = config.get("text_config") or config
     width = vision["embed_dim"]
-    return _sizes(vision, width, width * vision.get("mlp_ratio", 4), text["hidden_size"])
+    return _sizes(vision, width, width * vision.get("mlp_ratio", 4), text_config["hidden_size"])
 
 
 def _sizes(vision: Mapping[str, Any], width: int, mlp_width: int, out_width: int) -> dict[str, int]:
@@ -106,7 +106,7 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
 
 
 def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    text = config.get("text_config") or config
+    text_config = config.get("text_config") or config
     settings = {
         "_target_": _PROVIDER,
         "position_embedding_type": "mrope",
@@ -116,7 +116,7 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     }
     if "mrope_section" in spec.rope:
         settings["mrope_section"] = spec.rope["mrope_section"]
-    settings |= {key: text[key] for key in _ID_KEYS if text.get(key) is not None}
+    settings |= {key: text_config[key] for key in _ID_KEYS if text_config.get(key) is not None}
     settings |= {key: config[key] for key in _MARKS}
     return settings
 

@@ -47,54 +47,54 @@ _DEFAULTS = {**_DELTA_NET, "head_dim": 256, "partial_rotary_factor": 0.25, "num_
 """Values that transformers takes where config.json does not say."""
 
 
-def _linear_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
+def _linear_layers(text_config: Mapping[str, Any]) -> tuple[int, ...]:
     """Number the layers whose attention is a gated delta net."""
-    num_layers = text["num_hidden_layers"]
-    interval = text.get("full_attention_interval", _INTERVAL)
+    num_layers = text_config["num_hidden_layers"]
+    interval = text_config.get("full_attention_interval", _INTERVAL)
     default_kinds = [
         "full_attention" if number % interval == 0 else "linear_attention"
         for number in range(1, num_layers + 1)
     ]
-    kinds = text.get("layer_types", default_kinds)
+    kinds = text_config.get("layer_types", default_kinds)
     if len(kinds) != num_layers:
         raise UserError(f"config.json: layer_types has {len(kinds)} layers of {num_layers}; correct it")
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
 
 
-def _linear_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
+def _linear_sizes(text_config: Mapping[str, Any]) -> tuple[int, int]:
     """Count the weights of a gated delta net: those that TP divides, and those on every rank."""
-    hidden = text["hidden_size"]
-    num_heads = text["linear_num_value_heads"]
-    head_width = text["linear_value_head_dim"]
-    keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
+    hidden = text_config["hidden_size"]
+    num_heads = text_config["linear_num_value_heads"]
+    head_width = text_config["linear_value_head_dim"]
+    keys = text_config["linear_num_key_heads"] * text_config["linear_key_head_dim"]
     values = num_heads * head_width
     # Rows of in_proj: queries and keys, values and their gates z, and beta and alpha of each head.
     input_projection = hidden * (2 * keys + 2 * values + 2 * num_heads)
     output_projection = values * hidden
-    convolution = (2 * keys + values) * text["linear_conv_kernel_dim"]
+    convolution = (2 * keys + values) * text_config["linear_conv_kernel_dim"]
     decays_and_biases = 2 * num_heads
     divided = input_projection + output_projection + convolution + decays_and_biases
     # The norm, as wide as one head, is on every rank.
     return divided, head_width
 
 
-def _text_sizes(text: Mapping[str, Any]) -> dict[str, int]:
+def _text_sizes(text_config: Mapping[str, Any]) -> dict[str, int]:
     """Return sizes by letter.
 
     Delta net: lk all keys, lv all values, lh heads, ld width of one head's values, lc kernel. Attention: q2
     queries and gates. Experts: fs width of the shared one. one: an axis of length 1.
     """
-    text = {**_DEFAULTS, **text}
-    num_heads = text["linear_num_value_heads"]
-    head_width = text["linear_value_head_dim"]
+    text_config = {**_DEFAULTS, **text_config}
+    num_heads = text_config["linear_num_value_heads"]
+    head_width = text_config["linear_value_head_dim"]
     return {
-        "lk": text["linear_num_key_heads"] * text["linear_key_head_dim"],
+        "lk": text_config["linear_num_key_heads"] * text_config["linear_key_head_dim"],
         "lv": num_heads * head_width,
         "lh": num_heads,
         "ld": head_width,
-        "lc": text["linear_conv_kernel_dim"],
-        "q2": 2 * text["num_attention_heads"] * text["head_dim"],
-        "fs": text.get("shared_expert_intermediate_size", 0),
+        "lc": text_config["linear_conv_kernel_dim"],
+        "q2": 2 * text_config["num_attention_heads"] * text_config["head_dim"],
+        "fs": text_config.get("shared_expert_intermediate_size", 0),
         "one": 1,
     }
 
