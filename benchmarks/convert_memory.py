@@ -12,13 +12,15 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from benchmarks.convert_models import config_of, make_model, num_bytes
+from benchmarks.convert_models import CONFIGS, config_of, make_model, num_bytes
 from benchmarks.peak_memory import in_child
 
 
 def measure(scratch: Path, size: float, workers: int, family: str) -> None:
     """Print a row of each direction for one size."""
-    hf, megatron, back = scratch / "hf", scratch / "megatron", scratch / "back"
+    hf = scratch / "hf"
+    megatron = scratch / "megatron"
+    back = scratch / "back"
     largest = make_model(hf, size, sparse=True, family=family)
     runs: dict[str, list[str | Path]] = {
         "hf-to-megatron": ["--hf-model", hf, "--output", megatron],
@@ -40,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1.5, 4], help="GB of bf16 weights")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--family", choices=("qwen2", "moonlight"), default="qwen2", help="whose shapes")
+    parser.add_argument("--family", choices=CONFIGS, default="qwen2", help="whose shapes")
     parser.add_argument("--scratch", type=Path, help="a folder on the disk to use")
     options = parser.parse_args()
     try:

@@ -1,4 +1,4 @@
-"""Synthetic model folders of the shapes of Qwen2 and Moonlight for the converter benchmarks."""
+"""Synthetic model folders of the shapes of Qwen2, Qwen3 and Moonlight for the converter benchmarks."""
 
 import json
 import math
@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from checkpoints_conv.formats.dtypes import DTYPES, byte_view
 from checkpoints_conv.formats.safetensors_writer import SafetensorsWriter
@@ -26,6 +28,22 @@ QWEN2: dict[str, object] = {
     "rope_theta": 1e6,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN3: dict[str, object] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
 MOONLIGHT: dict[str, object] = {
@@ -50,16 +68,23 @@ MOONLIGHT: dict[str, object] = {
 }
 
 
+CONFIGS = {"qwen2": QWEN2, "qwen3": QWEN3, "moonlight": MOONLIGHT}
+
+
 def config_of(num_gigabytes: float, family: str = "qwen2") -> dict[str, object]:
     """Make a config whose bf16 weights take about this much; only the number of layers varies."""
-    base = MOONLIGHT if family == "moonlight" else QWEN2
-    few, more = (model_parameters(read_spec(base | {"num_hidden_layers": n})) for n in (2, 3))
-    num_more = round((num_gigabytes * 5e8 - few) / (more - few))
-    if num_more < 0:
+    base = CONFIGS[family]
+    # Two layers are the fewest, so that Moonlight has one of each kind: dense, and with experts.
+    with_two_layers = model_parameters(read_spec(base | {"num_hidden_layers": 2}))
+    with_three_layers = model_parameters(read_spec(base | {"num_hidden_layers": 3}))
+    num_further_layers = round(
+        (num_gigabytes * 5e8 - with_two_layers) / (with_three_layers - with_two_layers)
+    )
+    if num_further_layers < 0:
         raise ValueError(
-            f"{num_gigabytes} GB: {family} with two layers has {few / 5e8:.2f}; give at least that"
+            f"{num_gigabytes} GB: two layers of {family} have {with_two_layers / 5e8:.2f}; give at least that"
         )
-    return base | {"num_hidden_layers": 2 + num_more}
+    return base | {"num_hidden_layers": 2 + num_further_layers}
 
 
 def make_model(folder: Path, num_gigabytes: float, sparse: bool, family: str = "qwen2") -> int:
@@ -73,12 +98,20 @@ def make_model(folder: Path, num_gigabytes: float, sparse: bool, family: str = "
     shapes = [(name, DTYPES["bfloat16"], shape) for name, shape in family_for(config).hf_shapes.items()]
     writer = SafetensorsWriter(folder, shapes, SHARD_BYTES)
     noise = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for name, _, shape in shapes if not sparse else ():
-        size = math.prod(shape)
-        writer.write(name, byte_view(noise.repeat(-(-size // len(noise)))[:size]))
+    if not sparse:
+        for name, _, shape in shapes:
+            size = math.prod(shape)
+            num_repeats = math.ceil(size / len(noise))
+            writer.write(name, byte_view(noise.repeat(num_repeats)[:size]))
     writer.write_index()
     writer.close()
     return max(2 * math.prod(shape) for _, _, shape in shapes)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of one word, for converters that demand one."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="a").save_pretrained(folder)
 
 
 def num_bytes(folder: Path) -> int:

@@ -12,7 +12,6 @@ import argparse
 import functools
 import itertools
 import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -23,28 +22,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.convert_models import flush, make_model, num_bytes
+from benchmarks.peak_memory import processor_seconds
 
 LOAD_AND_SAVE = (
     "import sys, torch; from transformers import AutoModelForCausalLM as M; "
     "M.from_pretrained(sys.argv[1], dtype=torch.bfloat16).save_pretrained(sys.argv[2])"
 )
-CP, CP_AND_FLUSH = "cp", "cp and flush"
+CP = "cp"
+CP_AND_FLUSH = "cp and flush"
 Action = Callable[[], None]
-
-
-def processor_seconds() -> float:
-    """Return user and system time of all children so far."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def seconds_of(action: Action, target: Path) -> tuple[float, float]:
     """Measure wall and processor time of an action that makes ``target``."""
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
-    start, used = time.monotonic(), processor_seconds()
+    processor_seconds_before = processor_seconds()
+    start = time.monotonic()
     action()
-    return time.monotonic() - start, processor_seconds() - used
+    return time.monotonic() - start, processor_seconds() - processor_seconds_before
 
 
 def run(*command: str) -> None:
@@ -72,19 +68,19 @@ def convert(direction: str, workers: int, hf: Path, megatron: Path, target: Path
 def contestants(hf: Path, megatron: Path, target: Path, transformers: bool) -> dict[str, Action]:
     """List everything that is timed; all make ``target``."""
     start_up = [sys.executable, "-m", "checkpoints_conv", "inspect", str(megatron)]
-    found: dict[str, Action] = {
+    actions: dict[str, Action] = {
         CP: functools.partial(copy, hf, target, False),
         CP_AND_FLUSH: functools.partial(copy, hf, target, True),
     }
     for direction, workers in itertools.product(("hf-to-megatron", "megatron-to-hf"), (1, 2)):
-        found[f"{direction}, {workers} workers"] = functools.partial(
+        actions[f"{direction}, {workers} workers"] = functools.partial(
             convert, direction, workers, hf, megatron, target
         )
-    found["start-up of the converters alone"] = functools.partial(run, *start_up)
+    actions["start-up of the converters alone"] = functools.partial(run, *start_up)
     if transformers:
         command = (sys.executable, "-c", LOAD_AND_SAVE, str(hf), str(target))
-        found["transformers load and save_pretrained"] = functools.partial(run, *command)
-    return found
+        actions["transformers load and save_pretrained"] = functools.partial(run, *command)
+    return actions
 
 
 def spread(values: Sequence[float], digits: int) -> str:
@@ -99,12 +95,15 @@ def table(times: dict[str, list[tuple[float, float]]], size: int) -> str:
     heads = ("", "seconds", "MB/s", "x cp", "x cp and flush", "processor seconds")
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for name, seconds in wall.items():
-        ratios = [
-            spread([one / other for one, other in zip(seconds, wall[base], strict=True)], 2)
-            for base in (CP, CP_AND_FLUSH)
-        ]
+        ratios = []
+        for base in (CP, CP_AND_FLUSH):
+            ratios_of_repetitions = [
+                seconds_here / seconds_of_copy
+                for seconds_here, seconds_of_copy in zip(seconds, wall[base], strict=True)
+            ]
+            ratios.append(spread(ratios_of_repetitions, 2))
         rate = f"{size / statistics.median(seconds) / 1e6:.0f}"
-        processor = spread([used for _, used in times[name]], 1)
+        processor = spread([used_seconds for _, used_seconds in times[name]], 1)
         lines.append("| " + " | ".join((name, spread(seconds, 1), rate, *ratios, processor)) + " |")
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ from checkpoints_conv.locate import ADAPTER, Place, locate_beside_adapters, open
 from checkpoints_conv.run_config import RUN_CONFIG, check_run_config, read_section
 from checkpoints_conv.verify import gaps_of
 from nemo_grpo.models import Family, family_for
-from nemo_grpo.models.family import Unit
+from nemo_grpo.models.units import Unit
 from nemo_grpo.support.errors import UserError, listed
 from nemo_grpo.support.model_folder import hf_config
 from nemo_grpo.support.progress import progress
@@ -32,7 +32,13 @@ _KINDS = ("LoRA", "VLMLoRA")
 
 @dataclass(frozen=True)
 class Adapter:
-    """The low-rank update of one unit. Attributes: unit; rank; layer: its key without the last part."""
+    """The low-rank update of one unit.
+
+    Attributes:
+        unit: the unit of the base that it updates.
+        rank: r.
+        layer: prefix of the adapter's keys.
+    """
 
     unit: Unit
     rank: int
@@ -40,24 +46,30 @@ class Adapter:
 
     def read(self, reader: TorchDistReader, family: Family) -> tuple[Tensor, list[Tensor]]:
         """Read A [r, in], and B [out, r] of every Hugging Face tensor of the unit."""
-        index, ones = self.unit.index, tuple(1 for _ in self.unit.index)
-        columns, rows = self.unit.shape[1], self.unit.shape[0]
-        a = reader.read(f"{self.layer}linear_in.weight", (*index, 0, 0), (*ones, self.rank, columns))
-        b = reader.read(
-            f"{self.layer}linear_out.weight", (*index, self.unit.row, 0), (*ones, rows, self.rank)
-        )
-        heights = [shape[0] for shape in self.unit.hf_shapes]
-        parts = self.unit.op.split(b.reshape(rows, self.rank), heights, family.dims)
-        return a.reshape(self.rank, columns), parts
+        index = self.unit.storage.index
+        stacked_axes = tuple(1 for _ in index)
+        rows, columns = self.unit.shape
+        a_sizes = (*stacked_axes, self.rank, columns)
+        b_sizes = (*stacked_axes, rows, self.rank)
+        a = reader.read(f"{self.layer}linear_in.weight", (*index, 0, 0), a_sizes)
+        b = reader.read(f"{self.layer}linear_out.weight", (*index, self.unit.row, 0), b_sizes)
+        rows_of_parts = [shape[0] for shape in self.unit.hf_shapes]
+        # Rows of B are divided like rows of W, so the unit's op takes them apart.
+        b_of_parts = self.unit.op.split(b.reshape(rows, self.rank), rows_of_parts, family.dims)
+        return a.reshape(self.rank, columns), b_of_parts
 
 
 @dataclass(frozen=True)
 class Adapted:
     """A base and its adapters.
 
-    Attributes: family, weights: of the base.  reader: of the checkpoint.  adapters: by the units that they
-                update.  alpha: of all of them.
-                is_rank_stabilized: the scale is alpha / sqrt(rank) (2312.03732), not alpha / rank.
+    Attributes:
+        family: the base's family.
+        weights: the base's weights.
+        reader: the checkpoint's reader.
+        adapters: unit of the base -> the adapter that updates it.
+        alpha: alpha of all adapters.
+        is_rank_stabilized: the scale is alpha / sqrt(rank) (2312.03732), not alpha / rank.
     """
 
     family: Family
@@ -69,7 +81,8 @@ class Adapted:
 
     def scale(self, adapter: Adapter) -> float:
         """Return the factor of B A."""
-        return self.alpha / (math.sqrt(adapter.rank) if self.is_rank_stabilized else adapter.rank)
+        divisor = math.sqrt(adapter.rank) if self.is_rank_stabilized else adapter.rank
+        return self.alpha / divisor
 
 
 @contextmanager
@@ -84,20 +97,25 @@ def open_adapted(
 ) -> Iterator[Adapted]:
     """Open a checkpoint's adapters and their base; refuse a checkpoint with other trained weights.
 
-    Args: config_folder: whose config.json describes the adapted model.
-          alpha: None: from the checkpoint's run_config.yaml.
-          by_peft: PEFT will apply the adapters.
+    Args:
+        megatron_checkpoint: checkpoint that holds the adapters.
+        base: Hugging Face folder of the model that was adapted.
+        config_folder: folder whose config.json describes the adapted model.
+        alpha: alpha of the adapters; None: from the checkpoint's run_config.yaml.
+        num_workers: threads that compare the checkpoint's further weights with the base.
+        by_peft: PEFT will apply the adapters.
     """
     with open_model(base) as (family, weights), closing(TorchDistReader(megatron_checkpoint)) as reader:
         if by_peft and family.prefix:
             raise UserError(
                 f"--lora adapter: {family.config['architectures'][0]} has no PEFT names; use --lora merge"
             )
-        described = family_for(hf_config(config_folder))
-        _check_fits(described, config_folder, family, base)
+        adapted_family = family_for(hf_config(config_folder))
+        _check_fits(adapted_family, config_folder, family, base)
         path = reader.folder / RUN_CONFIG
-        check_run_config(described, path)
-        adapters, peft = _find(family, reader), read_section(path, "peft")
+        check_run_config(adapted_family, path)
+        adapters = _find_adapters(family, reader)
+        peft = read_section(path, "peft")
         alpha = _alpha(path, peft, alpha)
         _check_kind(path, peft, adapters.values())
         if by_peft:
@@ -106,23 +124,28 @@ def open_adapted(
         yield Adapted(family, weights, reader, adapters, alpha, _uses_rslora(path, peft))
 
 
-def _check_fits(described: Family, folder: Path, family: Family, base: Path) -> None:
-    """Compare a config.json with the base's; training may have overridden what shapes do not show."""
-    (found, wanted) = (
-        {
-            "model_type": one.spec.model_type,
-            "num_attention_heads": one.spec.num_attention_heads,
-            "num_key_value_heads": one.spec.num_key_value_heads,
-            **one.hf_shapes,
-        }
-        for one in (described, family)
-    )
-    for name in {**wanted, **found}:
-        if found.get(name) != wanted.get(name):
+def _check_fits(adapted: Family, config_folder: Path, base: Family, base_folder: Path) -> None:
+    """Compare a config.json with the base's: training may have overridden what shapes do not show."""
+    properties = _properties(adapted)
+    base_properties = _properties(base)
+    for name in {**base_properties, **properties}:
+        value = properties.get(name)
+        base_value = base_properties.get(name)
+        if value != base_value:
             raise UserError(
-                f"--hf-config {folder} is of another model than --base {base}: {name} is {found.get(name)}, "
-                f"not {wanted.get(name)}; give the adapted model's, or leave --hf-config out"
+                f"--hf-config {config_folder} is of another model than --base {base_folder}: {name} is "
+                f"{value}, not {base_value}; give the adapted model's, or leave --hf-config out"
             )
+
+
+def _properties(family: Family) -> dict[str, Any]:
+    """List what makes two configs describe models of the same weights: kind, heads and all shapes."""
+    return {
+        "model_type": family.spec.model_type,
+        "num_attention_heads": family.spec.num_attention_heads,
+        "num_key_value_heads": family.spec.num_key_value_heads,
+        **family.hf_shapes,
+    }
 
 
 def _check_peft_applies(family: Family, adapters: Iterable[Unit]) -> None:
@@ -143,51 +166,59 @@ def _check_nothing_is_lost(
     family: Family, weights: SafetensorsFolder, reader: TorchDistReader, num_workers: int
 ) -> None:
     """Refuse weights besides the adapters and the frozen base."""
-    places, lost = locate_beside_adapters(family, reader)
+    places, lost_names = locate_beside_adapters(family, reader)
 
     def compare(place: Place) -> None:
         # A base that was rounded on its way into Megatron is still the base.
         if any(not gap.imports for gap in gaps_of(place, family, weights, reader)):
-            lost.add(place.name)
+            lost_names.add(place.name)
         advance()
 
-    if places and not lost:
+    if places and not lost_names:
         with progress("compare with --base", len(places)) as advance:
             run_parallel(places, compare, num_workers)
-    if lost:
+    if lost_names:
         raise UserError(
             f"{reader.folder} holds what is neither an adapter nor equal to --base {weights.folder}, and "
-            f"--lora would lose it: {listed(lost)}; give the base that was adapted, or export the checkpoint "
-            "with Megatron-Bridge"
+            f"--lora would lose it: {listed(lost_names)}; give the base that was adapted, or export the "
+            "checkpoint with Megatron-Bridge"
         )
 
 
-def _find(family: Family, reader: TorchDistReader) -> dict[Unit, Adapter]:
-    stored = {name: key.shape for name, key in reader.weights.items() if ADAPTER in name}
-    found: dict[Unit, Adapter] = {}
-    known: set[str] = set()
+def _find_adapters(family: Family, reader: TorchDistReader) -> dict[Unit, Adapter]:
+    """Find the adapter of each unit, and refuse adapters of anything else."""
+    stored_shapes = {name: key.shape for name, key in reader.weights.items() if ADAPTER in name}
+    adapters: dict[Unit, Adapter] = {}
+    supported_names: set[str] = set()
     for unit in family.units():
-        layer = unit.key.removesuffix("weight") + ADAPTER.removeprefix(".")
-        names = (f"{layer}linear_in.weight", f"{layer}linear_out.weight")
-        if not (unit.op.moves_rows and stored.keys() >= set(names)):
+        layer = unit.storage.key.removesuffix("weight") + ADAPTER.removeprefix(".")
+        name_of_a = f"{layer}linear_in.weight"
+        name_of_b = f"{layer}linear_out.weight"
+        if not unit.op.moves_rows or name_of_a not in stored_shapes or name_of_b not in stored_shapes:
             continue
-        known.update(names)
-        rank = stored[names[0]][len(unit.stack)]
-        shapes = ((*unit.stack, rank, unit.shape[1]), (*unit.stack, unit.rows, rank))
-        if tuple(stored[name] for name in names) != shapes:
-            raise UserError(f"{layer}* is {[stored[name] for name in names]}, the base says {list(shapes)}")
-        found[unit] = Adapter(unit, rank, layer)
-    if unknown := set(stored) - known:
-        raise UserError(f"adapters of a kind that is not supported: {listed(unknown)}")
-    if not found:
+        supported_names |= {name_of_a, name_of_b}
+        stack = unit.storage.stack
+        rank = stored_shapes[name_of_a][len(stack)]
+        shapes = [stored_shapes[name_of_a], stored_shapes[name_of_b]]
+        expected = [(*stack, rank, unit.shape[1]), (*stack, unit.tensor_rows, rank)]
+        if shapes != expected:
+            raise UserError(f"{layer}* is {shapes}, the base says {expected}")
+        adapters[unit] = Adapter(unit, rank, layer)
+    unsupported_names = set(stored_shapes) - supported_names
+    if unsupported_names:
+        raise UserError(f"adapters of a kind that is not supported: {listed(unsupported_names)}")
+    if not adapters:
         raise UserError(f"{reader.folder} has no LoRA adapters; convert it without --lora")
-    return found
+    return adapters
 
 
 def _check_kind(path: Path, peft: Mapping[str, Any], adapters: Iterable[Adapter]) -> None:
     """Refuse adapters that are computed otherwise than W x + scale B A x, or are of another training.
 
-    Args: path, peft: run_config.yaml, and its section of the adapters.
+    Args:
+        path: run_config.yaml.
+        peft: its section of the adapters.
+        adapters: the adapters in the checkpoint.
     """
     kind = str(peft.get("_target_", _KINDS[0])).rpartition(".")[2]
     if kind not in _KINDS:
@@ -205,18 +236,24 @@ def _check_kind(path: Path, peft: Mapping[str, Any], adapters: Iterable[Adapter]
 
 
 def _uses_rslora(path: Path, peft: Mapping[str, Any]) -> bool:
+    """Return True if the adapters are rank-stabilized."""
     value = peft.get("use_rslora", False)
     if not isinstance(value, bool):
         raise UserError(f"{path}: peft.use_rslora is {value!r:.60}, not true or false; restore the file")
     return value
 
 
-def _alpha(path: Path, peft: Mapping[str, Any], given: float | None) -> float:
-    name, alpha = "--lora-alpha", given
-    if given is None:
-        name, alpha = f"{path}: peft.alpha", peft.get("alpha")
+def _alpha(path: Path, peft: Mapping[str, Any], option: float | None) -> float:
+    """Read alpha from ``--lora-alpha``, or else from run_config.yaml."""
+    origin = "--lora-alpha"
+    alpha: Any = option
+    if option is None:
+        origin = f"{path}: peft.alpha"
+        alpha = peft.get("alpha")
     if alpha is None:
         raise UserError(f"{path} does not say peft.alpha; give it with --lora-alpha")
-    if type(alpha) not in (int, float) or not abs(alpha) <= sys.float_info.max:  # nor is NaN
-        raise UserError(f"{name} is {alpha!r:.60}, no finite number; give the training's with --lora-alpha")
+    # Every comparison with NaN is false, so this refuses NaN, too.
+    is_finite = type(alpha) in (int, float) and abs(alpha) <= sys.float_info.max
+    if not is_finite:
+        raise UserError(f"{origin} is {alpha!r:.60}, no finite number; give the training's with --lora-alpha")
     return float(alpha)

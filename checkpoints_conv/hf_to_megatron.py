@@ -27,7 +27,7 @@ from checkpoints_conv.job import Job, flush_behind, run_parallel
 from checkpoints_conv.locate import open_model
 from checkpoints_conv.run_config import write_bridge_files
 from nemo_grpo.models import Family
-from nemo_grpo.models.family import Unit
+from nemo_grpo.models.units import Unit
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.progress import Advance, progress
 
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ITERATION = 0
+"""Iteration of the checkpoint, as Megatron-Bridge numbers an import."""
+# The part before `.weight` is the layer's name. Qwen3.5's in_proj is stored in parts; only `.query` of them
+# matches, so that the layer counts once.
 _IN_TRANSFORMER_ENGINE = re.compile(r"(.*\.(linear_\w+|\w*norm|in_proj|out_proj))\.weight(\.query)?")
 
 
@@ -53,30 +56,39 @@ def hf_to_megatron(
 ) -> Path:
     """Convert a model folder; peak memory is a few megabytes per worker, besides torch.
 
-    Args:    dtype: of the result (bf16, fp16, fp32); None keeps the source's.
-             padded_vocab_size: rows of the embeddings; None: the vocabulary as it is (megatron-core pads when
-             it loads).
-             resume: finish an interrupted call.  force: replace an existing output.
-             sha256: also write ``SHA256SUMS``.
+    Args:
+        hf_model: folder with config.json and safetensors files.
+        output: folder to create.
+        dtype: dtype of the result (bf16, fp16, fp32); None keeps the source's.
+        num_workers: threads.
+        padded_vocab_size: rows of the embeddings; None: the vocabulary as it is (megatron-core pads when it
+            loads).
+        resume: finish an interrupted call.
+        force: replace an existing output.
+        sha256: also write ``SHA256SUMS``.
+
     Returns: ``output``, which holds ``iter_0000000`` and the files by which Megatron-Bridge finds it.
     """
     hf_model = Path(hf_model)
     output = Path(output)
     with open_model(hf_model) as (family, weights):
-        wanted = dtype_for(dtype)
-        conversion = _Conversion(family, weights, wanted, padded_vocab_size)
+        result_dtype = dtype_for(dtype)
+        conversion = _Conversion(family, weights, result_dtype, padded_vocab_size)
         settings = {
             "direction": "hf-to-megatron",
-            "dtype": str(wanted),
+            "dtype": str(result_dtype),
             "padded_vocab_size": padded_vocab_size,
         }
         with Job(output, hf_model, settings, resume, force) as job:
             conversion.run(job, num_workers)
-            stored = [(unit.key, conversion.dtypes[unit.key], unit.shape) for unit in conversion.units]
-            write_bridge_files(job.data, family, main_dtype(stored), ITERATION)
+            write_bridge_files(job.data, family, conversion.main_dtype(), ITERATION)
             job.finish(sha256)
     log.info("%s is a Megatron checkpoint of %s", output, hf_model)
     return output
+
+
+Place = tuple[str, tuple[int, ...]]
+"""Key and offsets of a chunk in a checkpoint."""
 
 
 class _Conversion:
@@ -85,34 +97,47 @@ class _Conversion:
     def __init__(
         self, family: Family, weights: SafetensorsFolder, dtype: Dtype | None, padded_vocab_size: int | None
     ) -> None:
-        self.family, self.weights = family, weights
+        self.family = family
+        self.weights = weights
         self.units = list(family.units())
-        self.dtypes = _dtypes(self.units, weights, dtype)
+        self.dtypes = _dtypes_by_key(self.units, weights, dtype)
         self.padded_vocab_size = padded_vocab_size
         if padded_vocab_size is not None and padded_vocab_size < family.dims["v"]:
             raise UserError(
                 f"--padded-vocab-size {padded_vocab_size} is below vocab_size={family.dims['v']}; raise it"
             )
 
+    def main_dtype(self) -> Dtype:
+        """Return the dtype that most of the result's bytes have."""
+        return main_dtype((unit.storage.key, self._dtype(unit), unit.shape) for unit in self.units)
+
     def run(self, job: Job, num_workers: int) -> None:
+        """Write every chunk that an interrupted attempt did not finish, and the metadata."""
         folder = job.data / f"iter_{ITERATION:07d}"
         folder.mkdir(exist_ok=True)
         written = [WrittenChunk.from_json(entry) for entry in job.journal]
-        written = [one for one in written if chunk_is_whole(folder, one)]
-        finished = _places(written)
-        todo = [unit for unit in self.units if (unit.key, self._offsets(unit)) not in finished]
-        again = {(key, self._offsets(unit)) for unit in todo for key in unit.twins}
-        written = [one for one in written if not _places([one]) & again]
-        total = sum(self._num_bytes(unit) for unit in self.units)
-        left = sum(self._num_bytes(unit) for unit in todo)
-        job.need_space(left)
+        written = [chunk for chunk in written if chunk_is_whole(folder, chunk)]
+        written_places = {_place_of(chunk) for chunk in written}
+        units = [unit for unit in self.units if self._place(unit) not in written_places]
+
+        # A unit is written under its twins' keys first. If only some of these were written, all are written
+        # again, and the metadata must not list the first attempt's, too.
+        rewritten = {(key, self._offsets(unit)) for unit in units for key in unit.storage.twins}
+        written = [chunk for chunk in written if _place_of(chunk) not in rewritten]
+
+        total_bytes = sum(self._num_bytes(unit) for unit in self.units)
+        remaining_bytes = sum(self._num_bytes(unit) for unit in units)
+        job.need_space(remaining_bytes)
         writer = TorchDistWriter(folder, num_workers)
         try:
-            shown = progress("hf-to-megatron", total, done=total - left, in_bytes=True)
-            with shown as advance, flush_behind(writer.descriptors):
-                run_parallel(
-                    todo, lambda unit: self._convert(unit, writer, job, written, advance), num_workers
-                )
+            done_bytes = total_bytes - remaining_bytes
+            bar = progress("hf-to-megatron", total_bytes, done=done_bytes, in_bytes=True)
+            with bar as advance, flush_behind(writer.descriptors):
+
+                def convert(unit: Unit) -> None:
+                    self._convert(unit, writer, job, written, advance)
+
+                run_parallel(units, convert, num_workers)
             writer.finish(written, self._extra_states(), ITERATION)
         finally:
             writer.close()
@@ -120,41 +145,53 @@ class _Conversion:
     def _convert(
         self, unit: Unit, writer: TorchDistWriter, job: Job, written: list[WrittenChunk], advance: Advance
     ) -> None:
-        shape, dtype = self._key_shape(unit), self.dtypes[unit.key]
-        sizes = (*(1 for _ in unit.index), self._num_rows(unit), *unit.shape[1:])
-        for key in (*unit.twins, unit.key):  # the unit's own key comes last: if it is there, all are
-            one = writer.write(key, shape, dtype, self._offsets(unit), sizes, self._pieces(unit))
-            job.record(asdict(one))
-            written.append(one)
+        shape = (*unit.storage.stack, self._padded_rows(unit, unit.tensor_rows), *unit.shape[1:])
+        stacked_axes = tuple(1 for _ in unit.storage.index)
+        sizes = (*stacked_axes, self._padded_rows(unit, unit.shape[0]), *unit.shape[1:])
+        # The unit's own key comes last: if the journal has it, it has all.
+        for key in (*unit.storage.twins, unit.storage.key):
+            chunk = writer.write(
+                key, shape, self._dtype(unit), self._offsets(unit), sizes, self._pieces(unit)
+            )
+            job.record(asdict(chunk))
+            written.append(chunk)
         advance(amount=self._num_bytes(unit))
 
     def _pieces(self, unit: Unit) -> Iterator[bytes | memoryview]:
         """Yield a unit's bytes in its Megatron tensor; each piece is valid until the next."""
-        buffer, wanted = Buffer(), self.dtypes[unit.key]
+        buffer = Buffer()
+        dtype = self._dtype(unit)
         if not unit.op.moves_rows:
             whole = unit.op.join([self.weights.read(name) for name in unit.hf], self.family.dims)
-            yield byte_view(cast_tensor(whole, wanted, unit.hf[0]).contiguous())
+            yield byte_view(cast_tensor(whole, dtype, unit.hf[0]).contiguous())
             return
-        for rows in unit.pieces(self.family.dims, PIECE_BYTES // wanted.itemsize):
+        for rows in unit.pieces(self.family.dims, PIECE_BYTES // dtype.itemsize):
             name = unit.hf[rows.part]
             data = self.weights.read_rows(name, rows.first, rows.count, buffer)
-            yield cast(data, self.weights.tensors[name].dtype, wanted, name)
-        no_token = bytes(math.prod(unit.shape[1:]) * wanted.itemsize)
-        for _ in range(self._num_rows(unit) - unit.shape[0]):
-            yield no_token
+            yield cast(data, self.weights.tensors[name].dtype, dtype, name)
+        zero_row = bytes(math.prod(unit.shape[1:]) * dtype.itemsize)
+        num_padding_rows = self._padded_rows(unit, unit.shape[0]) - unit.shape[0]
+        for _ in range(num_padding_rows):
+            yield zero_row
 
-    def _num_rows(self, unit: Unit) -> int:
-        return self.padded_vocab_size if unit.padded and self.padded_vocab_size else unit.shape[0]
+    def _dtype(self, unit: Unit) -> Dtype:
+        return self.dtypes[unit.storage.key]
 
-    def _key_shape(self, unit: Unit) -> tuple[int, ...]:
-        rows = self.padded_vocab_size if unit.padded and self.padded_vocab_size else unit.rows
-        return (*unit.stack, rows, *unit.shape[1:])
+    def _padded_rows(self, unit: Unit, num_rows: int) -> int:
+        if unit.padded and self.padded_vocab_size is not None:
+            return self.padded_vocab_size
+        return num_rows
+
+    def _place(self, unit: Unit) -> Place:
+        return unit.storage.key, self._offsets(unit)
 
     def _offsets(self, unit: Unit) -> tuple[int, ...]:
-        return (*unit.index, unit.row, *(0 for _ in unit.shape[1:]))
+        columns = tuple(0 for _ in unit.shape[1:])
+        return (*unit.storage.index, unit.row, *columns)
 
     def _num_bytes(self, unit: Unit) -> int:
-        return self._num_rows(unit) * math.prod(unit.shape[1:]) * self.dtypes[unit.key].itemsize
+        num_rows = self._padded_rows(unit, unit.shape[0])
+        return num_rows * math.prod(unit.shape[1:]) * self._dtype(unit).itemsize
 
     def _extra_states(self) -> list[str]:
         """List keys under which Transformer Engine's layers look for FP8 scales; they accept None.
@@ -162,34 +199,42 @@ class _Conversion:
         Norms are such layers too, unless fused into the linear layer after them. megatron-core by default
         refuses a checkpoint that lacks a key, and ignores others.
         """
-        found: dict[str, None] = {}
+        # A dictionary, because a set would not keep the order.
+        keys: dict[str, None] = {}
         for unit in self.units:
-            if match := _IN_TRANSFORMER_ENGINE.fullmatch(unit.key):
-                layer = match[1]
-                attention = re.sub(r"\.linear_proj$", ".core_attention", layer)
-                at, of = (".".join(map(str, numbers)) for numbers in (unit.index or (0,), unit.stack or (1,)))
-                found |= {f"{name}._extra_state/shard_{at}_{of}": None for name in (layer, attention)}
-        return list(found)
+            match = _IN_TRANSFORMER_ENGINE.fullmatch(unit.storage.key)
+            if match is None:
+                continue
+            layer = match[1]
+            # Attention itself is a layer with an extra state and without weights of its own.
+            core_attention = re.sub(r"\.linear_proj$", ".core_attention", layer)
+            index = ".".join(map(str, unit.storage.index or (0,)))
+            lengths = ".".join(map(str, unit.storage.stack or (1,)))
+            for name in (layer, core_attention):
+                keys[f"{name}._extra_state/shard_{index}_{lengths}"] = None
+        return list(keys)
 
 
-def _places(written: list[WrittenChunk]) -> set[tuple[str, tuple[int, ...]]]:
-    return {(one.key, one.chunk.offsets) for one in written}
+def _place_of(chunk: WrittenChunk) -> Place:
+    return chunk.key, chunk.chunk.offsets
 
 
-def _dtypes(units: list[Unit], weights: SafetensorsFolder, dtype: Dtype | None) -> Mapping[str, Dtype]:
+def _dtypes_by_key(units: list[Unit], weights: SafetensorsFolder, dtype: Dtype | None) -> Mapping[str, Dtype]:
     """Choose the dtype of each key: one for all its layers, since Megatron stacks them."""
-    key_dtypes: dict[str, Dtype] = {}
+    dtypes: dict[str, Dtype] = {}
     for unit in units:
+        key = unit.storage.key
         for name in unit.hf:
             stored = weights.tensors[name].dtype
             if stored not in WEIGHT_DTYPES:
                 raise UserError(
                     f"{name} is stored as {stored}; dequantise the model to bf16 and convert that"
                 )
-            chosen = stored if unit.keeps_dtype else dtype or stored
-            if key_dtypes.setdefault(unit.key, chosen) != chosen:
+            key_dtype = stored if unit.keeps_dtype or dtype is None else dtype
+            if dtypes.setdefault(key, key_dtype) != key_dtype:
                 raise UserError(
-                    f"{name} is {stored}, other layers are {key_dtypes[unit.key]}; choose one with --dtype"
+                    f"{name} is {stored}, other layers are {dtypes[key]}; choose one with --dtype"
                 )
-    computed = {unit.key for unit in units if unit.op.computes}
-    return {key: widened(kind) if key in computed else kind for key, kind in key_dtypes.items()}
+    for key in {unit.storage.key for unit in units if unit.op.computes}:
+        dtypes[key] = widened(dtypes[key])
+    return dtypes

@@ -22,6 +22,7 @@ class Summary:
     """Description of a folder.
 
     Attributes:
+        folder: folder with the files.
         values: name -> number, text, list or dictionary; ready for JSON.
         tensors: (name, shape, dtype, bytes).
     """
@@ -33,15 +34,20 @@ class Summary:
     @property
     def facts(self) -> list[tuple[str, str]]:
         """List (label, text) for people."""
-        return [(_LABELS[name], _text(name, value)) for name, value in self.values.items()]
+        return [(_LABELS[name], _formatted(name, value)) for name, value in self.values.items()]
 
     def to_json(self, tensors: bool = False) -> dict[str, Any]:
-        """Return ``values``. Args: tensors: with the list of all tensors, too."""
+        """Return ``values``.
+
+        Args: tensors: return the list of all tensors, too.
+        """
         if not tensors:
             return self.values
-        names = ("name", "shape", "dtype", "num_bytes")
-        listed = [(name, list(shape), _short(dtype), size) for name, shape, dtype, size in self.tensors]
-        return {**self.values, "tensors": [dict(zip(names, one, strict=True)) for one in listed]}
+        rows = [
+            {"name": name, "shape": list(shape), "dtype": _short(dtype), "num_bytes": num_bytes}
+            for name, shape, dtype, num_bytes in self.tensors
+        ]
+        return {**self.values, "tensors": rows}
 
 
 _LABELS = {
@@ -59,10 +65,11 @@ _LABELS = {
     "has_run_config": RUN_CONFIG,
     "has_sha256sums": SHA256SUMS,
 }
-"""Names of values -> their labels."""
+"""Names of values -> their labels for people."""
 
 
-def _text(name: str, value: Any) -> str:
+def _formatted(name: str, value: Any) -> str:
+    """Format a value for people."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if name == "num_parameters":
@@ -86,14 +93,18 @@ def summarize(path: str | Path) -> Summary:
     Raises: UserError: the folder is neither, or damaged.
     """
     path = Path(path)
-    if next(path.glob("*.safetensors"), None) is not None or (path / "config.json").exists():
+    if any(path.glob("*.safetensors")) or (path / "config.json").exists():
         return _hf(path)
     return _megatron(path)
 
 
 def _hf(path: Path) -> Summary:
+    # The files are described as they are; FP8 and MXFP4 are decoded only for a conversion.
     weights = SafetensorsFolder(path, decodes=False)
-    tensors = [(name, one.shape, one.dtype, one.num_bytes) for name, one in sorted(weights.tensors.items())]
+    tensors = [
+        (name, stored.shape, stored.dtype, stored.num_bytes)
+        for name, stored in sorted(weights.tensors.items())
+    ]
     values = {"format": "Hugging Face safetensors", "num_files": len(weights.files), **_sizes(tensors)}
     if (path / "config.json").exists():
         config = hf_config(path)

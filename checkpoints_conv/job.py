@@ -24,17 +24,23 @@ from nemo_grpo.support.files import hold_lock, make_readable, publish_folder, wr
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _MayResume(UserError):
-    """A refusal for the place, not for what is converted, so what is done stays for ``--resume``."""
+    """A refusal that concerns the output's place, not the source; finished pieces stay for ``--resume``."""
 
 
 class Job:
     """One conversion's place on disk; use it as a context manager.
 
-    Attributes: output: final folder.  data: where to write.  journal: entries of an interrupted attempt.
+    Attributes:
+        output: final folder.
+        partial: hidden folder beside it, which holds everything until the job is finished.
+        data: folder within it to write to.
+        settings: all that changes the result.
+        journal: entries of an interrupted attempt.
+        num_recorded: pieces that are done, those of an interrupted attempt included.
     """
 
     def __init__(
@@ -48,16 +54,21 @@ class Job:
     ) -> None:
         """Check that the output may be written; nothing is created yet.
 
-        Args: source: folder that is converted; it must not change between attempts.
-              settings: all that changes the result; a resumed job must have the same.
-              also_read: further folders that the output must not replace.
+        Args:
+            output: folder to create.
+            source: folder that is converted; it must not change between attempts.
+            settings: all that changes the result; a resumed job must have the same.
+            resume: go on with an interrupted attempt.
+            force: replace an existing output, or start over.
+            also_read: further folders that the output must not replace.
         """
         self.output = output.absolute()
         if not self.output.name:
             raise UserError(f"--output {output} is no folder that can be made; choose another")
         self.partial = self.output.with_name(f".{self.output.name}.partial")
         self.data = self.partial / "data"
-        self.resume, self.force = resume, force
+        self.resume = resume
+        self.force = force
         self.settings = settings | {"source": fingerprint(source)}
         self.journal: list[dict[str, Any]] = []
         self.num_recorded = 0
@@ -67,6 +78,7 @@ class Job:
 
     @contextlib.contextmanager
     def _can_be_made(self) -> Iterator[None]:
+        """Turn an error of the file system within the block into one that names the output."""
         try:
             yield
         except OSError as error:
@@ -75,15 +87,17 @@ class Job:
             ) from error
 
     def _check(self, source: Path, also_read: Sequence[Path]) -> None:
-        inside = self.output.resolve()
+        """Refuse an output that would replace something else, and an unfinished one without an option."""
+        # Links are resolved first: another name can lead to the same folder.
+        output_folder = self.output.resolve()
         for folder in also_read:
-            if inside in (folder.resolve(), *folder.resolve().parents):
+            if _contains(output_folder, folder.resolve()):
                 raise UserError(
                     f"--output {self.output}: {folder}, which is read, would be deleted; choose another"
                 )
-        for one, other in ((inside, source.resolve()), (source.resolve(), inside)):
-            if one == other or one in other.parents:
-                raise UserError(f"--output {self.output} overlaps the source {source}; choose another folder")
+        source_folder = source.resolve()
+        if _contains(output_folder, source_folder) or _contains(source_folder, output_folder):
+            raise UserError(f"--output {self.output} overlaps the source {source}; choose another folder")
         self._check_output()
         if self.partial.exists() and not (self.resume or self.force):
             raise UserError(
@@ -94,6 +108,7 @@ class Job:
             log.info("nothing to resume for %s; starting from the beginning", self.output)
 
     def _check_output(self) -> None:
+        """Refuse an output that exists, unless ``--force`` may replace it."""
         if self.output.is_symlink():
             raise UserError(f"--output {self.output} is a link to {self.output.resolve()}; give that folder")
         if self.output.exists() and not self.force:
@@ -122,28 +137,41 @@ class Job:
         return self
 
     def _load_journal(self) -> None:
+        """Read the finished pieces of an interrupted attempt, and open the journal to add to it."""
         path = self.partial / "journal.jsonl"
         lines = path.read_bytes().split(b"\n") if path.exists() else []
         for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):  # the last line may be torn
+            # The last line may be torn: its process was killed while it wrote.
+            with contextlib.suppress(ValueError, RecursionError):
                 entry = json.loads(line)
-                self.journal += [entry] if isinstance(entry, dict) else []
-        if self.journal and (first := self.journal.pop(0)) != json.loads(json.dumps(self.settings)):
-            changed = sorted(key for key in self.settings if self.settings[key] != first.get(key))
+                if isinstance(entry, dict):
+                    self.journal.append(entry)
+        if self.journal:
+            self._check_settings(self.journal.pop(0))
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.num_recorded = len(self.journal)
+        is_empty = lines in ([], [b""])
+        if is_empty:
+            self._write_line(self.settings)
+        elif lines[-1]:
+            # End the torn line, so that the next one can be read.
+            os.write(self._file, b"\n")
+
+    def _check_settings(self, first_settings: dict[str, Any]) -> None:
+        """Refuse to go on with other settings than the first attempt's, which the journal begins with."""
+        # Compared after JSON, which makes lists of tuples.
+        settings = json.loads(json.dumps(self.settings))
+        if settings != first_settings:
+            changed = sorted(key for key in settings if self.settings[key] != first_settings.get(key))
             raise UserError(
                 f"--resume {self.output}: {', '.join(changed)} changed since the first attempt; "
                 "use the same options and source, or start over with --force"
             )
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self.num_recorded = len(self.journal)
-        if lines in ([], [b""]):
-            self._write_line(self.settings)
-        elif lines[-1]:
-            os.write(self._file, b"\n")  # end the torn line
 
     def record(self, entry: dict[str, Any]) -> None:
-        """Note that a piece is done. One write per line, so a killed process tears at most the last one."""
+        """Note that a piece is done."""
         with self._append:
+            # One write per line, so a killed process tears at most the last one.
             self._write_line(entry)
             self.num_recorded += 1
 
@@ -153,15 +181,19 @@ class Job:
     def num_allocated(self) -> int:
         """Count the bytes that an interrupted attempt's files, which have holes, take on the disk."""
         files = (path for path in self.data.rglob("*") if path.is_file())
+        # POSIX counts blocks of 512 bytes, whatever the file system's block size is.
         return sum(path.stat().st_blocks * 512 for path in files)
 
     def need_space(self, num_bytes: int, *, reuses: bool = False) -> None:
         """Refuse to start a conversion that does not fit on the disk.
 
-        Args: reuses: the bytes go where an interrupted attempt's lie.
+        Args:
+            num_bytes: size of the result.
+            reuses: the bytes overwrite an interrupted attempt's.
         """
         free = shutil.disk_usage(self.partial).free
-        if free < num_bytes - (self.num_allocated() if reuses else 0):
+        num_reused = self.num_allocated() if reuses else 0
+        if free < num_bytes - num_reused:
             raise _MayResume(
                 f"{self.output.parent} has {free / 1e9:.1f} GB free, {num_bytes / 1e9:.1f} GB are needed; "
                 "free some or choose another folder"
@@ -192,15 +224,16 @@ class Job:
         """
         self._lock.close()
         is_refused = isinstance(error, UserError) and not isinstance(error, _MayResume)
-        if error is not None and (is_refused or not self.num_recorded):
-            shutil.rmtree(self.partial, ignore_errors=True)
-        elif error is not None:
-            log.warning(
-                "%s is not finished; go on with --resume if source and options stay as they are, else start "
-                "over with --force",
-                self.output,
-            )
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if error is not None:
+            if is_refused or not self.num_recorded:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            else:
+                log.warning(
+                    "%s is not finished; go on with --resume if source and options stay as they are, else "
+                    "start over with --force",
+                    self.output,
+                )
+        if isinstance(error, OSError) and error.errno in _DISK_FULL:
             raise UserError(
                 f"the disk of {self.output.parent} is full; free some space and run again with --resume"
             ) from error
@@ -211,12 +244,15 @@ def run_parallel(items: Iterable[Item], work: Callable[[Item], None], num_worker
 
     Reading, writing and checksums release Python's lock, so threads overlap the disk with the processor.
     """
-    source, lock, stop = iter(items), threading.Lock(), threading.Event()
+    iterator = iter(items)
+    lock = threading.Lock()
+    stop = threading.Event()
 
     def worker() -> None:
         while not stop.is_set():
+            # Only one thread at a time may ask an iterator.
             with lock:
-                item = next(source, None)
+                item = next(iterator, None)
             if item is None:
                 return
             try:
@@ -231,17 +267,18 @@ def run_parallel(items: Iterable[Item], work: Callable[[Item], None], num_worker
             for future in futures:
                 future.result()
         except BaseException:
+            # Ctrl-C arrives here, in the main thread, which waits.
             stop.set()
             raise
 
 
 FLUSH_SECONDS = 0.2
-"""Pause of `flush_behind`."""
+"""Pause between two flushes of `flush_behind`."""
 
 
 @contextlib.contextmanager
 def flush_behind(descriptors: Sequence[int]) -> Iterator[None]:
-    """Flush these files in the background, so that little is left for the end."""
+    """Flush these files in the background, so that little remains for the end."""
     stop = threading.Event()
 
     def flush() -> None:
@@ -255,7 +292,8 @@ def flush_behind(descriptors: Sequence[int]) -> Iterator[None]:
             yield
         finally:
             stop.set()
-        future.result()  # the system reports a failed flush only once
+        # The system reports a failed flush only once, so the flush at the end would not see it.
+        future.result()
 
 
 def fingerprint(source: Path) -> dict[str, Any]:
@@ -268,13 +306,23 @@ def fingerprint(source: Path) -> dict[str, Any]:
     return {"folder": str(source.resolve()), "files": digest.hexdigest()}
 
 
-_RESULTS = (
-    *("config.json", "adapter_config.json", "*.safetensors"),
-    *(".metadata", "iter_*", "latest_checkpointed_iteration.txt"),
+_RESULT_FILES = (
+    "config.json",
+    "adapter_config.json",
+    "*.safetensors",
+    ".metadata",
+    "iter_*",
+    "latest_checkpointed_iteration.txt",
 )
 """Files of models and checkpoints; --force replaces only a folder that has one of them."""
 
 
+def _contains(folder: Path, path: Path) -> bool:
+    """True if a path is the folder or lies in it."""
+    return folder == path or folder in path.parents
+
+
 def _may_be_replaced(output: Path) -> bool:
     is_empty = output.is_dir() and not any(output.iterdir())
-    return is_empty or any(next(output.glob(name), None) for name in _RESULTS)
+    is_result = any(any(output.glob(pattern)) for pattern in _RESULT_FILES)
+    return is_empty or is_result

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,9 @@ from checkpoints_conv.formats.safetensors_io import SafetensorsFolder
 from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
 from checkpoints_conv.run_config import RUN_CONFIG, check_run_config
 from nemo_grpo.models import Family, family_for
-from nemo_grpo.models.family import Unit, refuse_shape, refuse_unmatched, refuse_untied
+from nemo_grpo.models.refusals import refuse_shape, refuse_unmatched, refuse_untied
 from nemo_grpo.models.shared_mappings import HF_OUTPUT
+from nemo_grpo.models.units import Unit
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.model_folder import check_no_other_weights, hf_config
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ADAPTER = ".adapter."
+"""Part of the keys of LoRA adapters."""
 _ROWS = 64
 """Rows of two embeddings compared at a time."""
 
@@ -38,44 +39,69 @@ def open_model(folder: Path) -> Iterator[tuple[Family, SafetensorsFolder]]:
     with closing(SafetensorsFolder(folder, family.pieces, family.aliases, fp8_block=block)) as weights:
         family.check_hf(weights.shapes)
         if family.tied and HF_OUTPUT in weights.tensors:
-            names = (family.hf_embedding, HF_OUTPUT)
-            sides = (partial(weights.read_rows, name, buffer=Buffer()) for name in names)
-            embedding, output = (weights.shapes[name] for name in names)
-            _check_tied(family, embedding, output, *sides)
+            _check_tied_weights(family, weights)
         yield family, weights
+
+
+def _check_tied_weights(family: Family, weights: SafetensorsFolder) -> None:
+    embedding_buffer = Buffer()
+    output_buffer = Buffer()
+    _check_tied(
+        family,
+        weights.shapes[family.hf_embedding],
+        weights.shapes[HF_OUTPUT],
+        lambda first, count: weights.read_rows(family.hf_embedding, first, count, embedding_buffer),
+        lambda first, count: weights.read_rows(HF_OUTPUT, first, count, output_buffer),
+    )
 
 
 def _fp8_block(folder: Path, config: Mapping[str, Any]) -> tuple[int, int]:
     """Read rows and columns of FP8's blocks from config.json."""
     quantization = config.get("quantization_config")
-    stated = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-    if stated is None:
+    block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    if block is None:
         return FP8_BLOCK
-    is_block = isinstance(stated, list) and len(stated) == 2
-    if not is_block or not all(type(size) is int and 0 < size < 1 << 24 for size in stated):
+    is_pair = isinstance(block, list) and len(block) == 2
+    if not is_pair or not all(type(size) is int and 0 < size < 1 << 24 for size in block):
         raise UserError(
-            f"{folder / 'config.json'}: quantization_config.weight_block_size={stated!r:.60} is not a "
+            f"{folder / 'config.json'}: quantization_config.weight_block_size={block!r:.60} is not a "
             "block's rows and columns; download it again"
         )
-    rows, columns = stated
+    rows, columns = block
     return rows, columns
 
 
+ReadRows = Callable[[int, int], memoryview]
+"""(first row, number of rows) -> their bytes."""
+
+
 def _check_tied(
-    family: Family, shape: tuple[int, ...], other: tuple[int, ...], *sides: Callable[[int, int], memoryview]
+    family: Family,
+    embedding_shape: tuple[int, ...],
+    output_shape: tuple[int, ...],
+    read_embedding: ReadRows,
+    read_output: ReadRows,
 ) -> None:
-    """Compare two embeddings, each given by (first row, number of rows) -> bytes."""
-    if shape != other:
+    """Refuse an output layer that differs from the embedding, a few rows at a time."""
+    if embedding_shape != output_shape:
         refuse_untied(family.tied_by)
-    for first in range(0, shape[0], _ROWS):
-        one, two = (read(first, min(_ROWS, shape[0] - first)) for read in sides)
-        if not same(one, two):
+    num_rows = embedding_shape[0]
+    for first in range(0, num_rows, _ROWS):
+        count = min(_ROWS, num_rows - first)
+        if not same(read_embedding(first, count), read_output(first, count)):
             refuse_untied(family.tied_by)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A unit's block. Attributes: unit; name: key; start, sizes: one number per axis of the key."""
+    """Place of a unit in one checkpoint.
+
+    Attributes:
+        unit: the unit.
+        name: the checkpoint's key that holds it.
+        start: first index on each axis of the key.
+        sizes: length on each axis of the key.
+    """
 
     unit: Unit
     name: str
@@ -97,73 +123,98 @@ def locate(
 ) -> list[Place]:
     """Find every unit of the model; refuse a checkpoint with anything else.
 
-    Args: lora_remedy: for a checkpoint of adapters.
+    Args:
+        family: the model.
+        reader: the checkpoint.
+        lora_remedy: remedy that the refusal of a checkpoint with adapters names.
     """
     check_run_config(family, reader.folder / RUN_CONFIG)
     stored = {name: key.shape for name, key in reader.weights.items()}
     if any(ADAPTER in name for name in stored):
         raise UserError(f"{reader.folder} has LoRA adapters; {lora_remedy}")
-    names, missing, extra = _match(family, stored)
-    refuse_unmatched("Megatron", missing, extra)
+    names, absent_keys, extra_keys = _match(family, stored)
+    refuse_unmatched("Megatron", absent_keys, extra_keys)
     return _places(family, reader, names)
 
 
 def locate_beside_adapters(family: Family, reader: TorchDistReader) -> tuple[list[Place], set[str]]:
     """Find the model's own units in a checkpoint of adapters, and the names of what is neither."""
     stored = {name: key.shape for name, key in reader.weights.items() if ADAPTER not in name}
-    names, _missing, extra = _match(family, stored)
-    return _places(family, reader, names), extra
+    # A checkpoint of adapters may hold none of the base, so absent keys are no fault.
+    names, _absent_keys, extra_keys = _match(family, stored)
+    return _places(family, reader, names), extra_keys
 
 
 def _match(
     family: Family, stored: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[Unit, str], set[str], set[str]]:
     """Return the key of every stored unit, the keys of missing units, and keys of no unit."""
-    names, missing = {}, set()
+    names: dict[Unit, str] = {}
+    absent_keys: set[str] = set()
+    twins: set[str] = set()
     for unit in family.units():
-        if name := next((key for key in (*unit.stacked_keys, *unit.layer_keys) if key in stored), None):
-            names[unit] = name
+        keys = (*unit.storage.stacked_keys, *unit.storage.unstacked_keys)
+        # A stacked key, as megatron-core writes it, comes before the keys of one layer.
+        stored_keys = [key for key in keys if key in stored]
+        if stored_keys:
+            names[unit] = stored_keys[0]
+            twins.update(unit.storage.twins)
         else:
-            missing.add(unit.key)
-    extra = family.converted(stored) - set(names.values()) - {twin for unit in names for twin in unit.twins}
+            absent_keys.add(unit.storage.key)
+    extra_keys = family.converted(stored) - set(names.values()) - twins
     embedding, output = family.tied_names
     if family.tied and embedding in stored:
-        extra -= {output}
-    return names, missing, extra
+        # Some writers store the tied output layer, too; `_places` compares it with the embedding.
+        extra_keys.discard(output)
+    return names, absent_keys, extra_keys
 
 
 def _places(family: Family, reader: TorchDistReader, names: Mapping[Unit, str]) -> list[Place]:
-    places, stored = [], {name: reader.keys[name].shape for name in names.values()}
+    """Find the block of each unit in its key, and check the key's shape and dtype."""
+    places = []
     for unit, name in names.items():
-        _check_shape(unit, name, stored[name])
-        index = unit.index if name in unit.stacked_keys else ()
-        start = (*index, unit.row, *(0 for _ in unit.shape[1:]))
-        places.append(Place(unit, name, start, (*(1 for _ in index), *unit.shape)))
-    for name in {place.name for place in places}:
-        if reader.keys[name].dtype not in WEIGHT_DTYPES:
-            raise UserError(
-                f"{name} is stored as {reader.keys[name].dtype}; save the weights in bf16, fp16 or fp32"
-            )
+        _check_shape(unit, name, reader.keys[name].shape)
+        index = unit.storage.index if name in unit.storage.stacked_keys else ()
+        columns = tuple(0 for _ in unit.shape[1:])
+        start = (*index, unit.row, *columns)
+        sizes = (*(1 for _ in index), *unit.shape)
+        places.append(Place(unit, name, start, sizes))
+    for place in places:
+        dtype = reader.keys[place.name].dtype
+        if dtype not in WEIGHT_DTYPES:
+            raise UserError(f"{place.name} is stored as {dtype}; save the weights in bf16, fp16 or fp32")
     if family.tied and reader.weights.keys() >= set(family.tied_names):
-        shapes = [reader.keys[name].shape for name in family.tied_names]
-        both = (
-            reader.block(name, (0, 0), shape, 0)
-            for name, shape in zip(family.tied_names, shapes, strict=True)
-        )
-        with next(both) as embedding, next(both) as output:
-            _check_tied(
-                family,
-                shapes[0],
-                shapes[1],
-                lambda _, count: embedding.read(count),
-                lambda _, count: output.read(count),
-            )
+        _check_tied_keys(family, reader)
     return places
 
 
-def _check_shape(unit: Unit, name: str, found: tuple[int, ...]) -> None:
-    stack = unit.stack if name in unit.stacked_keys else ()
-    expected = (*stack, unit.rows, *unit.shape[1:])
-    padded = (*found[: len(stack)], unit.rows, *found[len(stack) + 1 :]) if unit.padded else found
-    if len(found) != len(expected) or padded != expected or found[len(stack)] < unit.rows:
-        refuse_shape(name, found, expected)
+def _check_tied_keys(family: Family, reader: TorchDistReader) -> None:
+    embedding_name, output_name = family.tied_names
+    embedding_shape = reader.keys[embedding_name].shape
+    output_shape = reader.keys[output_name].shape
+    with (
+        reader.block(embedding_name, (0, 0), embedding_shape, 0) as embedding,
+        reader.block(output_name, (0, 0), output_shape, 0) as output,
+    ):
+        # A block is read from front to end, so it needs no first row.
+        _check_tied(
+            family,
+            embedding_shape,
+            output_shape,
+            lambda _first, count: embedding.read(count),
+            lambda _first, count: output.read(count),
+        )
+
+
+def _check_shape(unit: Unit, name: str, shape: tuple[int, ...]) -> None:
+    """Refuse a key of another shape than config.json says; rows of the vocabulary may be padded."""
+    stack = unit.storage.stack if name in unit.storage.stacked_keys else ()
+    expected = (*stack, unit.tensor_rows, *unit.shape[1:])
+    if len(shape) != len(expected):
+        refuse_shape(name, shape, expected)
+    rows_axis = len(stack)
+    without_padding = shape
+    if unit.padded and shape[rows_axis] >= unit.tensor_rows:
+        without_padding = (*shape[:rows_axis], unit.tensor_rows, *shape[rows_axis + 1 :])
+    if without_padding != expected:
+        refuse_shape(name, shape, expected)

@@ -22,7 +22,7 @@ from checkpoints_conv.formats.dtypes import Dtype, byte_view, cast_tensor, dtype
 from checkpoints_conv.formats.safetensors_writer import Planned
 from checkpoints_conv.job import Job, fingerprint, run_parallel
 from checkpoints_conv.megatron_to_hf import MAX_SHARD_BYTES, copy_with_config, shards
-from nemo_grpo.models.family import Unit
+from nemo_grpo.models.units import Unit
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.model_card import base_model, training_of, write_card
 from nemo_grpo.support.model_folder import ADAPTER_CONFIG, hf_config, peft_config
@@ -33,10 +33,11 @@ class _Sink(Protocol):
     """One form of the result.
 
     Attributes:
-        units: those that are written.
+        units: units that are written.
         planned: the result's tensors.
-        file_name, max_shard_bytes: of its safetensors files.
-        settings: what changes the result beside the adapters and the base.
+        file_name: name of its safetensors files.
+        max_shard_bytes: size of the largest.
+        settings: settings that change the result, beside the adapters and the base.
     """
 
     units: list[Unit]
@@ -64,12 +65,13 @@ class _MergedModel:
         self.config_folder = config_folder
         self.max_shard_bytes = max_shard_bytes
         self.units = list(adapted.family.units())
-        rounded = {name for unit in self.units if not unit.keeps_dtype for name in unit.hf}
-        stored = adapted.weights.tensors
-        self.planned = [
-            (name, dtype if dtype and name in rounded else stored[name].dtype, shape)
-            for name, shape in adapted.family.hf_shapes.items()
-        ]
+        keep_dtype = {name for unit in self.units if unit.keeps_dtype for name in unit.hf}
+        self.planned: list[Planned] = []
+        for name, shape in adapted.family.hf_shapes.items():
+            tensor_dtype = adapted.weights.tensors[name].dtype
+            if dtype is not None and name not in keep_dtype:
+                tensor_dtype = dtype
+            self.planned.append((name, tensor_dtype, shape))
         config = hf_config(config_folder)
         self.settings = {"direction": "lora-merge", "config": config, "max_shard_bytes": max_shard_bytes}
 
@@ -80,8 +82,9 @@ class _MergedModel:
             yield from zip(unit.hf, bases, strict=True)
             return
         scale = self.adapted.scale(adapter)
-        a, parts = adapter.read(self.adapted.reader, self.adapted.family)
-        for name, weight, b in zip(unit.hf, bases, parts, strict=True):
+        a, b_of_parts = adapter.read(self.adapted.reader, self.adapted.family)
+        for name, weight, b in zip(unit.hf, bases, b_of_parts, strict=True):
+            # In float32, so that product and sum are rounded only once, when the result is written.
             yield name, torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
 
     def write_side_files(self, folder: Path) -> None:
@@ -103,16 +106,20 @@ class _PeftAdapter:
         self.rank = ranks.pop()
         self.planned: list[Planned] = []
         for unit, adapter in adapted.adapters.items():
-            stored = dtype or adapted.reader.keys[f"{adapter.layer}linear_in.weight"].dtype
+            adapter_dtype = adapted.reader.keys[f"{adapter.layer}linear_in.weight"].dtype
+            if dtype is not None:
+                adapter_dtype = dtype
             for name, shape in zip(unit.hf, unit.hf_shapes, strict=True):
-                self.planned.append((_peft_name(name, "A"), stored, (adapter.rank, shape[1])))
-                self.planned.append((_peft_name(name, "B"), stored, (shape[0], adapter.rank)))
+                self.planned.append((_peft_name(name, "A"), adapter_dtype, (adapter.rank, shape[1])))
+                self.planned.append((_peft_name(name, "B"), adapter_dtype, (shape[0], adapter.rank)))
+        # PEFT reads one file and no index, so all tensors go into one shard.
         self.max_shard_bytes = sum(num_bytes_of(kind, shape) for _, kind, shape in self.planned)
         self.settings: dict[str, Any] = {"direction": "lora-adapter"}
 
     def tensors(self, unit: Unit) -> Iterator[tuple[str, Tensor]]:
-        a, parts = self.adapted.adapters[unit].read(self.adapted.reader, self.adapted.family)
-        for name, b in zip(unit.hf, parts, strict=True):
+        a, b_of_parts = self.adapted.adapters[unit].read(self.adapted.reader, self.adapted.family)
+        for name, b in zip(unit.hf, b_of_parts, strict=True):
+            # Megatron's A serves all parts of a fused layer; PEFT adapts each part by itself.
             yield _peft_name(name, "A"), a
             yield _peft_name(name, "B"), b
 
@@ -122,8 +129,11 @@ class _PeftAdapter:
         modules = {re.sub(r"\.weight$", "", name).rpartition(".")[2] for name in names}
         training = training_of(self.adapted.reader.folder)
         # PEFT scales by lora_alpha / r: of rank-stabilized adapters this is alpha times the root of r.
-        root = math.sqrt(self.rank) if self.adapted.is_rank_stabilized else 1
-        config = peft_config(base_model(training, base)[0], self.rank, self.adapted.alpha * root, modules)
+        alpha = self.adapted.alpha
+        if self.adapted.is_rank_stabilized:
+            alpha *= math.sqrt(self.rank)
+        base_name = base_model(training, base)[0]
+        config = peft_config(base_name, self.rank, alpha, modules)
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         write_card(folder, training, base, is_adapter=True)
 
@@ -144,10 +154,15 @@ def merge_lora(
 ) -> Path:
     """Add the adapters to a base model: W + (alpha / r) B A, computed in float32 and rounded once.
 
-    Args:    base: Hugging Face folder of the model that was adapted.
-             hf_config_folder: config.json, tokenizer and chat templates of the result; None: the base's.
-             alpha: of the adapters; None: from the checkpoint's run_config.yaml.
-             The others are as in `megatron_to_hf`.
+    Args:
+        megatron_checkpoint: checkpoint that holds the adapters.
+        base: Hugging Face folder of the model that was adapted.
+        output: folder to create.
+        hf_config_folder: folder with config.json, tokenizer and chat templates of the result; None: the base.
+        alpha: alpha of the adapters; None: from the checkpoint's run_config.yaml.
+        dtype: dtype of the result; None: the base's.
+        max_shard_bytes: as in `megatron_to_hf`, like the further arguments.
+
     Returns: ``output``, a Hugging Face folder without adapters.
     """
     checkpoint = Path(megatron_checkpoint)
@@ -176,8 +191,13 @@ def export_adapter(
 ) -> Path:
     """Write the adapters as a PEFT folder, which PEFT and vLLM load on top of the base.
 
-    Args:    hf_config_folder: its config.json must agree with run_config.yaml; None: the base's.
-             The others are as in `merge_lora`.
+    Args:
+        megatron_checkpoint: checkpoint that holds the adapters.
+        base: Hugging Face folder of the model that was adapted.
+        output: folder to create.
+        hf_config_folder: folder whose config.json must agree with run_config.yaml; None: the base.
+        alpha: as in `merge_lora`, like the further arguments.
+
     Returns: ``output``: adapter_config.json and adapter_model.safetensors.
     """
     checkpoint = Path(megatron_checkpoint)
@@ -201,6 +221,7 @@ def _job(
     resume: bool,
     force: bool,
 ) -> Job:
+    """Make the job of one form of the result."""
     base = adapted.weights.folder
     settings = sink.settings | {"alpha": adapted.alpha, "dtype": str(dtype), "base": fingerprint(base)}
     return Job(output, checkpoint, settings, resume, force, [base, config_folder])
@@ -209,18 +230,19 @@ def _job(
 def _export(job: Job, sink: _Sink, num_workers: int, sha256: bool) -> None:
     """Write every tensor that an interrupted attempt did not finish, and the sink's other files."""
 
-    def work(unit: Unit) -> None:
+    def write(unit: Unit) -> None:
         for name, tensor in sink.tensors(unit):
-            if name not in finished:
-                rounded = cast_tensor(tensor, writer.tensors[name].dtype, name)
-                checksum = writer.write(name, byte_view(rounded.contiguous()))
-                job.record({"name": name, "crc32": checksum})
-                advance(amount=writer.tensors[name].num_bytes)
+            if name in finished:
+                continue
+            rounded = cast_tensor(tensor, writer.tensors[name].dtype, name)
+            checksum = writer.write(name, byte_view(rounded.contiguous()))
+            job.record({"name": name, "crc32": checksum})
+            advance(amount=writer.tensors[name].num_bytes)
 
     with shards(job, sink.planned, sink.max_shard_bytes, sink.file_name) as (writer, finished):
-        done = sum(writer.tensors[name].num_bytes for name in finished)
-        with progress("lora", writer.num_bytes, done=done, in_bytes=True) as advance:
-            run_parallel(sink.units, work, num_workers)
+        done_bytes = sum(writer.tensors[name].num_bytes for name in finished)
+        with progress("lora", writer.num_bytes, done=done_bytes, in_bytes=True) as advance:
+            run_parallel(sink.units, write, num_workers)
     sink.write_side_files(job.data)
     job.finish(sha256)
 

@@ -26,7 +26,7 @@ from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
 from checkpoints_conv.job import Job, flush_behind, run_parallel
 from checkpoints_conv.locate import Place, locate
 from nemo_grpo.models import family_for
-from nemo_grpo.models.family import Unit
+from nemo_grpo.models.units import Unit
 from nemo_grpo.support.model_card import training_of, write_card
 from nemo_grpo.support.model_folder import WEIGHTS_KEY, auto_map_files, copy_side_files, hf_config
 from nemo_grpo.support.progress import Advance, progress
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 5_000_000_000
+"""Bytes of the largest safetensors file."""
 
 
 def megatron_to_hf(
@@ -53,9 +54,17 @@ def megatron_to_hf(
 ) -> Path:
     """Convert a checkpoint, saved at whatever parallel layout; optimizer state is not read.
 
-    Args:    hf_config_folder: config.json, tokenizer and chat template of the result come from here.
-             dtype: of the result (bf16, fp16, fp32); None keeps the checkpoint's.
-             resume, force, sha256: as in `hf_to_megatron`.
+    Args:
+        megatron_checkpoint: torch_dist folder, its parent, or NeMo-RL's ``step_N``.
+        hf_config_folder: folder from which config.json, tokenizer and chat template of the result come.
+        output: folder to create.
+        dtype: dtype of the result (bf16, fp16, fp32); None keeps the checkpoint's.
+        max_shard_bytes: size of the largest safetensors file.
+        num_workers: threads.
+        resume: finish an interrupted call.
+        force: replace an existing output.
+        sha256: also write ``SHA256SUMS``.
+
     Returns: ``output``, which `AutoModelForCausalLM.from_pretrained` loads.
     """
     megatron_checkpoint = Path(megatron_checkpoint)
@@ -65,19 +74,19 @@ def megatron_to_hf(
     family = family_for(config)
     with closing(TorchDistReader(megatron_checkpoint)) as reader:
         places = locate(family, reader)
-        wanted = dtype_for(dtype)
+        result_dtype = dtype_for(dtype)
         settings = {
             "direction": "megatron-to-hf",
-            "dtype": str(wanted),
+            "dtype": str(result_dtype),
             "max_shard_bytes": max_shard_bytes,
             "config": config,
         }
         with Job(output, megatron_checkpoint, settings, resume, force, [hf_config_folder]) as job:
-            tensors = list(_tensors(places, reader, wanted))
+            tensors = list(_tensors(places, reader, result_dtype))
             copy_with_config(hf_config_folder, job.data, main_dtype(tensors))
             with shards(job, tensors, max_shard_bytes) as (writer, finished):
-                todo = [place for place in places if not finished.issuperset(place.unit.hf)]
-                _convert_all(todo, reader, writer, job, family.dims, num_workers)
+                unfinished = [place for place in places if not finished.issuperset(place.unit.hf)]
+                _convert_all(unfinished, reader, writer, job, family.dims, num_workers)
             write_card(job.data, training_of(reader.folder), hf_config_folder)
             job.finish(sha256)
     log.info("%s is a Hugging Face model", output)
@@ -85,13 +94,17 @@ def megatron_to_hf(
 
 
 def _tensors(places: list[Place], reader: TorchDistReader, dtype: Dtype | None) -> Iterator[Planned]:
+    """List the result's tensors."""
     main = main_dtype((place.name, reader.keys[place.name].dtype, place.unit.shape) for place in places)
     for place in places:
-        stored = reader.keys[place.name].dtype
+        tensor_dtype = reader.keys[place.name].dtype
         if place.unit.op.computes:
-            stored = narrowed(stored, main)
+            # Megatron's tensor is wider than the model, so that computing lost no bits on the way in.
+            tensor_dtype = narrowed(tensor_dtype, main)
+        if dtype is not None and not place.unit.keeps_dtype:
+            tensor_dtype = dtype
         for name, shape in zip(place.unit.hf, place.unit.hf_shapes, strict=True):
-            yield name, stored if place.unit.keeps_dtype else dtype or stored, shape
+            yield name, tensor_dtype, shape
 
 
 @contextmanager
@@ -99,23 +112,27 @@ def shards(
     job: Job, planned: list[Planned], max_shard_bytes: int, name: str = "model"
 ) -> Iterator[tuple[SafetensorsWriter, set[str]]]:
     """Yield a result's files, and the names of the tensors that an interrupted attempt finished."""
-    job.need_space(sum(num_bytes_of(kind, shape) for _, kind, shape in planned), reuses=True)
+    job.need_space(sum(num_bytes_of(dtype, shape) for _, dtype, shape in planned), reuses=True)
     writer = SafetensorsWriter(job.data, planned, max_shard_bytes, name)
     try:
-        yield writer, {done["name"] for done in job.journal if writer.holds(done["name"], done["crc32"])}
+        # A crash can lose data that the journal lists, so the checksums are compared.
+        finished = {entry["name"] for entry in job.journal if writer.holds(entry["name"], entry["crc32"])}
+        yield writer, finished
         writer.write_index()
     finally:
         writer.close()
 
 
 def _convert_all(
-    todo: list[Place],
+    places: list[Place],
     reader: TorchDistReader,
     writer: SafetensorsWriter,
     job: Job,
     dims: dict[str, int],
     num_workers: int,
 ) -> None:
+    """Write the Hugging Face tensors of these places."""
+
     def convert(place: Place, advance: Advance) -> None:
         parts = [writer.open(name) for name in place.unit.hf]
         with place.open(reader) as block:
@@ -125,10 +142,11 @@ def _convert_all(
             job.record({"name": part.name, "crc32": part.crc32})
             advance(amount=part.stored.num_bytes)
 
-    left = sum(writer.tensors[name].num_bytes for place in todo for name in place.unit.hf)
-    shown = progress("megatron-to-hf", writer.num_bytes, done=writer.num_bytes - left, in_bytes=True)
-    with shown as advance, flush_behind(list(writer.descriptors.values())):
-        run_parallel(todo, lambda place: convert(place, advance), num_workers)
+    remaining_bytes = sum(writer.tensors[name].num_bytes for place in places for name in place.unit.hf)
+    done_bytes = writer.num_bytes - remaining_bytes
+    bar = progress("megatron-to-hf", writer.num_bytes, done=done_bytes, in_bytes=True)
+    with bar as advance, flush_behind(list(writer.descriptors.values())):
+        run_parallel(places, lambda place: convert(place, advance), num_workers)
 
 
 def _write_parts(unit: Unit, block: Block, parts: Sequence[TensorWriter], dims: dict[str, int]) -> None:
@@ -138,7 +156,7 @@ def _write_parts(unit: Unit, block: Block, parts: Sequence[TensorWriter], dims: 
             part = parts[rows.part]
             part.write(cast(block.read(rows.count), block.dtype, part.stored.dtype, part.name))
         return
-    whole = tensor_of(block.read(unit.rows), block.dtype, unit.shape)
+    whole = tensor_of(block.read(unit.tensor_rows), block.dtype, unit.shape)
     tensors = unit.op.split(whole, [shape[0] for shape in unit.hf_shapes], dims)
     for part, tensor in zip(parts, tensors, strict=True):
         part.write(byte_view(cast_tensor(tensor, part.stored.dtype, part.name)))
@@ -148,14 +166,21 @@ def copy_with_config(source: Path, target: Path, dtype: Dtype) -> None:
     """Copy config, generation config, tokenizer and chat templates; the config gets the weights' dtype."""
     names = copy_side_files(source, target)
     config = hf_config(source)
-    config.pop("quantization_config", None)  # of a base in FP8 or the like
-    config.pop(WEIGHTS_KEY, None)  # of the source's files
+    # It describes a base in FP8 or the like, and the result is not quantised.
+    config.pop("quantization_config", None)
+    # It names the source's weight files.
+    config.pop(WEIGHTS_KEY, None)
     if not auto_map_files(config) <= names:
         # transformers has every family that is converted, and would look for code that is not there.
         config.pop("auto_map")
-    config |= dict.fromkeys(config.keys() & {"num_nextn_predict_layers", "mtp_num_hidden_layers"}, 0)
-    keys = [key for key in ("torch_dtype", "dtype") if key in config] or ["dtype"]
-    (target / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, dtype.name), indent=2) + "\n")
+    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+        if key in config:
+            # Heads for multi-token prediction are not converted.
+            config[key] = 0
+    dtype_keys = [key for key in ("torch_dtype", "dtype") if key in config]
+    for key in dtype_keys or ["dtype"]:
+        config[key] = dtype.name
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if not names & {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"}:
         log.warning(
             "%s has no tokenizer, so the result has none either; copy one there before serving", source

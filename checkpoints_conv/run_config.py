@@ -48,76 +48,98 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "megatron.core.activations.fast_gelu",
     "gelu": "torch.nn.functional.gelu",
 }
-
-# What megatron-core computes with wherever rope_scaling is true.
+"""config.json's activations -> functions of Megatron-Bridge's providers."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Values with which megatron-core computes wherever rope_scaling is true."""
 _PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 
 
 def write_bridge_files(folder: Path, family: Family, dtype: Dtype, iteration: int) -> None:
     """Write run_config.yaml, train_state.pt and the trackers that name the latest iteration."""
-    inner = folder / f"iter_{iteration:07d}"
-    for lost in unsaid(family):
-        log.warning("%s of config.json is not in %s: a model built from that alone differs", lost, RUN_CONFIG)
+    iteration_folder = folder / f"iter_{iteration:07d}"
+    for setting in lost_settings(family):
+        log.warning(
+            "%s of config.json is not in %s: a model built from that alone differs", setting, RUN_CONFIG
+        )
+    # Megatron-Bridge demands these three keys, whatever it loads.
     saving = {"save_optim": False, "save_rng": False, "fully_parallel_save": False}
     sections = {"model": model_section(family, dtype), "checkpoint": saving}
-    (inner / RUN_CONFIG).write_text(yaml.safe_dump(sections, sort_keys=False))
+    (iteration_folder / RUN_CONFIG).write_text(yaml.safe_dump(sections, sort_keys=False))
     (folder / LATEST).write_text(str(iteration))
-    for path in (inner / "train_state.pt", folder / "latest_train_state.pt"):
+    for path in (iteration_folder / "train_state.pt", folder / "latest_train_state.pt"):
         _write_train_state(path, iteration)
 
 
 def _write_train_state(path: Path, iteration: int) -> None:
-    counters = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+    """Write the counters of a training that has not begun, as tensors without axes."""
+    zero = ("int64", struct.pack("<q", 0))
+    false = ("bool", struct.pack("<?", False))
     scalars = {
         "step": ("int64", struct.pack("<q", iteration)),
-        **{name: ("int64", struct.pack("<q", 0)) for name in counters},
+        "consumed_train_samples": zero,
+        "skipped_train_samples": zero,
+        "consumed_valid_samples": zero,
         "floating_point_operations_so_far": ("float64", struct.pack("<d", 0.0)),
-        **{name: ("bool", struct.pack("<?", False)) for name in ("do_train", "do_valid", "do_test")},
+        "do_train": false,
+        "do_valid": false,
+        "do_test": false,
     }
     tree = {name: TensorReference(DTYPES[dtype], (), name) for name, (dtype, _) in scalars.items()}
+    data = {name: [content] for name, (_, content) in scalars.items()}
     with path.open("wb") as stream:
-        save(stream, tree, {name: [data] for name, (_, data) in scalars.items()})
+        save(stream, tree, data)
 
 
-def unsaid(family: Family) -> list[str]:
+def lost_settings(family: Family) -> list[str]:
     """List settings that run_config.yaml cannot express."""
     rope = family.spec.rope
-    found = [f"{key} {value:g}" for key, value in family.unsaid.items()]
-    said = {"default", "llama3"}
-    said |= {"linear"} if "rope_scaling_factor" in family.settings else set()
-    yarn = {"rotary_scaling_factor", "yarn_rotary_scaling_factor"}
-    said |= {"yarn"} if yarn & family.settings.keys() else set()
-    if rope["rope_type"] not in said:
-        found.append(f"rope_type {rope['rope_type']}")
+    lost = [f"{key} {value:g}" for key, value in family.lost_settings.items()]
+
+    expressed_rope_types = {"default", "llama3"}
+    if "rope_scaling_factor" in family.settings:
+        expressed_rope_types.add("linear")
+    if family.settings.keys() & {"rotary_scaling_factor", "yarn_rotary_scaling_factor"}:
+        expressed_rope_types.add("yarn")
+    if rope["rope_type"] not in expressed_rope_types:
+        lost.append(f"rope_type {rope['rope_type']}")
     if rope["rope_type"] == "llama3":
-        given = {key: rope.get(key, value) for key, value in _LLAMA3_ROPE.items()}
-        found += [f"{key} {value:g}" for key, value in given.items() if value != _LLAMA3_ROPE[key]]
+        for key, fixed_value in _LLAMA3_ROPE.items():
+            value = rope.get(key, fixed_value)
+            if value != fixed_value:
+                lost.append(f"{key} {value:g}")
+
     if family.spec.sliding_window and "window_size" not in family.settings:
-        found.append(f"sliding_window {family.spec.sliding_window}")
-    return found
+        lost.append(f"sliding_window {family.spec.sliding_window}")
+    return lost
 
 
 def check_run_config(family: Family, path: Path) -> None:
     """Compare a checkpoint's model settings with config.json, where shapes do not show them.
 
-    Args: path: of run_config.yaml; without it NeMo's model.yaml is compared, if there is one.
+    Args:
+        family: the model of config.json.
+        path: place of run_config.yaml; without it NeMo's model.yaml is compared, if there is one.
     """
-    if path.exists():
-        section, compared = "model", COMPARED
-    else:
-        path, section = model_yaml(path.parent), "config"
-        compared = {key: COMPARED[key] for key in COMPARED if key != "vocab_size"}  # NeMo's may be padded
-    stated = read_section(path, section)
-    expected = model_section(family, DTYPES["float32"])
-    if not expected["rope_scaling"]:
-        del expected["rope_scaling_factor"]  # without effect
+    section = "model"
+    compared = dict(COMPARED)
+    if not path.exists():
+        path = model_yaml(path.parent)
+        section = "config"
+        # NeMo's vocabulary may be padded.
+        del compared["vocab_size"]
+    settings = read_section(path, section)
+    expected_settings = model_section(family, DTYPES["float32"])
+    if not expected_settings["rope_scaling"]:
+        # Without rope_scaling the factor has no effect.
+        del expected_settings["rope_scaling_factor"]
     for key, hf_key in compared.items():
-        found, wanted = (_plain(values.get(key)) for values in (stated, expected))
-        if found is not None and wanted is not None and found != wanted:
+        value = _plain(settings.get(key))
+        expected = _plain(expected_settings.get(key))
+        # A key that one side leaves out has that side's default, which is not known here.
+        if value is not None and expected is not None and value != expected:
             raise UserError(
-                f"{path.name} has {key}={_shown(found)}, config.json gives {wanted} ({hf_key}); are the "
-                "checkpoint and config.json of the same model?"
+                f"{path.name} has {key}={_shortened(value)}, config.json gives {expected} ({hf_key}); are "
+                "the checkpoint and config.json of the same model?"
             )
 
 
@@ -131,14 +153,18 @@ def _plain(value: Any) -> Any:
         return value
 
 
-def _shown(value: Any) -> str:
-    """Shorten a value for a message; a short YAML file can stand for a text of any length."""
+def _shortened(value: Any) -> str:
+    """Shorten a value for a message; a short YAML file can stand for a value of any length."""
     if isinstance(value, list):
-        is_flat = not any(isinstance(one, list) for one in value)
-        return f"[{', '.join(map(_shown, value[:8]))}]" if is_flat else "lists within lists"
+        if any(isinstance(item, list) for item in value):
+            return "lists within lists"
+        return f"[{', '.join(map(_shortened, value[:8]))}]"
     if isinstance(value, int) and value.bit_length() > 200:
+        # Python refuses to print a very long number.
         return "a number of many digits"
-    return str(value)[:60] if isinstance(value, str | int | float) else type(value).__name__
+    if isinstance(value, str | int | float):
+        return str(value)[:60]
+    return type(value).__name__
 
 
 class _Loader(yaml.SafeLoader):
@@ -154,22 +180,23 @@ def read_section(path: Path, section: str) -> dict[str, Any]:
     remedy = "restore it, or remove it to convert without it"
     with reading(path, "valid YAML", remedy, yaml.YAMLError):
         sections = yaml.load(path.read_text(), _Loader) if path.exists() else None
-    found = sections.get(section) if isinstance(sections, dict) else sections
-    if found is None:
+    content = sections.get(section) if isinstance(sections, dict) else sections
+    if content is None:
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{path}: {section} is not a mapping; {remedy}")
-    return found
+    return content
 
 
 def model_section(family: Family, dtype: Dtype) -> dict[str, Any]:
     """Build the section from which Megatron-Bridge's provider builds the model, from config.json."""
-    config, spec = family.config, family.spec
+    config = family.config
+    spec = family.spec
     if spec.hidden_act not in _ACTIVATIONS:
         raise UserError(
             f"hidden_act={spec.hidden_act!r} of config.json is not one of {', '.join(_ACTIVATIONS)}"
         )
-    return {
+    settings = {
         "_target_": _PROVIDER,
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
@@ -195,6 +222,7 @@ def model_section(family: Family, dtype: Dtype) -> dict[str, Any]:
         "rotary_percent": 1.0,
         "rope_scaling": spec.rope["rope_type"] == "llama3",
         "rope_scaling_factor": float(spec.rope.get("factor") or 1.0),
+        # Rows are padded as the layout needs when the checkpoint is loaded, not in the checkpoint.
         "make_vocab_size_divisible_by": 1,
         "should_pad_vocab": False,
         "tensor_model_parallel_size": 1,
@@ -203,13 +231,15 @@ def model_section(family: Family, dtype: Dtype) -> dict[str, Any]:
         "pipeline_dtype": _reference(str(dtype)),
         "bf16": dtype.name == "bfloat16",
         "fp16": dtype.name == "float16",
-        **(_experts(family) if spec.num_experts else {}),
-        **family.settings,
     }
+    if spec.num_experts:
+        settings |= _expert_settings(family)
+    return settings | family.settings
 
 
-def _experts(family: Family) -> dict[str, Any]:
-    config, spec = family.config, family.spec
+def _expert_settings(family: Family) -> dict[str, Any]:
+    config = family.config
+    spec = family.spec
     return {
         "num_moe_experts": spec.num_experts,
         "moe_ffn_hidden_size": spec.ffn_size,
@@ -223,4 +253,5 @@ def _experts(family: Family) -> dict[str, Any]:
 
 
 def _reference(name: str) -> dict[str, Any]:
+    """Name a function or dtype in the form that Megatron-Bridge reads without calling it."""
     return {"_target_": name, "_call_": False}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +17,10 @@ from checkpoints_conv.formats.torch_dist import Block, TorchDistReader
 from checkpoints_conv.job import run_parallel
 from checkpoints_conv.locate import Place, locate, open_model
 from nemo_grpo.core.lazy import Tensor, torch
-from nemo_grpo.models import family_for
-from nemo_grpo.models.family import Family, Unit
+from nemo_grpo.models import Family, family_for
 from nemo_grpo.models.ops import Dims
 from nemo_grpo.models.shared_mappings import whole_name
+from nemo_grpo.models.units import Unit
 from nemo_grpo.support.files import check_sha256
 from nemo_grpo.support.progress import progress
 
@@ -49,14 +50,25 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return numbers and names; a difference that is no number (NaN) is null."""
-        gaps = {
-            kind: {name: None if math.isnan(gap) else gap for name, gap in sorted(names.items())}
-            for kind, names in (("different", self.different), ("rounded", self.rounded))
+        return {
+            "num_tensors": self.num_tensors,
+            "different": _without_nan(self.different),
+            "rounded": _without_nan(self.rounded),
+            "cast": sorted([_short(hf), _short(megatron)] for hf, megatron in self.cast),
+            "num_hashed": self.num_hashed,
         }
-        cast = sorted(
-            [str(hf).removeprefix("torch."), str(kind).removeprefix("torch.")] for hf, kind in self.cast
-        )
-        return {"num_tensors": self.num_tensors, **gaps, "cast": cast, "num_hashed": self.num_hashed}
+
+
+def _without_nan(differences: Mapping[str, float]) -> dict[str, float | None]:
+    """Replace NaN, which JSON does not have, by None."""
+    return {
+        name: None if math.isnan(difference) else difference
+        for name, difference in sorted(differences.items())
+    }
+
+
+def _short(dtype: Dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -87,22 +99,26 @@ def verify(hf_model: str | Path, megatron_checkpoint: str | Path, num_workers: i
     ):
         remedy = "verify compares whole models; `megatron-to-hf --lora merge` exports the merged one"
         places = locate(family, reader, remedy)
-        result, lock = Comparison(), threading.Lock()
+        result = Comparison()
+        lock = threading.Lock()
         folders = {hf_model, reader.folder, reader.folder.parent}
         result.num_hashed = sum(check_sha256(folder) for folder in folders)
 
         def compare(place: Place) -> None:
-            gaps, dtype = gaps_of(place, family, weights, reader), reader.keys[place.name].dtype
-            stored = {name: weights.tensors[name] for name in place.unit.hf}
+            gaps = gaps_of(place, family, weights, reader)
+            megatron_dtype = reader.keys[place.name].dtype
+            names = place.unit.hf
             with lock:
-                result.compared |= set(map(whole_name, stored))
-                result.cast |= {(one.dtype, dtype) for one in stored.values()} - {(dtype, dtype)}
+                result.compared |= {whole_name(name) for name in names}
+                for name in names:
+                    hf_dtype = weights.tensors[name].dtype
+                    if hf_dtype != megatron_dtype:
+                        result.cast.add((hf_dtype, megatron_dtype))
                 if gaps:
-                    worst = max((gap.size for gap in gaps), key=lambda size: (math.isnan(size), size))
                     is_rounding = all(gap.imports or gap.exports for gap in gaps)
-                    list_of = result.rounded if is_rounding else result.different
-                    list_of.update(dict.fromkeys(stored, worst))
-            advance(amount=sum(one.num_bytes for one in stored.values()))
+                    differences = result.rounded if is_rounding else result.different
+                    differences.update(dict.fromkeys(names, _largest(gaps)))
+            advance(amount=sum(weights.tensors[name].num_bytes for name in names))
 
         total = sum(weights.tensors[name].num_bytes for name in family.hf_shapes)
         with progress("verify", total, in_bytes=True) as advance:
@@ -110,27 +126,33 @@ def verify(hf_model: str | Path, megatron_checkpoint: str | Path, num_workers: i
     return result
 
 
+def _largest(gaps: Sequence[Gap]) -> float:
+    """Return the largest difference; NaN counts as larger than every number."""
+    return max((gap.size for gap in gaps), key=lambda size: (math.isnan(size), size))
+
+
 def gaps_of(place: Place, family: Family, weights: SafetensorsFolder, reader: TorchDistReader) -> list[Gap]:
     """Compare the pieces of a unit, in Megatron's dtype; list those whose bits differ."""
-    unit, buffer = place.unit, Buffer()
-    stored = [weights.tensors[name].dtype for name in unit.hf]
+    unit = place.unit
     with place.open(reader) as block:
         if unit.op.computes:
             return _computed_gaps(unit, weights, block, family.dims)
         if unit.op.moves_rows:
-            gaps = [
-                _gap(
-                    weights.read_rows(unit.hf[rows.part], rows.first, rows.count, buffer),
-                    stored[rows.part],
-                    block.read(rows.count),
-                    block.dtype,
-                )
-                for rows in unit.pieces(family.dims, PIECE_BYTES // block.dtype.itemsize)
-            ]
+            gaps = list(_gaps_by_piece(unit, weights, block, family.dims))
         else:
             whole = unit.op.join([weights.read(name) for name in unit.hf], family.dims).contiguous()
-            gaps = [_gap(byte_view(whole), stored[0], block.read(unit.rows), block.dtype)]
+            hf_dtype = weights.tensors[unit.hf[0]].dtype
+            gaps = [_gap(byte_view(whole), hf_dtype, block.read(unit.tensor_rows), block.dtype)]
     return [gap for gap in gaps if gap is not None]
+
+
+def _gaps_by_piece(unit: Unit, weights: SafetensorsFolder, block: Block, dims: Dims) -> Iterator[Gap | None]:
+    """Compare a unit a few rows at a time, in the order of Megatron's rows."""
+    buffer = Buffer()
+    for rows in unit.pieces(dims, PIECE_BYTES // block.dtype.itemsize):
+        name = unit.hf[rows.part]
+        hf = weights.read_rows(name, rows.first, rows.count, buffer)
+        yield _gap(hf, weights.tensors[name].dtype, block.read(rows.count), block.dtype)
 
 
 def _gap(hf: memoryview, hf_dtype: Dtype, megatron: memoryview, dtype: Dtype) -> Gap | None:
@@ -139,7 +161,7 @@ def _gap(hf: memoryview, hf_dtype: Dtype, megatron: memoryview, dtype: Dtype) ->
         hf = byte_view(tensor_of(hf, hf_dtype).to(dtype.torch))
     if same(hf, megatron):
         return None
-    return Gap(_distance(tensor_of(hf, dtype), tensor_of(megatron, dtype)))
+    return Gap(_largest_difference(tensor_of(hf, dtype), tensor_of(megatron, dtype)))
 
 
 def _computed_gaps(unit: Unit, weights: SafetensorsFolder, block: Block, dims: Dims) -> list[Gap]:
@@ -149,7 +171,7 @@ def _computed_gaps(unit: Unit, weights: SafetensorsFolder, block: Block, dims: D
     whose trained numbers the export had to round.
     """
     hf = [weights.read(name) for name in unit.hf]
-    megatron = tensor_of(block.read(unit.rows), block.dtype, unit.shape)
+    megatron = tensor_of(block.read(unit.tensor_rows), block.dtype, unit.shape)
     imported = unit.op.join(hf, dims).to(megatron.dtype)
     exported = unit.op.split(megatron, [len(part) for part in hf], dims)
     imports = torch.equal(imported, megatron)
@@ -157,19 +179,21 @@ def _computed_gaps(unit: Unit, weights: SafetensorsFolder, block: Block, dims: D
     exports = all(torch.equal(back.to(part.dtype), part) for back, part in pairs)
     if imports and exports:
         return []
-    return [Gap(max(_distance(back, part) for back, part in pairs), imports, exports)]
+    size = max(_largest_difference(back, part) for back, part in pairs)
+    return [Gap(size, imports, exports)]
 
 
-def _distance(one: Tensor, two: Tensor) -> float:
-    return float((one.double() - two.double()).abs().max())
+def _largest_difference(first: Tensor, second: Tensor) -> float:
+    return float((first.double() - second.double()).abs().max())
 
 
 def read_megatron(config: dict[str, object], checkpoint: str | Path) -> dict[str, torch.Tensor]:
     """Read every tensor of a checkpoint into memory, under its local-spec name."""
     family = family_for(config)
     reader = TorchDistReader(Path(checkpoint))
-    pieces: dict[str, list[torch.Tensor]] = {}
+    blocks: dict[str, list[torch.Tensor]] = {}
     for place in locate(family, reader):
-        pieces.setdefault(place.unit.megatron, []).append(place.read(reader))
+        # Units of a tensor come in the order of its rows.
+        blocks.setdefault(place.unit.megatron, []).append(place.read(reader))
     reader.close()
-    return {name: torch.cat(parts) for name, parts in pieces.items()}
+    return {name: torch.cat(blocks_of_tensor) for name, blocks_of_tensor in blocks.items()}

@@ -2,8 +2,9 @@
 
     safetensors_io      safetensors files: read a tensor's rows
     safetensors_writer  the same, written in shards with their index
-    torch_dist          Megatron's torch_dist folders: ``.metadata``, and the chunks in ``*.distcp``; read
+    torch_dist          Megatron's torch_dist folders: the chunks in ``*.distcp``, read
     torch_dist_writer   the same, written
+    metadata            their ``.metadata``: which key has which chunks
     archive, pickles    the parts of torch_dist: torch.save archives, and pickles
     dtypes, pieces      dtypes of stored tensors, FP8 and MXFP4; bytes between files
 

@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +22,39 @@ from checkpoints_conv.formats.dtypes import DTYPES, Dtype, byte_view, tensor_of
 from checkpoints_conv.formats.pickles import (
     RefusingUnpickler,
     StoredStorage,
-    check_of_tensor,
+    check_describes_tensor,
 )
 from checkpoints_conv.formats.pieces import crc32_of, damaged, read_into, scatter_into, write_from
 from nemo_grpo.core.lazy import torch
 from nemo_grpo.support.errors import UserError
 
 _NAME = "archive"
-_ALIGNMENT = 64  # of data within the file, as torch.save has it
+"""Folder of the members within the archive, as torch.save names it."""
+_ALIGNMENT = 64
+"""Bytes; data begins at a multiple of them within the archive, as torch.save has it."""
 _LOCAL_HEADER = struct.Struct("<26x2H")
+"""A zip member's header up to the lengths of its name and of its extra field."""
+_EXTRA_HEADER_BYTES = 4
+"""Tag and length before an extra field's content."""
+_ZIP64_EXTRA_BYTES = 20
+"""Extra field with 64-bit sizes that zipfile adds by ``force_zip64``."""
 
 
 class Section(io.RawIOBase):
-    """A part of a file as a file of its own, for zipfile. Attributes: length: bytes that are in it."""
+    """A part of a file as a file of its own, for zipfile.
+
+    Attributes:
+        descriptor: the file.
+        start: first byte of the part.
+        length: bytes that are in it.
+        position: where the next read or write begins, from ``start``.
+    """
 
     def __init__(self, descriptor: int, start: int, length: int = 0) -> None:
-        self.descriptor, self.start, self.length, self.position = descriptor, start, length, 0
+        self.descriptor = descriptor
+        self.start = start
+        self.length = length
+        self.position = 0
 
     def readable(self) -> bool:
         return True
@@ -56,7 +72,8 @@ class Section(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        view = view[: max(0, min(len(view), self.length - self.position))]
+        num_available = max(0, self.length - self.position)
+        view = view[:num_available]
         count = read_into(self.descriptor, self.start + self.position, view)
         self.position += count
         return count
@@ -71,7 +88,13 @@ class Section(io.RawIOBase):
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Compute the strides of a contiguous tensor, in elements."""
-    return tuple(accumulate(reversed(shape[1:]), lambda a, b: a * max(b, 1), initial=1))[::-1][: len(shape)]
+    strides = []
+    stride = 1
+    for size in reversed(shape):
+        strides.append(stride)
+        # torch counts an empty axis as one of length 1.
+        stride *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 @dataclass(frozen=True)
@@ -84,8 +107,11 @@ class TensorReference:
 
     def __reduce__(self) -> tuple[Any, ...]:
         storage = StoredStorage(self.dtype, self.key, math.prod(self.shape))
-        layout: tuple[Any, ...] = (0, self.shape, strides_of(self.shape), False, collections.OrderedDict())
-        return torch._utils._rebuild_tensor_v2, (storage, *layout)
+        offset = 0
+        requires_grad = False
+        backward_hooks: Any = collections.OrderedDict()
+        arguments = (storage, offset, self.shape, strides_of(self.shape), requires_grad, backward_hooks)
+        return torch._utils._rebuild_tensor_v2, arguments
 
 
 class _Pickler(pickle.Pickler):
@@ -97,29 +123,55 @@ class _Pickler(pickle.Pickler):
 
 def _pickled(tree: Any) -> bytes:
     stream = io.BytesIO()
-    _Pickler(stream, protocol=2).dump(tree)  # the protocol that torch.load(weights_only=True) reads
+    # Protocol 2 is the one that torch.load(weights_only=True) reads.
+    _Pickler(stream, protocol=2).dump(tree)
     return stream.getvalue()
 
 
 def save(stream: Any, tree: Any, data: Mapping[str, Iterable[bytes | memoryview]] | None = None) -> None:
     """Write an archive that ``torch.load(weights_only=True)`` reads.
 
-    Args: tree: plain values and `TensorReference`.  data: bytes of the storages by their keys, in pieces.
+    Args:
+        stream: file to write to.
+        tree: plain values and `TensorReference`.
+        data: key of each storage -> its bytes, in pieces.
     """
     with zipfile.ZipFile(stream, "w") as archive:
-        for name, text in (("data.pkl", _pickled(tree)), ("byteorder", b"little"), ("version", b"3\n")):
-            archive.writestr(zipfile.ZipInfo(f"{_NAME}/{name}"), text)
+        members = {"data.pkl": _pickled(tree), "byteorder": b"little", "version": b"3\n"}
+        for name, content in members.items():
+            archive.writestr(zipfile.ZipInfo(f"{_NAME}/{name}"), content)
         for key, pieces in (data or {}).items():
             info = zipfile.ZipInfo(f"{_NAME}/data/{key}")
-            end = stream.tell() + 30 + len(info.filename) + 4 + 20  # header, padding's header, zip64 sizes
-            info.extra = struct.pack("<2sH", b"FB", -end % _ALIGNMENT) + bytes(-end % _ALIGNMENT)
-            with archive.open(info, "w", force_zip64=True) as out:
+            info.extra = _padding(stream.tell(), len(info.filename))
+            # The size is not known before the pieces are written, and may be above 4 GB.
+            with archive.open(info, "w", force_zip64=True) as member:
                 for piece in pieces:
-                    out.write(piece)
+                    member.write(piece)
+
+
+def _padding(position: int, name_length: int) -> bytes:
+    """Make an extra field after which a member's data is aligned, as torch.save writes it (tag FB).
+
+    Args:
+        position: first byte of the member's header.
+        name_length: length of its name.
+    """
+    header_bytes = _LOCAL_HEADER.size + name_length + _EXTRA_HEADER_BYTES + _ZIP64_EXTRA_BYTES
+    num_padding_bytes = -(position + header_bytes) % _ALIGNMENT
+    return struct.pack("<2sH", b"FB", num_padding_bytes) + bytes(num_padding_bytes)
 
 
 @dataclass(frozen=True)
 class _Layout:
+    """A saved tensor as its pickle describes it.
+
+    Attributes:
+        storage: its bytes.
+        offset: first element in the storage.
+        shape: its shape.
+        stride: elements from one index to the next, per axis.
+    """
+
     storage: StoredStorage
     offset: int
     shape: tuple[int, ...]
@@ -128,26 +180,30 @@ class _Layout:
     @property
     def is_plain(self) -> bool:
         """True if the storage is the tensor's elements in their order."""
-        whole = self.offset == 0 and math.prod(self.shape) == self.storage.num_elements
-        axes = [n > 1 for n in self.shape]
-        wanted = strides_of(self.shape)
-        return whole and all(
-            a == b for a, b, matters in zip(self.stride, wanted, axes, strict=True) if matters
-        )
+        if self.offset != 0 or math.prod(self.shape) != self.storage.num_elements:
+            return False
+        contiguous = strides_of(self.shape)
+        for size, stride, contiguous_stride in zip(self.shape, self.stride, contiguous, strict=True):
+            # The stride of an axis of length 1 is arbitrary.
+            if size > 1 and stride != contiguous_stride:
+                return False
+        return True
 
 
-def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_rest: Any) -> _Layout:
+def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_further: Any) -> _Layout:
     """Check that the numbers describe a tensor within its storage."""
     numbers = (offset, storage.num_elements, *shape, *stride)
-    if len(shape) != len(stride) or not all(type(n) is int and 0 <= n < 1 << 60 for n in numbers):
+    are_sizes = all(type(number) is int and 0 <= number < 1 << 60 for number in numbers)
+    if len(shape) != len(stride) or not are_sizes:
         raise ValueError(f"{shape!r:.60} and {stride!r:.60} are no shape and strides")
-    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    if all(shape) and last >= storage.num_elements:
+    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    is_empty = 0 in shape
+    if not is_empty and last >= storage.num_elements:
         raise ValueError(f"the tensor ends at {last} of {storage.num_elements} elements")
     return _Layout(storage, offset, tuple(shape), tuple(stride))
 
 
-def _rebuild_parameter(data: Any, *_rest: Any) -> Any:
+def _rebuild_parameter(data: Any, *_further: Any) -> Any:
     return data
 
 
@@ -160,40 +216,66 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class SavedTensor:
-    """One saved tensor, read from front to end. Attributes: dtype, shape."""
+    """One saved tensor, read from front to end.
+
+    Attributes:
+        dtype: its dtype.
+        shape: its shape.
+    """
 
     def __init__(self, file: Path, descriptor: int, start: int, length: int) -> None:
-        """Read the archive's directory and the tensor's layout."""
-        self._where, self._descriptor, self._start = file, descriptor, start
+        """Read the archive's directory and the tensor's layout.
+
+        Args:
+            file: the file's name, for messages.
+            descriptor: the file.
+            start: first byte of the archive.
+            length: bytes of the archive.
+        """
+        self._file = file
+        self._descriptor = descriptor
+        self._start = start
         try:
             with zipfile.ZipFile(Section(descriptor, start, length)) as archive:
                 members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+                # At most 64 KB: a compressed member could expand to any size.
                 pickled = archive.open(members["data.pkl"]).read(1 << 16)
                 order = members.get("byteorder")
                 if order is not None and archive.read(order) != b"little":
                     raise damaged(file, "a chunk is not little-endian")
-            check_of_tensor(pickled)
+            check_describes_tensor(pickled)
             layout = RefusingUnpickler(io.BytesIO(pickled), _ALLOWED, str(file)).load()
         except UserError:
             raise
-        except Exception as error:  # damaged archives and pickles can fail in any way
+        except Exception as error:
+            # Damaged archives and pickles can fail in any way.
             raise damaged(file, f"the chunk at byte {start} is no saved tensor ({error})") from None
         if not isinstance(layout, _Layout):
             raise damaged(file, f"the chunk at byte {start} holds no tensor")
         self._layout = layout
-        self.dtype, self.shape = layout.storage.dtype, layout.shape
-        self._size = layout.storage.num_elements * self.dtype.itemsize
-        self._find(members.get(f"data/{layout.storage.key}"))
+        self.dtype = layout.storage.dtype
+        self.shape = layout.shape
+        self._num_bytes = layout.storage.num_elements * self.dtype.itemsize
+        data_member = members.get(f"data/{layout.storage.key}")
+        if (
+            data_member is None
+            or data_member.compress_type != zipfile.ZIP_STORED
+            or data_member.file_size != self._num_bytes
+        ):
+            raise damaged(file, f"the chunk at byte {start} has no plain data")
+        self._data_start = self._start_of_data(data_member)
+        self._expected_crc32 = data_member.CRC
+        self._crc32 = 0
+        self._position = 0
 
-    def _find(self, info: zipfile.ZipInfo | None) -> None:
-        if info is None or info.compress_type != zipfile.ZIP_STORED or info.file_size != self._size:
-            raise damaged(self._where, f"the chunk at byte {self._start} has no plain data")
+    def _start_of_data(self, member: zipfile.ZipInfo) -> int:
+        """Return the byte of the file at which a member's data begins."""
+        header_start = self._start + member.header_offset
         header = bytearray(_LOCAL_HEADER.size)
-        read_into(self._descriptor, self._start + info.header_offset, memoryview(header))
-        self._begin = (
-            self._start + info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
-        )
-        self._expected, self._crc32, self._position = info.CRC, 0, 0
+        read_into(self._descriptor, header_start, memoryview(header))
+        # The directory does not say how long the extra field before the data is; only this header does.
+        name_length, extra_length = _LOCAL_HEADER.unpack(header)
+        return header_start + _LOCAL_HEADER.size + int(name_length) + int(extra_length)
 
     def read_into(self, offset: int, views: Sequence[memoryview]) -> None:
         """Fill equally long views, one after the other, from byte ``offset`` of the tensor's elements.
@@ -207,7 +289,7 @@ class SavedTensor:
             return
         assert offset >= self._position, "backwards"
         self._check_until(offset)
-        scatter_into(self._descriptor, self._begin + offset, views)
+        scatter_into(self._descriptor, self._data_start + offset, views)
         for view in views:
             self._crc32 = zlib.crc32(view, self._crc32)
             self._position += len(view)
@@ -215,18 +297,20 @@ class SavedTensor:
     @cached_property
     def _in_order(self) -> memoryview:
         """The elements of a tensor with other strides, in memory; such tensors are rare."""
-        stored, layout = bytearray(self._size), self._layout
-        read_into(self._descriptor, self._begin, memoryview(stored))
+        stored = bytearray(self._num_bytes)
+        read_into(self._descriptor, self._data_start, memoryview(stored))
+        layout = self._layout
         view = tensor_of(stored, self.dtype).as_strided(layout.shape, layout.stride, layout.offset)
         return byte_view(view.contiguous())
 
     def finish(self) -> None:
-        """Read the rest, and compare the checksum."""
-        self._check_until(self._size)
-        if self._crc32 != self._expected:
-            raise damaged(self._where, f"the chunk at byte {self._start} does not match its checksum")
+        """Read the remaining bytes, and compare the checksum."""
+        self._check_until(self._num_bytes)
+        if self._crc32 != self._expected_crc32:
+            raise damaged(self._file, f"the chunk at byte {self._start} does not match its checksum")
 
     def _check_until(self, offset: int) -> None:
-        begin, length = self._begin + self._position, offset - self._position
-        self._crc32 = crc32_of(self._descriptor, begin, length, self._crc32)
+        """Take the bytes before ``offset`` that nobody asked for into the checksum."""
+        num_skipped = offset - self._position
+        self._crc32 = crc32_of(self._descriptor, self._data_start + self._position, num_skipped, self._crc32)
         self._position = offset

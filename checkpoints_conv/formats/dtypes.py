@@ -24,8 +24,11 @@ from nemo_grpo.support.errors import UserError, did_you_mean
 class Dtype:
     """One dtype.
 
-    Attributes: name: in torch.  itemsize: bytes.  safetensors: its name there.
-                storage: the class of its storages in torch.save archives.
+    Attributes:
+        name: torch's name.
+        itemsize: bytes of a number.
+        safetensors: name in safetensors files; "": there is none.
+        storage: class of its storages in torch.save archives; "": there is none.
     """
 
     name: str
@@ -38,11 +41,11 @@ class Dtype:
 
     @property
     def torch(self) -> torch.dtype:
-        found: Any = getattr(torch, self.name)
-        return found
+        torch_dtype: Any = getattr(torch, self.name)
+        return torch_dtype
 
 
-_KNOWN = (
+_ALL_DTYPES = (
     Dtype("float64", 8, "F64", "DoubleStorage"), Dtype("float32", 4, "F32", "FloatStorage"),
     Dtype("float16", 2, "F16", "HalfStorage"), Dtype("bfloat16", 2, "BF16", "BFloat16Storage"),
     Dtype("int64", 8, "I64", "LongStorage"), Dtype("int32", 4, "I32", "IntStorage"),
@@ -54,32 +57,46 @@ _KNOWN = (
     Dtype("uint16", 2, "U16"), Dtype("uint32", 4, "U32"), Dtype("uint64", 8, "U64"),
     Dtype("complex32", 4), Dtype("complex64", 8, "C64"), Dtype("complex128", 16),
 )  # fmt: skip
-DTYPES = {dtype.name: dtype for dtype in _KNOWN}
+DTYPES = {dtype.name: dtype for dtype in _ALL_DTYPES}
 WEIGHT_DTYPES = tuple(DTYPES[name] for name in ("bfloat16", "float16", "float32", "float64"))
+"""Dtypes of weights that are converted."""
 _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80 << 16, "float64": 0x7FF << 52}
+"""Bits of the exponent, all set."""
 _OPTIONS = {"bf16": DTYPES["bfloat16"], "fp16": DTYPES["float16"], "fp32": DTYPES["float32"]}
+"""Values of ``--dtype``."""
 
 FP8_BLOCK = (128, 128)
 """Rows and columns of a block, unless config.json says others."""
 SUB_BYTE = ("F4", "F6_E2M3", "F6_E3M2")
 """safetensors' names of dtypes of which several numbers share a byte."""
-FP8_SCALE, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
-"""Suffixes of a matrix's name."""
+FP8_SCALE = "_scale_inv"
+"""Ending of the name of an FP8 matrix's scales, after the matrix's name."""
+MXFP4_BLOCKS = "_blocks"
+"""Ending of the name of an MXFP4 matrix's numbers."""
+MXFP4_SCALES = "_scales"
+"""Ending of the name of an MXFP4 matrix's scales."""
 MXFP4_BYTES = 16
-"""Size of a block, without its scale."""
+"""Bytes of a block, without its scale."""
 _NUM_PER_BLOCK = 32
+"""Numbers of a block."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Absolute values of the 4-bit codes; the highest bit is the sign."""
 _BIAS = 127
+"""Bias of the scales, which are powers of two stored as their exponents."""
 
 
 def dtype_for(choice: str | torch.dtype | None) -> Dtype | None:
     """Read a ``--dtype`` value, or torch's dtype; None keeps what is stored."""
     if choice is None:
         return None
-    known = _OPTIONS | {name: dtype for dtype in WEIGHT_DTYPES for name in (dtype.name, str(dtype))}
-    if str(choice) not in known:
-        raise UserError(f"--dtype {str(choice)!r} is not known{did_you_mean(str(choice), _OPTIONS)}")
-    return known[str(choice)]
+    dtypes_by_name = dict(_OPTIONS)
+    for dtype in WEIGHT_DTYPES:
+        dtypes_by_name[dtype.name] = dtype
+        dtypes_by_name[str(dtype)] = dtype
+    name = str(choice)
+    if name not in dtypes_by_name:
+        raise UserError(f"--dtype {name!r} is not known{did_you_mean(name, _OPTIONS)}")
+    return dtypes_by_name[name]
 
 
 def widened(dtype: Dtype) -> Dtype:
@@ -88,34 +105,46 @@ def widened(dtype: Dtype) -> Dtype:
 
 
 def narrowed(dtype: Dtype, main: Dtype) -> Dtype:
-    """Undo `widened`. Args: main: dtype of the other weights, which tells bfloat16 from float16."""
+    """Undo `widened`.
+
+    Args:
+        dtype: dtype of the widened tensor.
+        main: dtype of the other weights, which tells bfloat16 from float16.
+    """
     if dtype == main:
-        return dtype  # a checkpoint that somebody else wrote: nothing was widened
+        # Another program wrote the checkpoint, and widened nothing.
+        return dtype
     return main if widened(main) == dtype else DTYPES["float32"]
 
 
-def cast(data: memoryview, stored: Dtype, wanted: Dtype, name: str) -> memoryview:
+def cast(data: memoryview, stored: Dtype, dtype: Dtype, name: str) -> memoryview:
     """Convert numbers to another dtype; the same memory if it is the same."""
-    if stored == wanted:
+    if stored == dtype:
+        # Here and not in `cast_tensor`: bytes that stay as they are need no import of torch.
         return data
-    return byte_view(cast_tensor(tensor_of(data, stored), wanted, name))
+    return byte_view(cast_tensor(tensor_of(data, stored), dtype, name))
 
 
-def cast_tensor(tensor: Tensor, wanted: Dtype, name: str) -> Tensor:
-    """Convert a tensor to another dtype."""
-    if tensor.dtype == wanted.torch:
+def cast_tensor(tensor: Tensor, dtype: Dtype, name: str) -> Tensor:
+    """Convert a tensor to another dtype.
+
+    Args: name: the tensor's name, for messages.
+    """
+    if tensor.dtype == dtype.torch:
         return tensor
-    out = tensor.to(wanted.torch)
-    if wanted.name == "float16" and bool((out.isinf() & tensor.isfinite()).any()):
+    result = tensor.to(dtype.torch)
+    # Infinities of the source are no overflow.
+    if dtype.name == "float16" and bool((result.isinf() & tensor.isfinite()).any()):
         raise UserError(f"{name} has values beyond fp16's range (65504); use --dtype bf16 or fp32")
-    return out
+    return result
 
 
 def check_finite(data: memoryview, dtype: Dtype, name: str) -> None:
     """Refuse NaN and infinity: numbers whose exponent's bits are all 1."""
     if dtype.name not in _EXPONENTS:
         return
-    import numpy  # not torch, which takes seconds
+    # numpy has no bfloat16, but integers show the exponent's bits; importing torch takes seconds.
+    import numpy
 
     exponent = _EXPONENTS[dtype.name]
     bits = numpy.frombuffer(data, f"<u{dtype.itemsize}")
@@ -126,6 +155,7 @@ def check_finite(data: memoryview, dtype: Dtype, name: str) -> None:
 def tensor_of(data: memoryview | bytearray, dtype: Dtype, shape: Sequence[int] = (-1,)) -> Tensor:
     """View ``data`` as a tensor."""
     if not len(data):
+        # torch.frombuffer refuses empty memory.
         return torch.empty(tuple(max(size, 0) for size in shape), dtype=dtype.torch)
     return torch.frombuffer(data, dtype=dtype.torch).view(tuple(shape))
 
@@ -136,7 +166,10 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def main_dtype(tensors: Iterable[tuple[str, Dtype, Sequence[int]]]) -> Dtype:
-    """Find the dtype of most bytes, a config's of the whole model. Args: tensors: name, dtype, shape."""
+    """Find the dtype of most bytes, which config.json states for the whole model.
+
+    Args: tensors: name, dtype and shape of each.
+    """
     num_bytes: Counter[Dtype] = Counter()
     for _, dtype, shape in tensors:
         num_bytes[dtype] += num_bytes_of(dtype, shape)
@@ -149,22 +182,30 @@ def num_bytes_of(dtype: Dtype, shape: Sequence[int]) -> int:
 
 
 def fp8_scales_shape(shape: tuple[int, ...], block: tuple[int, int] = FP8_BLOCK) -> tuple[int, ...]:
-    """Return the shape of a matrix's scales. Args: block: rows and columns of a block."""
-    return tuple(-(-size // width) for size, width in zip(shape, block, strict=False))
+    """Return the shape of a matrix's scales.
+
+    Args:
+        shape: the matrix's shape.
+        block: rows and columns of a block.
+    """
+    return tuple(math.ceil(size / width) for size, width in zip(shape, block, strict=False))
 
 
 def decode_fp8(codes: Tensor, scales: Tensor, first: int, block: tuple[int, int] = FP8_BLOCK) -> Tensor:
     """Decode rows of a matrix: w_ij = code_ij x scale of its block, in float32, rounded once.
 
-    Args:    codes: [R, C] float8_e4m3fn, of which row 0 is the matrix's row ``first``.
-             scales: of the blocks from that row's on, [blocks, ceil(C / columns of a block)].
-             block: rows and columns of a block.
+    Args:
+        codes: [R, C] float8_e4m3fn, of which row 0 is the matrix's row ``first``.
+        scales: scales of the blocks from that row's on, [blocks, ceil(C / columns of a block)].
+        first: number of the first row.
+        block: rows and columns of a block.
+
     Returns: [R, C] bfloat16.
     """
-    height, width = block
-    rows = torch.arange(first, first + len(codes)) // height - first // height
-    wide = scales.float()[rows].repeat_interleave(width, 1)[:, : codes.shape[1]]
-    return (codes.float() * wide).bfloat16()
+    block_rows, block_columns = block
+    block_of_row = torch.arange(first, first + len(codes)) // block_rows - first // block_rows
+    scale_of_number = scales.float()[block_of_row].repeat_interleave(block_columns, 1)[:, : codes.shape[1]]
+    return (codes.float() * scale_of_number).bfloat16()
 
 
 def mxfp4_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -177,10 +218,17 @@ def mxfp4_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, 
 def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Decode one expert: w_ij = number_ij x 2 ** (scale of its block - 127), exact in bfloat16.
 
-    Args:    blocks: [out, in / 32, 16] uint8.  scales: [out, in / 32] uint8.
+    Args:
+        blocks: [out, in / 32, 16] uint8.
+        scales: [out, in / 32] uint8.
+
     Returns: [in, out] bfloat16.
     """
-    numbers = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)])
-    halves = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)  # [out, in / 32, 32]
-    values = torch.ldexp(numbers[halves.int()], scales[..., None].int() - _BIAS)
+    negative = tuple(-magnitude for magnitude in _MAGNITUDES)
+    number_of_code = torch.tensor(_MAGNITUDES + negative)
+    lower_half = blocks & 15
+    upper_half = blocks >> 4
+    codes = torch.stack([lower_half, upper_half], -1).flatten(-2)  # [out, in / 32, 32]
+    exponents = scales[..., None].int() - _BIAS
+    values = torch.ldexp(number_of_code[codes.int()], exponents)
     return values.flatten(1).t().contiguous().bfloat16()

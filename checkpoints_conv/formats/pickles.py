@@ -21,46 +21,60 @@ from checkpoints_conv.formats.dtypes import Dtype
 from checkpoints_conv.formats.pieces import damaged
 from nemo_grpo.support.errors import UserError
 
-_FAILED = 1
-_OF_TENSORS = {
-    *("PROTO", "FRAME", "GLOBAL", "STACK_GLOBAL", "MARK", "STOP", "REDUCE", "BINPERSID", "MEMOIZE"),
-    *("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE", "BUILD"),
-    *("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "EMPTY_DICT"),
-    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
-}
+_OUT_OF_MEMORY = 1
+"""Exit status of a child process that has no memory for a pickle."""
+_OPCODES_OF_TENSORS = {
+    "PROTO", "FRAME", "GLOBAL", "STACK_GLOBAL", "MARK", "STOP", "REDUCE", "BINPERSID", "MEMOIZE",
+    "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE", "BUILD",
+    "BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "EMPTY_DICT",
+    "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
+}  # fmt: skip
 """Opcodes by which a tensor is described."""
 _MAX_TENSOR_PICKLE = 4096
+"""Bytes of the longest description of a tensor, and its highest place in the unpickler's memo."""
 
 
 @dataclass(frozen=True)
 class StoredStorage:
-    """A reference to a storage of a torch.save archive."""
+    """A reference to a storage of a torch.save archive.
+
+    Attributes:
+        dtype: dtype of its elements.
+        key: name of the archive's member that holds it.
+        num_elements: its length.
+    """
 
     dtype: Dtype
     key: str
     num_elements: int
 
 
-def refused(where: str, what: str) -> UserError:
-    """Make the error for a pickle in the file ``where`` that asks for code."""
+def refused(file: str, name: str) -> UserError:
+    """Make the error for a file whose pickle asks for a name that could run code."""
     return UserError(
-        f"{where} asks for {what}, which no checkpoint needs; it may be malicious and was not read"
+        f"{file} asks for {name}, which no checkpoint needs; it may be malicious and was not read"
     )
 
 
 class RefusingUnpickler(pickle.Unpickler):
-    """An unpickler that knows the names it is given and refuses every other."""
+    """An unpickler that knows a list of names and refuses every other.
 
-    def __init__(self, stream: io.BufferedIOBase, allowed: dict[tuple[str, str], Any], where: str) -> None:
+    Attributes:
+        allowed: (module, name) -> the object to use in its place.
+        file: the file's name, for messages.
+    """
+
+    def __init__(self, stream: io.BufferedIOBase, allowed: dict[tuple[str, str], Any], file: str) -> None:
         super().__init__(stream)
-        self.allowed, self.where = allowed, where
+        self.allowed = allowed
+        self.file = file
 
     def find_class(self, module: str, name: str) -> Any:
         """Look a name up in the list."""
         try:
             return self.allowed[module, name]
         except KeyError:
-            raise refused(self.where, f"{module}.{name}") from None
+            raise refused(self.file, f"{module}.{name}") from None
 
     def persistent_load(self, pid: Any) -> Any:
         """Read a reference to a storage of a torch.save archive."""
@@ -87,21 +101,26 @@ def load_guarded(path: Path, allowed: dict[tuple[str, str], Any]) -> Any:
 
 
 def _fails_in_child(load: Callable[[], Any], num_bytes: int) -> bool:
-    """True if a child process dies or lacks memory while it loads; other errors are left to the parent."""
+    """True if a child process dies or lacks memory while it loads; the parent meets other errors itself."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which the child does not use
+        # Python 3.12 warns that other threads do not survive a fork; the child uses none.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
         try:
+            # A crash of the child is an answer, not a report for the user.
             faulthandler.disable()
-            gc.disable()  # the parent's garbage may belong to threads, which a child lacks
+            # The parent's garbage may belong to threads, which a child lacks.
+            gc.disable()
             _limit(num_bytes)
             load()
         except MemoryError:
-            os._exit(_FAILED)
+            os._exit(_OUT_OF_MEMORY)
         except BaseException:
-            pass  # the parent meets it, too
+            # The parent meets it, too, and reports it.
+            pass
         finally:
+            # Not sys.exit: the parent's buffers and exit handlers must not run twice.
             os._exit(0)
     _, status = os.waitpid(child, 0)
     return status != 0
@@ -109,22 +128,29 @@ def _fails_in_child(load: Callable[[], Any], num_bytes: int) -> bool:
 
 def _limit(num_bytes: int) -> None:
     """Limit this process to the time and memory of a pickle of this size, beyond what it has taken."""
-    spent = sum(os.times()[:2])
-    memory = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    for kind, most in (
-        (resource.RLIMIT_CPU, int(spent) + 5 + num_bytes // (1 << 20)),
-        (resource.RLIMIT_AS, memory + (1 << 30) + 64 * num_bytes),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        _soft, hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    times = os.times()
+    used_seconds = int(times.user + times.system)
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    used_memory = num_pages * os.sysconf("SC_PAGE_SIZE")
+    _lower(resource.RLIMIT_CPU, used_seconds + 5 + num_bytes // (1 << 20))
+    _lower(resource.RLIMIT_AS, used_memory + (1 << 30) + 64 * num_bytes)
+    _lower(resource.RLIMIT_CORE, 0)
 
 
-def check_of_tensor(pickled: bytes) -> None:
+def _lower(kind: int, limit: int) -> None:
+    """Set a limit of this process, unless a lower one holds already."""
+    _soft_limit, hard_limit = resource.getrlimit(kind)
+    if hard_limit != resource.RLIM_INFINITY:
+        limit = min(limit, hard_limit)
+    resource.setrlimit(kind, (limit, hard_limit))
+
+
+def check_describes_tensor(pickled: bytes) -> None:
     """Refuse a pickle that does more than describe a tensor; there are too many for a child process each."""
     if len(pickled) > _MAX_TENSOR_PICKLE:
         raise ValueError(f"{len(pickled)} bytes describe one tensor")
     for opcode, argument, _ in pickletools.genops(pickled):
-        place = int(argument or 0) if "PUT" in opcode.name else 0
-        if opcode.name not in _OF_TENSORS or place > _MAX_TENSOR_PICKLE:
+        # A PUT makes the unpickler allocate its memo up to this place.
+        memo_place = int(argument or 0) if "PUT" in opcode.name else 0
+        if opcode.name not in _OPCODES_OF_TENSORS or memo_place > _MAX_TENSOR_PICKLE:
             raise ValueError(f"{opcode.name} in the description of a tensor")

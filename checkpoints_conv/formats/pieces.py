@@ -14,7 +14,10 @@ from pathlib import Path
 from nemo_grpo.support.errors import UserError
 
 PIECE_BYTES = 1 << 20
-_MAX_VIEWS = 1024  # IOV_MAX of Linux
+_MAX_BYTES_PER_CALL = 64 << 20
+"""Bytes of one system call; Linux moves at most 2 GB at once."""
+_MAX_VIEWS = 1024
+"""Buffers of one system call: IOV_MAX of Linux."""
 
 
 class Buffer:
@@ -30,22 +33,24 @@ class Buffer:
         return memoryview(self._memory)[:num_bytes]
 
 
-def damaged(file: Path, why: str) -> UserError:
+def damaged(file: Path, reason: str) -> UserError:
     """Make the error for a damaged file."""
-    return UserError(f"{file} is damaged or truncated: {why:.300}; copy or download it again")
+    return UserError(f"{file} is damaged or truncated: {reason:.300}; copy or download it again")
 
 
-def same(one: memoryview, other: memoryview) -> bool:
-    """True if all bytes are equal. Python compares element by element, so the elements are eight bytes."""
-    whole = len(one) // 8 * 8
-    equal = len(one) == len(other) and one[:whole].cast("Q") == other[:whole].cast("Q")
-    return equal and one[whole:] == other[whole:]
+def same(first: memoryview, second: memoryview) -> bool:
+    """True if all bytes are equal."""
+    if len(first) != len(second):
+        return False
+    # Python compares memory element by element, so elements of eight bytes take an eighth of the time.
+    end = len(first) // 8 * 8
+    return first[:end].cast("Q") == second[:end].cast("Q") and first[end:] == second[end:]
 
 
 def open_all(files: Iterable[Path]) -> dict[Path, int]:
     """Open files to read, as many as the system allows; 512 ranks leave more than the usual 1024."""
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    _soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     descriptors: dict[Path, int] = {}
     try:
         for file in files:
@@ -57,8 +62,8 @@ def open_all(files: Iterable[Path]) -> dict[Path, int]:
                 f"{error.filename} cannot be read ({error.strerror}); copy it again, or change its mode"
             ) from None
         raise UserError(
-            f"{len(descriptors)} files are open and more are needed, but the limit is {hard}; raise it with "
-            "ulimit -Hn"
+            f"{len(descriptors)} files are open and more are needed, but the limit is {hard_limit}; raise it "
+            "with ulimit -Hn"
         ) from None
     return descriptors
 
@@ -70,10 +75,13 @@ def close_all(descriptors: dict[Path, int]) -> None:
 
 
 def read_into(descriptor: int, offset: int, buffer: memoryview) -> int:
-    """Fill the buffer from a file. Returns: bytes read; fewer than asked for only at the end of the file."""
+    """Fill the buffer from a file.
+
+    Returns: number of bytes read; fewer than the buffer's only at the end of the file.
+    """
     done = 0
     while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done : done + (64 << 20)]], offset + done)
+        count = os.preadv(descriptor, [buffer[done : done + _MAX_BYTES_PER_CALL]], offset + done)
         if not count:
             break
         done += count
@@ -83,19 +91,20 @@ def read_into(descriptor: int, offset: int, buffer: memoryview) -> int:
 def scatter_into(descriptor: int, offset: int, views: Sequence[memoryview]) -> None:
     """Fill equally long views, one after the other, from one place in a file, as far as it goes."""
     for first in range(0, len(views), _MAX_VIEWS):
-        some = views[first : first + _MAX_VIEWS]
-        wanted = len(some) * len(some[0])
-        if os.preadv(descriptor, some, offset) != wanted:  # more than 2 GB, or the end of the file
-            for number, view in enumerate(some):
+        batch = views[first : first + _MAX_VIEWS]
+        num_bytes = len(batch) * len(batch[0])
+        if os.preadv(descriptor, batch, offset) != num_bytes:
+            # More than 2 GB, or the end of the file: read one by one, which stops nowhere else.
+            for number, view in enumerate(batch):
                 read_into(descriptor, offset + number * len(view), view)
-        offset += wanted
+        offset += num_bytes
 
 
 def write_from(descriptor: int, offset: int, buffer: memoryview) -> None:
     """Write the whole buffer at an offset."""
     done = 0
     while done < len(buffer):
-        done += os.pwrite(descriptor, buffer[done : done + (64 << 20)], offset + done)
+        done += os.pwrite(descriptor, buffer[done : done + _MAX_BYTES_PER_CALL], offset + done)
 
 
 def crc32_of(descriptor: int, offset: int, num_bytes: int, crc32: int = 0) -> int:
@@ -103,5 +112,6 @@ def crc32_of(descriptor: int, offset: int, num_bytes: int, crc32: int = 0) -> in
     buffer = Buffer()
     for start in range(0, num_bytes, PIECE_BYTES):
         piece = buffer.take(min(PIECE_BYTES, num_bytes - start))
-        crc32 = zlib.crc32(piece[: read_into(descriptor, offset + start, piece)], crc32)
+        num_read = read_into(descriptor, offset + start, piece)
+        crc32 = zlib.crc32(piece[:num_read], crc32)
     return crc32

@@ -7,7 +7,6 @@ memory small, and the header shows truncated files before anything is converted.
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from checkpoints_conv.formats.dtypes import (
     tensor_of,
 )
 from checkpoints_conv.formats.pieces import Buffer, close_all, damaged, open_all, read_into
-from nemo_grpo.models.shared_mappings import grouped, is_numbered, whole_shape
+from nemo_grpo.models.shared_mappings import by_tensor, is_slice, whole_shape
 from nemo_grpo.support.errors import UserError, listed, reading
 from nemo_grpo.support.model_folder import INDEX, check_weights, weight_files, weight_map
 
@@ -41,15 +40,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _DTYPES = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors}
+"""safetensors' names of dtypes -> dtypes."""
 _MAX_HEADER = 100 << 20
+"""Bytes of the longest header that is read; the safetensors library's limit is 100 MB."""
+_LENGTH_BYTES = 8
+"""Bytes before the header, which give its length."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
     """Place of one tensor.
 
-    Attributes: dtype: as it is read.  offset: first byte within the file.
-                scales: of matrices in FP8 or MXFP4.
+    Attributes:
+        file: file that holds it.
+        dtype: dtype in which it is read.
+        shape: its shape.
+        offset: its first byte within the file.
+        scales: scales of a matrix in FP8 or MXFP4.
     """
 
     file: Path
@@ -75,14 +82,21 @@ class StoredTensor:
         """Return the piece of this shape that begins at row ``first``."""
         if self.scales is None:
             return replace(self, shape=shape, offset=self.offset + first * self.row_bytes)
+        # gpt-oss' experts: a slice is one expert, with its codes and its scales.
         assert self.is_mxfp4, self
         scales = self.scales.piece(first, self.scales.shape[1:])
-        codes = first * self.scales.row_bytes * MXFP4_BYTES
-        return replace(self, shape=shape, offset=self.offset + codes, scales=scales)
+        codes_before = first * self.scales.row_bytes * MXFP4_BYTES
+        return replace(self, shape=shape, offset=self.offset + codes_before, scales=scales)
 
 
 class SafetensorsFolder:
-    """The weights of a Hugging Face model folder. Attributes: folder; tensors: by name."""
+    """The weights of a Hugging Face model folder.
+
+    Attributes:
+        folder: the folder.
+        tensors: name of a tensor, or of a piece of one -> its place.
+        fp8_block: rows and columns of FP8's blocks.
+    """
 
     def __init__(
         self,
@@ -95,12 +109,15 @@ class SafetensorsFolder:
     ) -> None:
         """Read every header and check it against the file.
 
-        Args: pieces: names and shapes of the pieces in which to read tensors (`models.shared_mappings`).
-              aliases: prefixes of names in files -> those in the tables.
-              decodes: FP8 and MXFP4 are read as bf16, and their scales are no tensors.
-              fp8_block: rows and columns of FP8's blocks.
+        Args:
+            folder: the model's folder.
+            pieces: names and shapes of the pieces in which to read tensors (`models.shared_mappings`).
+            aliases: prefixes of names in files -> those in the tables.
+            decodes: FP8 and MXFP4 are read as bf16, and their scales are no tensors.
+            fp8_block: rows and columns of FP8's blocks.
         """
-        self.folder, self.fp8_block = folder, fp8_block
+        self.folder = folder
+        self.fp8_block = fp8_block
         self.tensors: dict[str, StoredTensor] = {}
         check_weights(folder)
         for file in weight_files(folder):
@@ -110,15 +127,20 @@ class SafetensorsFolder:
                         f"{name} is in {self.tensors[name].file.name} and {file.name}; remove one"
                     )
                 self.tensors[name] = stored
+        # The index has the files' names, so aliases and pieces come after it.
         self._check_index()
-        for alias, prefix in (aliases or {}).items():
-            for name in [name for name in self.tensors if name.startswith(alias)]:
-                self.tensors[prefix + name.removeprefix(alias)] = self.tensors.pop(name)
+        self._rename(aliases or {})
         if decodes:
             self._pair_scales()
             self._pair_blocks()
         self._take_apart(pieces or {})
         self._descriptors = open_all(self.files)
+
+    def _rename(self, aliases: Mapping[str, str]) -> None:
+        for alias, prefix in aliases.items():
+            aliased_names = [name for name in self.tensors if name.startswith(alias)]
+            for name in aliased_names:
+                self.tensors[prefix + name.removeprefix(alias)] = self.tensors.pop(name)
 
     @property
     def files(self) -> list[Path]:
@@ -130,8 +152,10 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> Tensor:
         """Read a tensor into memory."""
-        stored, data = self.tensors[name], bytearray(self.tensors[name].num_bytes)
-        self._read(stored, 0, math.prod(stored.shape[:1]), memoryview(data))
+        stored = self.tensors[name]
+        data = bytearray(stored.num_bytes)
+        num_rows = stored.shape[0] if stored.shape else 1
+        self._read(stored, 0, num_rows, memoryview(data))
         return tensor_of(data, stored.dtype, stored.shape)
 
     def read_rows(self, name: str, first: int, count: int, buffer: Buffer) -> memoryview:
@@ -142,30 +166,39 @@ class SafetensorsFolder:
         return data
 
     def _read(self, stored: StoredTensor, first: int, count: int, data: memoryview) -> None:
+        """Fill ``data`` with ``count`` rows from row ``first`` on, decoded."""
         if stored.scales is None:
             self._fill(stored.file, stored.offset + first * stored.row_bytes, data)
-            return
-        if stored.is_mxfp4:
+        elif stored.is_mxfp4:
             assert (first, count) == (0, stored.shape[0]), stored
-            data[:] = byte_view(self._decoded(stored, stored.scales))
-            return
-        columns, blocks = stored.shape[1], stored.scales
-        codes = bytearray(count * columns)
-        self._fill(stored.file, stored.offset + first * columns, memoryview(codes))
-        height = self.fp8_block[0]
-        above, below = first // height, (first + count - 1) // height + 1
-        scales = bytearray((below - above) * blocks.row_bytes)
-        self._read(blocks, above, below - above, memoryview(scales))
-        coded = tensor_of(codes, DTYPES["float8_e4m3fn"], (count, columns))
-        scaled = tensor_of(scales, blocks.dtype, (below - above, blocks.shape[1]))
-        data[:] = byte_view(decode_fp8(coded, scaled, first, self.fp8_block))
+            data[:] = byte_view(self._decode_mxfp4(stored, stored.scales))
+        else:
+            data[:] = byte_view(self._decode_fp8(stored, stored.scales, first, count))
 
-    def _decoded(self, stored: StoredTensor, scales: StoredTensor) -> Tensor:
-        codes, powers = bytearray(scales.num_bytes * MXFP4_BYTES), bytearray(scales.num_bytes)
-        self._fill(stored.file, stored.offset, memoryview(codes))
-        self._fill(scales.file, scales.offset, memoryview(powers))
-        blocks = tensor_of(codes, scales.dtype, (*scales.shape, MXFP4_BYTES))
-        return decode_mxfp4(blocks, tensor_of(powers, scales.dtype, scales.shape))
+    def _decode_fp8(self, stored: StoredTensor, scales: StoredTensor, first: int, count: int) -> Tensor:
+        """Read rows of an FP8 matrix, with the scales of all blocks that they touch."""
+        columns = stored.shape[1]
+        code_bytes = bytearray(count * columns)
+        self._fill(stored.file, stored.offset + first * columns, memoryview(code_bytes))
+        codes = tensor_of(code_bytes, DTYPES["float8_e4m3fn"], (count, columns))
+
+        block_rows = self.fp8_block[0]
+        first_block = first // block_rows
+        end_block = (first + count - 1) // block_rows + 1
+        num_blocks = end_block - first_block
+        scale_bytes = bytearray(num_blocks * scales.row_bytes)
+        self._read(scales, first_block, num_blocks, memoryview(scale_bytes))
+        block_scales = tensor_of(scale_bytes, scales.dtype, (num_blocks, scales.shape[1]))
+        return decode_fp8(codes, block_scales, first, self.fp8_block)
+
+    def _decode_mxfp4(self, stored: StoredTensor, scales: StoredTensor) -> Tensor:
+        """Read a matrix of 4-bit numbers."""
+        code_bytes = bytearray(scales.num_bytes * MXFP4_BYTES)
+        scale_bytes = bytearray(scales.num_bytes)
+        self._fill(stored.file, stored.offset, memoryview(code_bytes))
+        self._fill(scales.file, scales.offset, memoryview(scale_bytes))
+        blocks = tensor_of(code_bytes, scales.dtype, (*scales.shape, MXFP4_BYTES))
+        return decode_mxfp4(blocks, tensor_of(scale_bytes, scales.dtype, scales.shape))
 
     def _fill(self, file: Path, offset: int, data: memoryview) -> None:
         if read_into(self._descriptors[file], offset, data) != len(data):
@@ -173,96 +206,123 @@ class SafetensorsFolder:
 
     def _pair_scales(self) -> None:
         """Attach the scales of FP8 matrices to them."""
-        for name in [name for name in self.tensors if name.endswith(FP8_SCALE)]:
-            scales, matrix = self.tensors[name], self.tensors.get(name.removesuffix(FP8_SCALE))
+        scales_names = [name for name in self.tensors if name.endswith(FP8_SCALE)]
+        for scales_name in scales_names:
+            matrix_name = scales_name.removesuffix(FP8_SCALE)
+            scales = self.tensors[scales_name]
+            matrix = self.tensors.get(matrix_name)
             if matrix is None or matrix.dtype != DTYPES["float8_e4m3fn"]:
                 continue
-            grid = fp8_scales_shape(matrix.shape, self.fp8_block)
-            if scales.shape != grid or scales.dtype not in WEIGHT_DTYPES:
-                height, width = self.fp8_block
+            expected_shape = fp8_scales_shape(matrix.shape, self.fp8_block)
+            if scales.shape != expected_shape or scales.dtype not in WEIGHT_DTYPES:
+                block_rows, block_columns = self.fp8_block
                 raise UserError(
-                    f"{name} is {scales.dtype} {list(scales.shape)}, not a number for each block of "
-                    f"{height} x {width}; dequantise the model to bf16 and convert that"
+                    f"{scales_name} is {scales.dtype} {list(scales.shape)}, not a number for each block of "
+                    f"{block_rows} x {block_columns}; dequantise the model to bf16 and convert that"
                 )
-            decoded = replace(matrix, dtype=DTYPES["bfloat16"], scales=scales)
-            self.tensors[name.removesuffix(FP8_SCALE)] = decoded
-            del self.tensors[name]
+            self.tensors[matrix_name] = replace(matrix, dtype=DTYPES["bfloat16"], scales=scales)
+            del self.tensors[scales_name]
 
     def _pair_blocks(self) -> None:
         """Join the 4-bit numbers of MXFP4 matrices and their scales."""
-        for name in [name for name in self.tensors if name.endswith(MXFP4_BLOCKS)]:
-            whole = name.removesuffix(MXFP4_BLOCKS)
-            blocks, scales = self.tensors[name], self.tensors.get(whole + MXFP4_SCALES)
+        blocks_names = [name for name in self.tensors if name.endswith(MXFP4_BLOCKS)]
+        for blocks_name in blocks_names:
+            matrix_name = blocks_name.removesuffix(MXFP4_BLOCKS)
+            scales_name = matrix_name + MXFP4_SCALES
+            blocks = self.tensors[blocks_name]
+            scales = self.tensors.get(scales_name)
             if scales is None or blocks.dtype != DTYPES["uint8"]:
                 continue
             shape = mxfp4_shape(blocks.shape, scales.shape)
             if shape is None or scales.dtype != DTYPES["uint8"]:
                 raise UserError(
-                    f"{name} is {blocks.dtype} {list(blocks.shape)}, its scales {scales.dtype} "
+                    f"{blocks_name} is {blocks.dtype} {list(blocks.shape)}, its scales {scales.dtype} "
                     f"{list(scales.shape)}: no MXFP4; dequantise the model to bf16 and convert that"
                 )
-            self.tensors[whole] = replace(blocks, dtype=DTYPES["bfloat16"], shape=shape, scales=scales)
-            del self.tensors[name], self.tensors[whole + MXFP4_SCALES]
+            matrix = replace(blocks, dtype=DTYPES["bfloat16"], shape=shape, scales=scales)
+            self.tensors[matrix_name] = matrix
+            del self.tensors[blocks_name], self.tensors[scales_name]
 
     def _take_apart(self, pieces: Mapping[str, tuple[int, ...]]) -> None:
-        """Replace tensors by their pieces; a tensor of another shape stays whole."""
-        for whole, group in grouped(pieces.items()):
-            stored = self.tensors.get(whole)
-            if stored is None or stored.shape != whole_shape(*zip(*group, strict=True)):
+        """Replace tensors by their pieces; a tensor of another shape stays whole and is refused later."""
+        for tensor_name, pieces_of_tensor in by_tensor(pieces.items()):
+            stored = self.tensors.get(tensor_name)
+            names, shapes = zip(*pieces_of_tensor, strict=True)
+            if stored is None or stored.shape != whole_shape(names, shapes):
                 continue
-            del self.tensors[whole]
+            del self.tensors[tensor_name]
             first = 0
-            for name, shape in group:
+            for name, shape in pieces_of_tensor:
                 self.tensors[name] = stored.piece(first, shape)
-                first += 1 if is_numbered(name) else shape[0]
+                first += 1 if is_slice(name) else shape[0]
 
     def close(self) -> None:
         close_all(self._descriptors)
 
     def _check_index(self) -> None:
         index = weight_map(self.folder)
-        if missing := set(index) - set(self.tensors):
-            files = listed({index[name] for name in missing})
+        absent_names = set(index) - set(self.tensors)
+        if absent_names:
+            files = listed({index[name] for name in absent_names})
             raise UserError(
-                f"{self.folder / INDEX} names tensors that are not in {files}: {listed(missing)}; download "
-                "the model again"
+                f"{self.folder / INDEX} names tensors that are not in {files}: {listed(absent_names)}; "
+                "download the model again"
             )
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """Read the tensors of one file, by name."""
-    further = TypeError, AttributeError, KeyError
-    with (
-        reading(file, "a safetensors file", "it may be truncated; copy or download it again", *further),
-        file.open("rb") as stream,
-    ):
-        size, start = file.stat().st_size, stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if length > min(size - 8, _MAX_HEADER):
-            raise damaged(file, f"a header of {length} bytes does not fit in {size} bytes")
+    # A header of other JSON fails where its values are used.
+    further_errors = (TypeError, AttributeError, KeyError)
+    remedy = "it may be truncated; copy or download it again"
+    with reading(file, "a safetensors file", remedy, *further_errors), file.open("rb") as stream:
+        file_size = file.stat().st_size
+        length_field = stream.read(_LENGTH_BYTES)
+        # A file without a whole length field fails the next check.
+        is_whole = len(length_field) == _LENGTH_BYTES
+        length = struct.unpack("<Q", length_field)[0] if is_whole else file_size
+        if length > min(file_size - _LENGTH_BYTES, _MAX_HEADER):
+            raise damaged(file, f"a header of {length} bytes does not fit in {file_size} bytes")
         header: dict[str, Any] = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        tensors = {name: _stored(file, 8 + length, name, entry) for name, entry in header.items()}
-    end = 8 + length
-    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
-        if stored.offset != end:
-            raise damaged(file, f"{name} starts at byte {stored.offset} instead of {end}")
-        end += stored.num_bytes
-    if end != size:
-        raise damaged(file, f"it has {size} bytes, its header says {end}")
+        data_start = _LENGTH_BYTES + length
+        tensors = {name: _stored(file, data_start, name, entry) for name, entry in header.items()}
+    _check_adjacent(file, tensors, data_start, file_size)
     return tensors
 
 
-def _stored(file: Path, base: int, name: str, entry: Mapping[str, Any]) -> StoredTensor:
+def _check_adjacent(file: Path, tensors: Mapping[str, StoredTensor], start: int, end: int) -> None:
+    """Refuse a file whose tensors leave gaps, overlap, or do not end with the file."""
+    # By size, too: an empty tensor begins where the next one does.
+    in_order = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes))
+    position = start
+    for name, stored in in_order:
+        if stored.offset != position:
+            raise damaged(file, f"{name} starts at byte {stored.offset} instead of {position}")
+        position += stored.num_bytes
+    if position != end:
+        raise damaged(file, f"it has {end} bytes, its header says {position}")
+
+
+def _stored(file: Path, data_start: int, name: str, entry: Mapping[str, Any]) -> StoredTensor:
+    """Read a tensor's entry of the header.
+
+    Args:
+        file: the file.
+        data_start: its first byte after the header.
+        name: the tensor's name.
+        entry: dtype, shape and offsets as the header has them.
+    """
     if entry["dtype"] in SUB_BYTE:
         raise UserError(
             f"{name} in {file} is stored as {entry['dtype']}, which is not read; dequantise the model to "
             "bf16 and convert that"
         )
-    (begin, end), shape = entry["data_offsets"], entry["shape"]
+    begin, end = entry["data_offsets"]
+    shape = entry["shape"]
     if not all(type(number) is int and 0 <= number < 1 << 60 for number in (begin, end, *shape)):
         raise ValueError(f"data_offsets {[begin, end]!r:.60} and shape {shape!r:.60} are no lists of sizes")
-    stored = StoredTensor(file, _DTYPES[entry["dtype"]], tuple(shape), base + begin)
+    stored = StoredTensor(file, _DTYPES[entry["dtype"]], tuple(shape), data_start + begin)
     if end - begin != stored.num_bytes:
         raise ValueError(f"data_offsets {[begin, end]} for {entry['dtype']} {entry['shape']}")
     return stored

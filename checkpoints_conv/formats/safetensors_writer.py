@@ -13,7 +13,7 @@ from typing import Any
 from checkpoints_conv.formats.dtypes import Dtype, check_finite, num_bytes_of
 from checkpoints_conv.formats.pieces import close_all, crc32_of, write_from
 from checkpoints_conv.formats.safetensors_io import StoredTensor
-from nemo_grpo.models.shared_mappings import grouped, whole_name, whole_shape
+from nemo_grpo.models.shared_mappings import by_tensor, whole_name, whole_shape
 from nemo_grpo.support.model_folder import INDEX
 
 Planned = tuple[str, Dtype, tuple[int, ...]]
@@ -27,26 +27,37 @@ def plan_shards(tensors: Iterable[Planned], max_shard_bytes: int) -> list[list[P
     by name.
     """
     shards: list[list[tuple[str, list[Planned]]]] = [[]]
-    size = 0
-    for whole, pieces in grouped(tensors):
+    shard_bytes = 0
+    for tensor_name, pieces in by_tensor(tensors):
         num_bytes = sum(num_bytes_of(dtype, shape) for _, dtype, shape in pieces)
-        if shards[-1] and size + num_bytes > max_shard_bytes:
+        if shards[-1] and shard_bytes + num_bytes > max_shard_bytes:
             shards.append([])
-            size = 0
-        shards[-1].append((whole, pieces))
-        size += num_bytes
-    return [[one for _, pieces in sorted(shard, key=_place) for one in pieces] for shard in shards]
+            shard_bytes = 0
+        shards[-1].append((tensor_name, pieces))
+        shard_bytes += num_bytes
+    return [_in_order(shard) for shard in shards]
 
 
-def _place(tensor: tuple[str, list[Planned]]) -> tuple[int, str]:
-    whole, pieces = tensor
-    return -pieces[0][1].itemsize, whole
+def _in_order(shard: list[tuple[str, list[Planned]]]) -> list[Planned]:
+    """Sort the tensors of a file; pieces keep the order that they have in their tensor."""
+
+    def position(tensor: tuple[str, list[Planned]]) -> tuple[int, str]:
+        tensor_name, pieces = tensor
+        _, dtype, _ = pieces[0]
+        return -dtype.itemsize, tensor_name
+
+    return [piece for _, pieces in sorted(shard, key=position) for piece in pieces]
 
 
 class SafetensorsWriter:
     """Writes tensors to places that are fixed beforehand, in any order and from any thread.
 
     Files are made at their full size with their headers; `open` and `write` fill in the data.
+
+    Attributes:
+        folder: folder of the files.
+        tensors: name of a tensor, or of a piece of one -> its place.
+        descriptors: descriptor of each file.
     """
 
     def __init__(
@@ -61,23 +72,33 @@ class SafetensorsWriter:
             self._lay_out(folder / f"{name}{suffix}.safetensors", shard)
 
     def _lay_out(self, file: Path, shard: list[Planned]) -> None:
+        """Make a file and fix the place of each tensor."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end, begins = 0, {}
-        for whole, pieces in grouped(shard):
+        begins = {}
+        end = 0
+        for tensor_name, pieces in by_tensor(shard):
             names, dtypes, shapes = zip(*pieces, strict=True)
-            begin = end
+            tensor_begin = end
             for name, dtype, shape in pieces:
-                begins[name], end = end, end + num_bytes_of(dtype, shape)
-            axes = list(whole_shape(names, shapes))
-            header[whole] = {"dtype": dtypes[0].safetensors, "shape": axes, "data_offsets": [begin, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+                begins[name] = end
+                end += num_bytes_of(dtype, shape)
+            header[tensor_name] = {
+                "dtype": dtypes[0].safetensors,
+                "shape": list(whole_shape(names, shapes)),
+                "data_offsets": [tensor_begin, end],
+            }
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        # The data begins at a multiple of 8 bytes, as the safetensors library has it.
+        encoded += b" " * (-len(encoded) % 8)
+        length = struct.pack("<Q", len(encoded))
+        data_start = len(length) + len(encoded)
+        # Not truncated on opening: an interrupted attempt's tensors are kept if their checksums are right.
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         self.descriptors[file] = descriptor
-        write_from(descriptor, 0, memoryview(struct.pack("<Q", len(text)) + text))
-        os.ftruncate(descriptor, 8 + len(text) + end)
+        write_from(descriptor, 0, memoryview(length + encoded))
+        os.ftruncate(descriptor, data_start + end)
         for name, dtype, shape in shard:
-            self.tensors[name] = StoredTensor(file, dtype, shape, 8 + len(text) + begins[name])
+            self.tensors[name] = StoredTensor(file, dtype, shape, data_start + begins[name])
 
     @property
     def num_bytes(self) -> int:
@@ -88,7 +109,7 @@ class SafetensorsWriter:
         return TensorWriter(name, self.tensors[name], self.descriptors[self.tensors[name].file])
 
     def write(self, name: str, data: memoryview) -> int:
-        """Put a tensor's bytes at their place. Returns: their crc32."""
+        """Put a tensor's bytes at their place; returns their crc32."""
         place = self.open(name)
         place.write(data)
         assert place.is_full, name
@@ -114,19 +135,28 @@ class SafetensorsWriter:
 
 
 class TensorWriter:
-    """Fills a tensor's place from front to end. Attributes: name; stored; crc32: of what was written."""
+    """Fills a tensor's place from front to end.
+
+    Attributes:
+        name: the tensor's name.
+        stored: its place.
+        crc32: checksum of the bytes written so far.
+    """
 
     def __init__(self, name: str, stored: StoredTensor, descriptor: int) -> None:
-        self.name, self.stored, self.crc32 = name, stored, 0
-        self._descriptor, self._done = descriptor, 0
+        self.name = name
+        self.stored = stored
+        self.crc32 = 0
+        self._descriptor = descriptor
+        self._num_written = 0
 
     @property
     def is_full(self) -> bool:
-        return self._done == self.stored.num_bytes
+        return self._num_written == self.stored.num_bytes
 
     def write(self, data: memoryview) -> None:
         """Append whole numbers, which are checked and summed while they are in the cache."""
         check_finite(data, self.stored.dtype, self.name)
-        write_from(self._descriptor, self.stored.offset + self._done, data)
+        write_from(self._descriptor, self.stored.offset + self._num_written, data)
         self.crc32 = zlib.crc32(data, self.crc32)
-        self._done += len(data)
+        self._num_written += len(data)

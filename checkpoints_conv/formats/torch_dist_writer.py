@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from checkpoints_conv.formats.archive import SavedTensor, Section, TensorReference, save
 from checkpoints_conv.formats.dtypes import DTYPES, Dtype
-from checkpoints_conv.formats.torch_dist import METADATA, Chunk
+from checkpoints_conv.formats.metadata import METADATA, Chunk
 from nemo_grpo.core.lazy import torch
 from nemo_grpo.support.errors import UserError
 
@@ -30,7 +30,14 @@ _BACKEND = {
 
 @dataclass(frozen=True)
 class WrittenChunk:
-    """A chunk that is on disk; a line of the journal. Attributes: its key, and the key's shape and dtype."""
+    """A chunk that is on disk; a line of the journal.
+
+    Attributes:
+        key: the key that it belongs to.
+        shape: the key's shape.
+        dtype: the key's dtype.
+        chunk: its place.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -40,8 +47,14 @@ class WrittenChunk:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
         """Restore a chunk from ``asdict`` after JSON."""
-        c = entry["chunk"]
-        chunk = Chunk(tuple(c["offsets"]), tuple(c["sizes"]), c["file"], c["start"], c["length"])
+        fields = entry["chunk"]
+        chunk = Chunk(
+            offsets=tuple(fields["offsets"]),
+            sizes=tuple(fields["sizes"]),
+            file=fields["file"],
+            start=fields["start"],
+            length=fields["length"],
+        )
         return cls(entry["key"], tuple(entry["shape"]), entry["dtype"], chunk)
 
 
@@ -49,11 +62,18 @@ class TorchDistWriter:
     """Appends chunks to data files, from several threads, and writes the metadata at the end."""
 
     def __init__(self, folder: Path, num_files: int) -> None:
-        """Open data files beside those that an interrupted attempt has left."""
+        """Open data files beside those of interrupted attempts.
+
+        Args:
+            folder: the checkpoint's folder.
+            num_files: number of files, one per thread that writes.
+        """
         self.folder = folder
-        attempt = len({path.stem.rpartition("_")[2] for path in folder.glob("__*_*.distcp")})
+        # Names are __NUMBER_ATTEMPT.distcp, so attempts number themselves by those before.
+        earlier_attempts = {path.stem.rpartition("_")[2] for path in folder.glob("__*_*.distcp")}
+        attempt = len(earlier_attempts)
+        self._files = [_DataFile(folder / f"__{number}_{attempt}.distcp") for number in range(num_files)]
         self._idle: queue.SimpleQueue[_DataFile] = queue.SimpleQueue()
-        self._files = [_DataFile(folder / f"__{n}_{attempt}.distcp") for n in range(num_files)]
         for file in self._files:
             self._idle.put(file)
 
@@ -72,8 +92,15 @@ class TorchDistWriter:
     ) -> WrittenChunk:
         """Append one chunk.
 
-        Args:    shape: of the whole key.  offsets, sizes: of the chunk.  pieces: the chunk's bytes.
-        Returns: where it is, for the journal and for `finish`.
+        Args:
+            key: the key that it belongs to.
+            shape: the key's shape.
+            dtype: the key's dtype.
+            offsets: the chunk's first index on each axis of the key.
+            sizes: the chunk's length on each axis of the key.
+            pieces: the chunk's bytes.
+
+        Returns: its place, for the journal and for `finish`.
         """
         file = self._idle.get()
         try:
@@ -85,14 +112,19 @@ class TorchDistWriter:
     def finish(self, written: Sequence[WrittenChunk], objects: Sequence[str], iteration: int) -> None:
         """Write the metadata and the side files of megatron-core.
 
-        Args: objects: keys of objects that are None (Transformer Engine's extra states, which it looks for).
+        Args:
+            written: every chunk of the checkpoint, those of interrupted attempts included.
+            objects: keys of objects that are None (Transformer Engine's extra states, which it looks for).
+            iteration: number of the iteration.
         """
         file = self._idle.get()
         places = {}
         for name in objects:
-            start, length = file.append([None])  # megatron-core stores the list of an object's shards
+            # megatron-core stores the list of an object's shards.
+            start, length = file.append([None])
             places[name] = (file.path.name, start, length)
         self._idle.put(file)
+        # `.metadata` comes last: a checkpoint without it is recognised as unfinished.
         self.close()
         with (self.folder / "common.pt").open("wb") as stream:
             save(stream, {"checkpoint_version": 3.0, "iteration": iteration})
@@ -106,16 +138,22 @@ class TorchDistWriter:
 
 
 class _DataFile:
-    """One ``.distcp`` file that grows. Attributes: path; descriptor."""
+    """One ``.distcp`` file that grows.
+
+    Attributes:
+        path: the file.
+        descriptor: its descriptor, -1 once it is closed.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._end = path, 0
+        self.path = path
+        self._end = 0
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
 
     def append(
         self, tree: Any, data: Mapping[str, Iterable[bytes | memoryview]] | None = None
     ) -> tuple[int, int]:
-        """Write an archive. Returns: where it starts, and its length."""
+        """Write an archive; returns its first byte in the file and its length."""
         section = Section(self.descriptor, self._end)
         save(section, tree, data)
         self._end += section.length
@@ -130,7 +168,12 @@ class _DataFile:
 
 
 def _metadata(written: Iterable[WrittenChunk], objects: Mapping[str, tuple[str, int, int]]) -> Metadata:
-    """Build torch's Metadata. Args: objects: places of keys that are no tensors."""
+    """Build torch's Metadata.
+
+    Args:
+        written: chunks of the tensors.
+        objects: key of each object -> its file, first byte and length.
+    """
     # Imported here: reading a checkpoint needs no torch, which takes seconds.
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
@@ -144,31 +187,32 @@ def _metadata(written: Iterable[WrittenChunk], objects: Mapping[str, tuple[str, 
 
     keys: dict[str, Any] = {}
     places: dict[Any, Any] = {}
-    for one in written:
-        chunk = one.chunk
+    for written_chunk in written:
+        key = written_chunk.key
+        chunk = written_chunk.chunk
         offsets = torch.Size(chunk.offsets)
-        if one.key not in keys:
-            properties = TensorProperties(DTYPES[one.dtype].torch)
-            keys[one.key] = TensorStorageMetadata(properties, torch.Size(one.shape), [])
-        keys[one.key].chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
-        places[MetadataIndex(one.key, offsets)] = _StorageInfo(chunk.file, chunk.start, chunk.length)
+        if key not in keys:
+            properties = TensorProperties(DTYPES[written_chunk.dtype].torch)
+            keys[key] = TensorStorageMetadata(properties, torch.Size(written_chunk.shape), [])
+        keys[key].chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+        places[MetadataIndex(key, offsets)] = _StorageInfo(chunk.file, chunk.start, chunk.length)
     for name, place in objects.items():
         keys[name] = BytesStorageMetadata()
         places[MetadataIndex(name)] = _StorageInfo(*place)
     return Metadata(keys, storage_data=places)
 
 
-def chunk_is_whole(folder: Path, one: WrittenChunk) -> bool:
+def chunk_is_whole(folder: Path, written: WrittenChunk) -> bool:
     """True if the chunk of an interrupted attempt can be read and matches its checksum."""
-    path = folder / one.chunk.file
+    path = folder / written.chunk.file
     if not path.exists():
         return False
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        saved = SavedTensor(path, descriptor, one.chunk.start, one.chunk.length)
+        saved = SavedTensor(path, descriptor, written.chunk.start, written.chunk.length)
         saved.finish()
     except UserError:
         return False
     finally:
         os.close(descriptor)
-    return saved.shape == one.chunk.sizes
+    return saved.shape == written.chunk.sizes

@@ -26,9 +26,11 @@ __all__ = ["COMPUTED", "FAMILIES", "Family", "ModelSpec", "family_for", "read_sp
 _WINDOW_LAYERS = {"max_window_layers": 28}
 """Value that transformers takes where config.json does not say."""
 FAMILIES: tuple[FamilySpec, ...] = (
-    FamilySpec("LlamaForCausalLM", "llama", window=no_window),  # Llama 3, 3.1, 3.2 (text) and 3.3
+    # Llama 3, 3.1, 3.2 (text) and 3.3
+    FamilySpec("LlamaForCausalLM", "llama", window=no_window),
     FamilySpec("MistralForCausalLM", "mistral", window=window_of_every_layer),
-    FamilySpec(  # and 2.5, Math, DeepSeek-R1-Distill-Qwen
+    # Qwen2, Qwen2.5, Qwen2.5-Math and DeepSeek-R1-Distill-Qwen
+    FamilySpec(
         "Qwen2ForCausalLM",
         "qwen2",
         has_qkv_bias=True,
@@ -73,13 +75,16 @@ _DELTA_NETS = (
     "with NeMo-RL (nemo-grpo launch)"
 )
 _REFUSED = {
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _DELTA_NETS),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _AS_TEXT),
+    "qwen3_5_text": _DELTA_NETS,
+    "qwen3_5_moe_text": _DELTA_NETS,
+    "qwen3_5": _AS_TEXT,
+    "qwen3_5_moe": _AS_TEXT,
     "nemotron_h": f"its Mamba-2 layers are {_BY_BRIDGE}",
     "glm4_moe_lite": f"values wider than keys (v_head_dim, qk_nope_head_dim) are {_BY_BRIDGE}",
     "glm_moe_dsa": f"its sparse attention is {_BY_BRIDGE}",
     "deepseek_v4": f"its compressed attention is {_BY_BRIDGE}",
-    **dict.fromkeys(("gemma4", "gemma4_text"), f"its layers of several shapes are {_BY_BRIDGE}"),
+    "gemma4": f"its layers of several shapes are {_BY_BRIDGE}",
+    "gemma4_text": f"its layers of several shapes are {_BY_BRIDGE}",
     "kimi_k25": f"its 4-bit experts and vision tower are {_BY_BRIDGE}",
     "kimi_k3": f"its delta attention is {_BY_BRIDGE}, in a release after 0.6.2",
 }
@@ -97,6 +102,7 @@ def read_spec(
 
 def refuse_uncomputed(spec: ModelSpec) -> None:
     """Refuse settings that the embedded engine does not compute, of a model whose family it does."""
+    # Llama and Qwen are computed, and their config.json can still ask for what only other models use.
     reason = None
     if spec.hidden_act != "silu":
         reason = f"hidden_act={spec.hidden_act!r} is not supported by the embedded engine, which has silu"
@@ -110,7 +116,9 @@ def refuse_uncomputed(spec: ModelSpec) -> None:
 
 def family_for(config: dict[str, Any]) -> Family:
     """Build a model's two-way table from the content of its config.json."""
-    declaration, config = _declared(config, "the model", CONVERTED), checked(config, "the model")
+    declaration = _declared(config, "the model", CONVERTED)
+    config = checked(config, "the model")
+    # Reading the config's values and building the table can both miss a key.
     with complete("the model"):
         return Family(config, declaration.read(config, "the model"), declaration)
 
@@ -119,11 +127,12 @@ def _declared(config: Mapping[str, Any], name: str, among: Sequence[FamilySpec])
     """Find the family by its architecture, or by its model type where the config has none."""
     config = checked(config, name)
     key = "architecture" if config.get("architectures") else "model_type"
-    wanted = config["architectures"][0] if key == "architecture" else config.get(key)
+    family_name = config["architectures"][0] if key == "architecture" else config.get(key)
     for declaration in among:
-        if getattr(declaration, key) == wanted:
+        if getattr(declaration, key) == family_name:
             return declaration
-    if why := _REFUSED.get(str(config.get("model_type"))):
-        raise UserError(f"config.json of {name}: {key}={wanted} is not supported: {why}")
+    reason = _REFUSED.get(str(config.get("model_type")))
+    if reason is not None:
+        raise UserError(f"config.json of {name}: {key}={family_name} is not supported: {reason}")
     supported = ", ".join(getattr(declaration, key) for declaration in among)
-    raise UserError(f"config.json of {name}: {key}={wanted} is not supported; supported: {supported}")
+    raise UserError(f"config.json of {name}: {key}={family_name} is not supported; supported: {supported}")

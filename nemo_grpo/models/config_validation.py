@@ -13,39 +13,54 @@ MAX_TENSORS = 65_536
 
 @dataclass(frozen=True)
 class _Kind:
-    """Values of one kind. Attributes: words: their description.  accepts: True for one of them."""
+    """Values of one kind.
+
+    Attributes:
+        words: description for messages.
+        accepts: function that is True for a value of the kind.
+    """
 
     words: str
     accepts: Callable[[Any], bool]
 
 
-def _whole(least: int, most: int) -> _Kind:
-    return _Kind(
-        f"a whole number from {least} to {most}", lambda value: type(value) is int and least <= value <= most
-    )
+def _whole_number(least: int, most: int) -> _Kind:
+    def accepts(value: Any) -> bool:
+        # Not isinstance: Python's booleans are integers, too.
+        return type(value) is int and least <= value <= most
+
+    return _Kind(f"a whole number from {least} to {most}", accepts)
 
 
-def _all_are(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(type(item) is kind for item in value)
+def _list_of(item_type: type) -> Callable[[Any], bool]:
+    def accepts(value: Any) -> bool:
+        return isinstance(value, list) and all(type(item) is item_type for item in value)
+
+    return accepts
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e30 and math.isfinite(value)
 
 
-_SIZE, _COUNT, _FEW, _LENGTH = _whole(1, 1 << 24), _whole(0, 1 << 24), _whole(0, 10_000), _whole(1, 1 << 31)
-_LAYERS = _whole(1, 1000)
+# Upper limits are far above any model's: a damaged file must not make the table fill the memory.
+_SIZE = _whole_number(1, 1 << 24)
+_COUNT = _whole_number(0, 1 << 24)
+_SMALL_COUNT = _whole_number(0, 10_000)
+_LENGTH = _whole_number(1, 1 << 31)
+_NUM_LAYERS = _whole_number(1, 1000)
 _NUMBER = _Kind("a finite number", _is_number)
 _POSITIVE = _Kind("a number above 0", lambda value: _is_number(value) and value > 0)
 _SHARE = _Kind("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
 _FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
 _TEXT = _Kind("a text", lambda value: isinstance(value, str))
-_TEXTS = _Kind("a list of texts", _all_are(str))
-_NUMBERS = _Kind("a list of whole numbers", _all_are(int))
+_TEXTS = _Kind("a list of texts", _list_of(str))
+_NUMBERS = _Kind("a list of whole numbers", _list_of(int))
 _SECTION = _Kind("an object", lambda value: isinstance(value, dict))
 
+# Keys that are not listed pass unchecked.
 _KEYS: dict[_Kind, str] = {
-    _LAYERS: "num_hidden_layers depth",
+    _NUM_LAYERS: "num_hidden_layers depth",
     _SIZE: "hidden_size num_attention_heads num_key_value_heads vocab_size intermediate_size "
     "moe_intermediate_size embed_dim out_hidden_size patch_size temporal_patch_size in_channels "
     "spatial_merge_size qk_nope_head_dim kv_lora_rank v_head_dim head_dim num_heads linear_num_key_heads "
@@ -54,7 +69,7 @@ _KEYS: dict[_Kind, str] = {
     "full_attention_interval sliding_window_pattern _sliding_window_pattern chunk_size mlp_ratio",
     _COUNT: "sliding_window q_lora_rank qk_rope_head_dim moe_shared_expert_intermediate_size "
     "shared_expert_intermediate_size moe_latent_size",
-    _FEW: "num_experts num_local_experts n_routed_experts num_experts_per_tok n_shared_experts "
+    _SMALL_COUNT: "num_experts num_local_experts n_routed_experts num_experts_per_tok n_shared_experts "
     "first_k_dense_replace n_group topk_group num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers "
     "decoder_sparse_step moe_layer_freq max_window_layers",
     _LENGTH: "max_position_embeddings original_max_position_embeddings",

@@ -31,28 +31,39 @@ _FIXED = {
 """Settings that Megatron-Bridge builds whatever config.json says."""
 _YARN = {
     "factor": "rotary_scaling_factor",
-    **{key: key for key in ("original_max_position_embeddings", "beta_fast", "beta_slow")},
-    **{key: key for key in ("mscale", "mscale_all_dim")},
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
 }
+"""Keys of config.json's YaRN section -> settings of Megatron-Bridge's provider."""
 _NO_SCALING = {"rotary_scaling_factor": 1.0, "mscale_all_dim": 1.0}
+"""Settings without YaRN: the provider's defaults scale."""
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return sizes by letter: qa, ka ranks; qb queries; kp ka, positions; kb keys, values; fd, fs widths."""
-    heads, plain = int(config["num_attention_heads"]), int(config["qk_nope_head_dim"])
-    positions, values = int(config["qk_rope_head_dim"]), int(config["v_head_dim"])
-    if values != plain:
+    """Return sizes by letter.
+
+    qa rank of the queries, qb all queries, ka rank of keys and values, kp this rank and the key's positions,
+    kb all keys and values, fd width of the dense layers, fs width of the shared experts together.
+    """
+    num_heads = int(config["num_attention_heads"])
+    key_width = int(config["qk_nope_head_dim"])
+    position_width = int(config["qk_rope_head_dim"])
+    value_width = int(config["v_head_dim"])
+    if value_width != key_width:
         raise UserError(
-            f"config.json: v_head_dim={values} differs from qk_nope_head_dim={plain}; only models in which "
-            "they are equal are supported"
+            f"config.json: v_head_dim={value_width} differs from qk_nope_head_dim={key_width}; only models "
+            "in which they are equal are supported"
         )
-    rank = int(config["kv_lora_rank"])
+    key_value_rank = int(config["kv_lora_rank"])
     return {
         "qa": int(config.get("q_lora_rank") or 0),
-        "qb": heads * (plain + positions),
-        "ka": rank,
-        "kp": rank + positions,
-        "kb": heads * (plain + values),
+        "qb": num_heads * (key_width + position_width),
+        "ka": key_value_rank,
+        "kp": key_value_rank + position_width,
+        "kb": num_heads * (key_width + value_width),
         "fd": int(config["intermediate_size"]),
         "fs": int(config["n_shared_experts"]) * int(config["moe_intermediate_size"]),
     }
@@ -60,39 +71,42 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 def _latent_attention(has_query_rank: bool) -> tuple[Entry, ...]:
     """Map input norm, latent attention, output projection; queries come from their own rank or the input."""
-    queries = (
-        (
+    entries = [layer_copy("input_layernorm.weight", "input_layernorm.weight", "h")]
+    if has_query_rank:
+        entries += [
             layer_copy("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "qa h"),
             _rank_norm("q", "qa"),
             layer_copy("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", "qb qa"),
-        )
-        if has_query_rank
-        else (layer_copy("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "qb h"),)
-    )
-    return (
-        layer_copy("input_layernorm.weight", "input_layernorm.weight", "h"),
-        *queries,
+        ]
+    else:
+        entries += [layer_copy("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", "qb h")]
+    entries += [
         layer_copy(
             "self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "kp h"
         ),
         _rank_norm("kv", "ka"),
         layer_copy("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "kb ka"),
         layer_copy("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "h q"),
-    )
+    ]
+    return tuple(entries)
 
 
-def _rank_norm(x: str, width: str) -> Entry:
-    fused = f"self_attention.linear_{x}_up_proj.layer_norm_weight"
+def _rank_norm(projection: str, width: str) -> Entry:
+    """Map the norm between the two projections of the queries (q), or of keys and values (kv)."""
     return layer_copy(
-        f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_a_layernorm.weight", width, fused
+        f"self_attention.{projection}_layernorm.weight",
+        f"self_attn.{projection}_a_layernorm.weight",
+        width,
+        fused=f"self_attention.linear_{projection}_up_proj.layer_norm_weight",
     )
 
 
 def dense_then_experts(spec: ModelSpec) -> Iterator[Entry]:
     """Map the feed-forward layers: gated in the first layers, routed and shared experts in the others."""
-    dense, sparse = range(spec.num_dense_layers), range(spec.num_dense_layers, spec.num_layers)
-    yield from (replace(entry, layers=dense) for entry in gated_mlp(width="fd"))
-    yield from (replace(entry, layers=sparse) for entry in _balanced_experts())
+    dense_layers = range(spec.num_dense_layers)
+    sparse_layers = range(spec.num_dense_layers, spec.num_layers)
+    yield from (replace(entry, layers=dense_layers) for entry in gated_mlp(width="fd"))
+    yield from (replace(entry, layers=sparse_layers) for entry in _balanced_experts())
 
 
 def _balanced_experts() -> tuple[Entry, ...]:
@@ -100,6 +114,7 @@ def _balanced_experts() -> tuple[Entry, ...]:
     bias = layer_copy("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "e")
     return (
         layer_copy("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "h"),
+        # Megatron adds steps of 1e-3 to biases of up to 10, which 16 bits would round away.
         replace(bias, keeps_dtype=True),
         *routed_experts(),
         *gated("mlp.shared_experts.", "mlp.shared_experts.", "fs"),
@@ -134,9 +149,11 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
 
 def layer_kinds(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings of dense layers, and of sigmoid routers whose bias balances the experts."""
-    num_dense, num_layers = int(config.get("first_k_dense_replace") or 0), int(config["num_hidden_layers"])
+    num_layers = int(config["num_hidden_layers"])
+    num_dense_layers = int(config.get("first_k_dense_replace") or 0)
+    num_sparse_layers = num_layers - num_dense_layers
     return {
-        "moe_layer_freq": [0] * num_dense + [1] * (num_layers - num_dense),
+        "moe_layer_freq": [0] * num_dense_layers + [1] * num_sparse_layers,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_dtype": "fp32",
@@ -151,9 +168,9 @@ def refuse_others(config: Mapping[str, Any], fixed: Mapping[str, Any], model: st
     """Refuse a config.json with settings that Megatron-Bridge does not build."""
     for key, value in fixed.items():
         if config.get(key, value) != value:
-            found = str(config[key])[:80]
+            shortened = str(config[key])[:80]
             raise UserError(
-                f"config.json: {key}={found} is not {model}'s {value}; Megatron-Bridge builds no other"
+                f"config.json: {key}={shortened} is not {model}'s {value}; Megatron-Bridge builds no other"
             )
 
 

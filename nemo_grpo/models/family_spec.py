@@ -10,65 +10,69 @@ from nemo_grpo.models.shared_mappings import Entry, decoder_table
 from nemo_grpo.models.spec import ModelSpec
 from nemo_grpo.support.errors import UserError
 
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_SCALED = ("llama3", "yarn", "longrope")
+_NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of config.json that families use for the number of experts."""
+_NEED_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+"""Kinds of rotary scaling that transformers computes from ``original_max_position_embeddings``."""
 DEFAULT_WINDOW = 4096
 """Positions of a window where config.json has no ``sliding_window``, of every family but gpt-oss."""
 SLIDING = "sliding_attention"
 """Kind of a layer with a window, in ``layer_types``."""
 
 
-def rotary(text: Mapping[str, Any]) -> dict[str, Any]:
+def rotary(text_config: Mapping[str, Any]) -> dict[str, Any]:
     """Read rotary parameters as transformers does: a ``rope_scaling`` replaces all ``rope_parameters``.
 
-    Args:    text: the decoder's part of config.json.
+    Args: text_config: the decoder's part of config.json.
     Returns: ``rope_type`` and ``rope_theta`` always.
     """
-    found = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    found = dict(found.get("full_attention", found))  # some configs have two, by kind of layer
-    kind = found.get("rope_type", found.get("type", "default"))
-    found["rope_type"] = "default" if kind == "mrope" else kind  # newer configs have mrope_section alone
-    found["rope_theta"] = float(found.get("rope_theta") or text.get("rope_theta", 10000.0))
-    if "partial_rotary_factor" in text:
-        found.setdefault("partial_rotary_factor", text["partial_rotary_factor"])
-    if kind in _SCALED:
-        found.setdefault("original_max_position_embeddings", text.get("max_position_embeddings"))
-    return found
+    section = text_config.get("rope_scaling") or text_config.get("rope_parameters") or {}
+    # Some configs have two sections, by kind of layer.
+    parameters = dict(section.get("full_attention", section))
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    # Older configs call it "mrope" where newer ones have the key mrope_section and the type "default".
+    parameters["rope_type"] = "default" if rope_type == "mrope" else rope_type
+    parameters["rope_theta"] = float(parameters.get("rope_theta") or text_config.get("rope_theta", 10000.0))
+    if "partial_rotary_factor" in text_config:
+        parameters.setdefault("partial_rotary_factor", text_config["partial_rotary_factor"])
+    if rope_type in _NEED_ORIGINAL_LENGTH:
+        parameters.setdefault("original_max_position_embeddings", text_config.get("max_position_embeddings"))
+    return parameters
 
 
-def window_if_stated(text: Mapping[str, Any]) -> int | None:
+def window_if_stated(text_config: Mapping[str, Any]) -> int | None:
     """Read the window of a family of which nothing else is known."""
-    window: int | None = text.get("sliding_window")
-    return window if SLIDING in text.get("layer_types", [SLIDING]) else None
+    window: int | None = text_config.get("sliding_window")
+    return window if SLIDING in text_config.get("layer_types", [SLIDING]) else None
 
 
-def no_window(text: Mapping[str, Any]) -> int | None:
+def no_window(text_config: Mapping[str, Any]) -> int | None:
     """Ignore ``sliding_window``, as transformers does for Llama."""
     return None
 
 
-def window_of_every_layer(text: Mapping[str, Any]) -> int | None:
+def window_of_every_layer(text_config: Mapping[str, Any]) -> int | None:
     """Read Mistral's window, which no other key switches off."""
-    window: int | None = text.get("sliding_window", DEFAULT_WINDOW)
+    window: int | None = text_config.get("sliding_window", DEFAULT_WINDOW)
     return window
 
 
-def window_if_used(text: Mapping[str, Any]) -> int | None:
+def window_if_used(text_config: Mapping[str, Any]) -> int | None:
     """Read the window of every layer, which ``use_sliding_window`` switches on (Qwen3-MoE)."""
-    return window_of_every_layer(text) if text.get("use_sliding_window") else None
+    return window_of_every_layer(text_config) if text_config.get("use_sliding_window") else None
 
 
-def window_of_later_layers(text: Mapping[str, Any]) -> int | None:
+def window_of_later_layers(text_config: Mapping[str, Any]) -> int | None:
     """Read the window of Qwen2, Qwen3 and Qwen2.5-VL.
 
     ``layer_types`` names the layers that have it; without them those from ``max_window_layers`` on have it.
     """
-    kinds = text.get("layer_types")
-    if kinds is None:
-        has_window = text["max_window_layers"] < text["num_hidden_layers"]
+    layer_types = text_config.get("layer_types")
+    if layer_types is None:
+        has_window = text_config["max_window_layers"] < text_config["num_hidden_layers"]
     else:
-        has_window = SLIDING in kinds
-    return window_if_used(text) if has_window else None
+        has_window = SLIDING in layer_types
+    return window_if_used(text_config) if has_window else None
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,10 @@ class FamilySpec:
     """A model family.
 
     Attributes:
-        architecture, model_type: how its config.json names it.
-        has_qkv_bias, has_qk_norm: as in `ModelSpec`; or the key of config.json that sets it.
+        architecture: its name in config.json's ``architectures``.
+        model_type: its name in config.json's ``model_type``.
+        has_qkv_bias: as in `ModelSpec`; or the key of config.json that sets it.
+        has_qk_norm: the same.
         fixed: fields of `ModelSpec` that every model of the family has.
         is_computed: the embedded engine and the decoder compute it. False for a family with experts, or with
             settings in its config.json that change the computation and are not in `ModelSpec`.
@@ -93,8 +99,9 @@ class FamilySpec:
         rope: the decoder's part of config.json -> rotary parameters of the layers that see everything.
         window: the decoder's part of config.json -> the window of those layers that have one, or None.
         activation: the key of config.json that names the activation.
-        unsaid: keys of config.json that change the computation and have no place in run_config.yaml.
-        linear_layers, linear_sizes: the decoder's part of config.json -> as in `ModelSpec`.
+        lost_keys: keys of config.json that change the computation and have no place in run_config.yaml.
+        linear_layers: the decoder's part of config.json -> as in `ModelSpec`.
+        linear_sizes: the same.
     """
 
     architecture: str
@@ -114,74 +121,86 @@ class FamilySpec:
     rope: Callable[[Mapping[str, Any]], dict[str, Any]] = rotary
     window: Callable[[Mapping[str, Any]], int | None] = window_if_stated
     activation: str = "hidden_act"
-    unsaid: tuple[str, ...] = ()
+    lost_keys: tuple[str, ...] = ()
     linear_layers: Callable[[Mapping[str, Any]], tuple[int, ...]] | None = None
     linear_sizes: Callable[[Mapping[str, Any]], tuple[int, int]] | None = None
 
     def read(self, config: Mapping[str, Any], name: str) -> ModelSpec:
-        """Read the model that a config.json describes. Args: name: the model's, for messages."""
+        """Read the model that a config.json describes.
+
+        Args:
+            config: config.json's content.
+            name: the model's name, for messages.
+        """
         config = checked(config, name)
-        text = {**self.defaults, **(config.get("text_config") or config)}
-        self._check(text, name)
+        # A model with a vision tower has the decoder's settings in a section of their own.
+        text_config = {**self.defaults, **(config.get("text_config") or config)}
+        self._refuse_other_layers(text_config, name)
         with complete(name):
-            heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
-            groups = int(text.get("num_key_value_heads") or heads)
-            experts = int(next((text[key] for key in _NUM_EXPERTS if text.get(key)), 0))
-            num_dense = int(text.get("first_k_dense_replace") or 0)
-            layers = int(text["num_hidden_layers"])
-            _check_counts(name, heads, hidden, groups, layers * max(experts, 1))
+            num_heads = int(text_config["num_attention_heads"])
+            hidden_size = int(text_config["hidden_size"])
+            num_groups = int(text_config.get("num_key_value_heads") or num_heads)
+            num_layers = int(text_config["num_hidden_layers"])
+            num_experts = _num_experts(text_config)
+            num_dense_layers = int(text_config.get("first_k_dense_replace") or 0)
+            _check_counts(name, num_heads, hidden_size, num_groups, num_layers * max(num_experts, 1))
             sizes = self.sizes(config) if self.sizes else {}
             return ModelSpec(
                 name=name,
                 model_type=self.model_type,
-                hidden_size=hidden,
-                num_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=groups,
-                ffn_size=int(text[self.expert_width if experts else "intermediate_size"]),
-                vocab_size=int(text["vocab_size"]),
-                max_position_embeddings=int(text["max_position_embeddings"]),
-                tied_embeddings=bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
-                head_dim=int(text.get("qk_nope_head_dim") or text.get("head_dim") or hidden // heads),
-                has_qkv_bias=_says(self.has_qkv_bias, text),
-                has_qk_norm=_says(self.has_qk_norm, text),
-                linear_layers=self.linear_layers(text) if self.linear_layers else (),
-                linear_sizes=self.linear_sizes(text) if self.linear_sizes else (0, 0),
-                num_experts=experts,
-                num_experts_per_token=int(text.get("num_experts_per_tok") or 0) if experts else 0,
-                num_shared_experts=_num_shared(text, name),
-                has_shared_gate="shared_expert_intermediate_size" in text,
-                num_dense_layers=num_dense,
-                dense_ffn_size=int(text["intermediate_size"]) if num_dense else 0,
-                query_rank=int(text.get("q_lora_rank") or 0),
-                key_value_rank=int(text.get("kv_lora_rank") or 0),
-                rope_head_dim=int(text.get("qk_rope_head_dim") or 0),
+                hidden_size=hidden_size,
+                num_layers=num_layers,
+                num_attention_heads=num_heads,
+                num_key_value_heads=num_groups,
+                ffn_size=int(text_config[self.expert_width if num_experts else "intermediate_size"]),
+                vocab_size=int(text_config["vocab_size"]),
+                max_position_embeddings=int(text_config["max_position_embeddings"]),
+                tied_embeddings=bool(
+                    config.get("tie_word_embeddings") or text_config.get("tie_word_embeddings")
+                ),
+                head_dim=_head_dim(text_config),
+                has_qkv_bias=_is_set(self.has_qkv_bias, text_config),
+                has_qk_norm=_is_set(self.has_qk_norm, text_config),
+                linear_layers=self.linear_layers(text_config) if self.linear_layers else (),
+                linear_sizes=self.linear_sizes(text_config) if self.linear_sizes else (0, 0),
+                num_experts=num_experts,
+                num_experts_per_token=int(text_config.get("num_experts_per_tok") or 0) if num_experts else 0,
+                num_shared_experts=_num_shared_experts(text_config, name),
+                has_shared_gate="shared_expert_intermediate_size" in text_config,
+                num_dense_layers=num_dense_layers,
+                dense_ffn_size=int(text_config["intermediate_size"]) if num_dense_layers else 0,
+                query_rank=int(text_config.get("q_lora_rank") or 0),
+                key_value_rank=int(text_config.get("kv_lora_rank") or 0),
+                rope_head_dim=int(text_config.get("qk_rope_head_dim") or 0),
                 num_vision_parameters=self.vision_parameters(sizes) if self.vision_parameters else 0,
-                norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-                hidden_act=text.get(self.activation, "silu"),
-                rope=self.rope(text),
-                sliding_window=self._window_within(text),
+                norm_eps=float(text_config.get("rms_norm_eps", 1e-6)),
+                hidden_act=text_config.get(self.activation, "silu"),
+                rope=self.rope(text_config),
+                sliding_window=self._window_within(text_config),
                 sizes=sizes,
                 **self.fixed,
             )
 
-    def _window_within(self, text: Mapping[str, Any]) -> int | None:
-        """Read the window, unless it is as long as the longest text."""
-        window = self.window(text)
-        return window if window and window < text["max_position_embeddings"] else None
+    def _window_within(self, text_config: Mapping[str, Any]) -> int | None:
+        """Read the window, unless it is as long as the longest sequence."""
+        window = self.window(text_config)
+        return window if window and window < text_config["max_position_embeddings"] else None
 
-    def _check(self, text: Mapping[str, Any], name: str) -> None:
+    def _refuse_other_layers(self, text_config: Mapping[str, Any], name: str) -> None:
+        """Refuse biases and dense layers that a config.json switches on and the table does not have."""
         for key in {"attention_bias", "mlp_bias"} - {self.has_qkv_bias}:
-            if text.get(key):
+            if text_config.get(key):
                 raise UserError(
                     f"config.json of {name}: {key}=true is not supported; Megatron has them on all linear "
                     "layers or none"
                 )
-        dense, every = text.get("mlp_only_layers") or [], text.get("decoder_sparse_step", 1)
-        if dense or every != 1:
+        dense_layers = text_config.get("mlp_only_layers") or []
+        sparse_step = text_config.get("decoder_sparse_step", 1)
+        if dense_layers or sparse_step != 1:
             raise UserError(
-                f"config.json of {name} has mlp_only_layers={dense}, decoder_sparse_step={every}; only "
-                "models whose layers all have experts ([] and 1) are supported"
+                f"config.json of {name} has mlp_only_layers={dense_layers}, "
+                f"decoder_sparse_step={sparse_step}; only models whose layers all have experts ([] and 1) "
+                "are supported"
             )
 
 
@@ -196,30 +215,49 @@ def complete(name: str) -> Iterator[None]:
         ) from None
 
 
-def _num_shared(text: Mapping[str, Any], name: str) -> int:
+def _num_experts(text_config: Mapping[str, Any]) -> int:
+    for key in _NUM_EXPERTS_KEYS:
+        if text_config.get(key):
+            return int(text_config[key])
+    return 0
+
+
+def _head_dim(text_config: Mapping[str, Any]) -> int:
+    """Read the width of a head; in latent attention that of the part without positions."""
+    for key in ("qk_nope_head_dim", "head_dim"):
+        if text_config.get(key):
+            return int(text_config[key])
+    return int(text_config["hidden_size"]) // int(text_config["num_attention_heads"])
+
+
+def _num_shared_experts(text_config: Mapping[str, Any], name: str) -> int:
     """Count shared experts of a routed one's width."""
-    width, each = text.get("shared_expert_intermediate_size", 0), text.get("moe_intermediate_size", 1)
-    if width % each:
+    shared_width = text_config.get("shared_expert_intermediate_size", 0)
+    expert_width = text_config.get("moe_intermediate_size", 1)
+    if shared_width % expert_width:
         raise UserError(
-            f"config.json of {name}: shared_expert_intermediate_size={width} is no multiple of "
-            f"moe_intermediate_size={each}, which is not supported"
+            f"config.json of {name}: shared_expert_intermediate_size={shared_width} is no multiple of "
+            f"moe_intermediate_size={expert_width}, which is not supported"
         )
-    return int(text.get("n_shared_experts", width // each))
+    return int(text_config.get("n_shared_experts", shared_width // expert_width))
 
 
-def _says(declared: bool | str, text: Mapping[str, Any]) -> bool:
-    return bool(text.get(declared)) if isinstance(declared, str) else declared
+def _is_set(declared: bool | str, text_config: Mapping[str, Any]) -> bool:
+    """Return a property that a family declares, or that a key of config.json sets."""
+    return bool(text_config.get(declared)) if isinstance(declared, str) else declared
 
 
-def _check_counts(name: str, heads: int, hidden: int, groups: int, num_tensors: int) -> None:
-    if heads % groups:
+def _check_counts(name: str, num_heads: int, hidden_size: int, num_groups: int, num_tensors: int) -> None:
+    """Refuse numbers that contradict each other, or of which a table would not fit into memory."""
+    if num_heads % num_groups:
         raise UserError(
-            f"config.json of {name}: num_attention_heads={heads} is no multiple of "
-            f"num_key_value_heads={groups}"
+            f"config.json of {name}: num_attention_heads={num_heads} is no multiple of "
+            f"num_key_value_heads={num_groups}"
         )
-    if heads > hidden:
+    if num_heads > hidden_size:
         raise UserError(
-            f"config.json of {name}: num_attention_heads={heads} exceeds hidden_size={hidden}; correct it"
+            f"config.json of {name}: num_attention_heads={num_heads} exceeds hidden_size={hidden_size}; "
+            "correct it"
         )
     if num_tensors > MAX_TENSORS:
         raise UserError(

@@ -12,7 +12,7 @@ from nemo_grpo.models.spec import ModelSpec
 from nemo_grpo.support.errors import UserError
 
 _PROVIDER = "megatron.bridge.models.gemma.gemma3_provider.Gemma3ModelProvider"
-_PATTERN = 6
+_PERIOD = 6
 """Layers per period: the last sees everything, the others a window."""
 
 
@@ -28,19 +28,25 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
     )
 
 
-def _rope(text: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(text_config: Mapping[str, Any]) -> dict[str, Any]:
     """Read the rotary parameters of the layers that see everything; ``rope_scaling`` adds to them here."""
-    old = {"full_attention": {"rope_type": "default"}}
-    found = text.get("rope_parameters", old).get("full_attention", {})
-    return rotary({**text, "rope_scaling": {**found, **text.get("rope_scaling", {})}, "rope_parameters": {}})
+    without_scaling = {"full_attention": {"rope_type": "default"}}
+    parameters = text_config.get("rope_parameters", without_scaling).get("full_attention", {})
+    scaling = {**parameters, **text_config.get("rope_scaling", {})}
+    return rotary({**text_config, "rope_scaling": scaling, "rope_parameters": {}})
 
 
-def _window(text: Mapping[str, Any]) -> int | None:
+def _window(text_config: Mapping[str, Any]) -> int | None:
     """Read the window, unless every layer sees everything."""
-    pattern = text.get("sliding_window_pattern", _PATTERN)
-    every = [SLIDING if n % pattern else "full_attention" for n in range(1, text["num_hidden_layers"] + 1)]
-    window: int | None = text.get("sliding_window", DEFAULT_WINDOW)
-    return window if SLIDING in text.get("layer_types", every) else None
+    period = text_config.get("sliding_window_pattern", _PERIOD)
+    layer_types = text_config.get("layer_types", _layer_types(text_config["num_hidden_layers"], period))
+    window: int | None = text_config.get("sliding_window", DEFAULT_WINDOW)
+    return window if SLIDING in layer_types else None
+
+
+def _layer_types(num_layers: int, period: int) -> list[str]:
+    """List the kinds of layers: the last of each period has full attention."""
+    return ["full_attention" if n % period == 0 else SLIDING for n in range(1, num_layers + 1)]
 
 
 def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
@@ -48,8 +54,9 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     window = config.get("sliding_window", DEFAULT_WINDOW)
     if not window:
         raise UserError(f"config.json: sliding_window={window}, and Gemma 3 needs one; download it again")
-    nearby = config.get("rope_parameters", {}).get("sliding_attention", {})
-    local_base = nearby.get("rope_theta") or config.get("rope_local_base_freq") or 10_000.0
+    rope_of_windows = config.get("rope_parameters", {}).get("sliding_attention", {})
+    # transformers 5 writes the base with the layers' kind, earlier versions as a key of its own.
+    local_base = rope_of_windows.get("rope_theta") or config.get("rope_local_base_freq") or 10_000.0
     return {
         "_target_": _PROVIDER,
         "layernorm_zero_centered_gamma": True,
@@ -62,15 +69,13 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
 
 def _check_layers(config: Mapping[str, Any]) -> None:
     """Refuse a pattern of layers that is not the published one, which Megatron-Bridge builds."""
-    kinds = config.get("layer_types") or []
-    expected = [
-        "full_attention" if n % _PATTERN == 0 else "sliding_attention" for n in range(1, len(kinds) + 1)
-    ]
-    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or _PATTERN
-    if pattern != _PATTERN or kinds != expected:
+    layer_types = config.get("layer_types") or []
+    expected = _layer_types(len(layer_types), _PERIOD)
+    period = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or _PERIOD
+    if period != _PERIOD or layer_types != expected:
         raise UserError(
-            f"config.json: every sixth layer of Gemma 3 has full attention, here it is {kinds or pattern}; "
-            "Megatron-Bridge builds no other"
+            "config.json: every sixth layer of Gemma 3 has full attention, here it is "
+            f"{layer_types or period}; Megatron-Bridge builds no other"
         )
 
 
@@ -90,5 +95,5 @@ FAMILY = FamilySpec(
     rope=_rope,
     window=_window,
     activation="hidden_activation",
-    unsaid=("final_logit_softcapping", "attn_logit_softcapping"),
+    lost_keys=("final_logit_softcapping", "attn_logit_softcapping"),
 )

@@ -22,8 +22,11 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _table(spec: ModelSpec) -> tuple[Entry, ...]:
-    attended = attention(spec.has_qkv_bias, spec.has_qk_norm)
-    return (*embeddings(spec.tied_embeddings), *attended, *dense_then_experts(spec))
+    return (
+        *embeddings(spec.tied_embeddings),
+        *attention(spec.has_qkv_bias, spec.has_qk_norm),
+        *dense_then_experts(spec),
+    )
 
 
 def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from nemo_grpo.models.shared_mappings import (
     embeddings,
     layer_copy,
     norm_before_experts,
+    piece_name,
 )
 from nemo_grpo.models.spec import ModelSpec
 from nemo_grpo.support.errors import UserError
@@ -41,7 +42,8 @@ _UNSTATED = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 """Values of YaRN that transformers takes where config.json has none."""
 _WINDOW = 128
 """Positions of the windows where config.json does not say."""
-_KEPT = ("original_max_position_embeddings", "beta_fast", "beta_slow")
+_UNCHANGED_KEYS = ("original_max_position_embeddings", "beta_fast", "beta_slow")
+"""Keys of YaRN that Megatron-Bridge's provider has under the same name after ``yarn_``."""
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
@@ -50,11 +52,22 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _expert(layer: str, hf: str, weight: str, bias: str, op: Op, bias_op: Op) -> tuple[Entry, Entry]:
-    megatron = f"{LAYER}mlp.experts.local_experts.{{expert}}.{layer}."
-    name = f"{HF_LAYER}mlp.experts.{hf}"
+    """Map weight and bias of one matrix of an expert: a slice of the tensor that has all experts of a layer.
+
+    Args:
+        layer: Megatron's name of the matrix.
+        hf: Hugging Face's name of it.
+        weight: shape of the slice, in letters.
+        bias: the same of the bias.
+        op: how the weight is joined.
+        bias_op: how the bias is joined.
+    """
+    megatron = f"{LAYER}mlp.experts.local_experts.{{expert}}.{layer}"
+    hf_weight = piece_name(f"{HF_LAYER}mlp.experts.{hf}", "{expert}")
+    hf_bias = piece_name(f"{HF_LAYER}mlp.experts.{hf}_bias", "{expert}")
     return (
-        Entry(f"{megatron}weight", ((f"{name}[{{expert}}]", weight),), op),
-        Entry(f"{megatron}bias", ((f"{name}_bias[{{expert}}]", bias),), bias_op),
+        Entry(f"{megatron}.weight", ((hf_weight, weight),), op),
+        Entry(f"{megatron}.bias", ((hf_bias, bias),), bias_op),
     )
 
 
@@ -72,32 +85,36 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
     )
 
 
-def _window(text: Mapping[str, Any]) -> int | None:
+def _window(text_config: Mapping[str, Any]) -> int | None:
     """Read the window, unless every layer sees everything."""
-    window: int | None = text.get("sliding_window", _WINDOW)
-    return window if SLIDING in text.get("layer_types", [SLIDING]) else None
+    window: int | None = text_config.get("sliding_window", _WINDOW)
+    return window if SLIDING in text_config.get("layer_types", [SLIDING]) else None
 
 
 def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    layers = config["num_hidden_layers"]
-    kinds = [(SLIDING, "full_attention")[n % 2] for n in range(layers)]
-    refuse_others(config, {**_FIXED, "layer_types": kinds}, "gpt-oss")
+    num_layers = config["num_hidden_layers"]
+    layer_types = [SLIDING if layer % 2 == 0 else "full_attention" for layer in range(num_layers)]
+    refuse_others(config, {**_FIXED, "layer_types": layer_types}, "gpt-oss")
+    # A YaRN key that is absent counts as transformers' default, or as None where it has none.
     refuse_others({**dict.fromkeys(_YARN), **_UNSTATED, **spec.rope}, _YARN, "gpt-oss")
     window = config.get("sliding_window", _WINDOW)
     if not window:
         raise UserError(f"config.json: sliding_window={window}, and gpt-oss needs one; download it again")
     return {
         "add_bias_linear": True,
-        "add_qkv_bias": False,  # add_bias_linear has them
+        # add_bias_linear includes the biases of queries, keys and values.
+        "add_qkv_bias": False,
         "activation_func": {"_target_": "megatron.core.fusions.fused_bias_geglu.quick_gelu", "_call_": False},
         "activation_func_clamp_value": _FIXED["swiglu_limit"],
         "glu_linear_offset": 1.0,
         "softmax_type": "learnable",
+        # Positions before and after a token; config.json's window also counts the token itself.
         "window_size": [window - 1, 0],
         "window_attn_skip_freq": 2,
         "position_embedding_type": "yarn",
         "yarn_rotary_scaling_factor": _YARN["factor"],
-        **{f"yarn_{key}": _YARN[key] for key in _KEPT},
+        # Published models have YaRN's values fixed, and a config.json with others was refused above.
+        **{f"yarn_{key}": _YARN[key] for key in _UNCHANGED_KEYS},
         "yarn_mscale": None,
         "yarn_mscale_all_dim": None,
         "yarn_correction_range_round_to_int": _YARN["truncate"],

@@ -16,7 +16,13 @@ Dims = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Rows:
-    """A block of rows. Attributes: part: number of the Hugging Face tensor.  first, count: rows of it."""
+    """A block of rows of a Hugging Face tensor.
+
+    Attributes:
+        part: the tensor's number among those of the op.
+        first: first row of the block in it.
+        count: rows of the block.
+    """
 
     part: int
     first: int
@@ -27,7 +33,7 @@ class Rows:
 class Op:
     """Interleaves parts [rows_k, ...] in the whole [sum of rows_k, ...], an equal share of each per turn.
 
-    Attributes: turns: letter of the number of turns; None: one, the parts one below the other.
+    Attributes: turns: letter of the number of turns; None: one turn, so each part is below the one before.
     """
 
     turns: str | None = None
@@ -40,43 +46,57 @@ class Op:
 
     def megatron_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """Compute the whole's shape from the parts'."""
-        return sum(shape[0] for shape in shapes), *shapes[0][1:]
+        num_rows = sum(shape[0] for shape in shapes)
+        return (num_rows, *shapes[0][1:])
 
     @property
     def contiguous(self) -> bool:
         """True if every part lies in the whole as one block of rows, in the order of the parts."""
         return self.turns is None and self.keeps_order
 
-    def blocks(self, rows: Sequence[int], dims: Dims, most: int | None = None) -> Iterator[Rows]:
+    def blocks(self, rows: Sequence[int], dims: Dims, max_rows: int | None = None) -> Iterator[Rows]:
         """Yield the parts' rows in their order in the whole.
 
-        Args: rows: of each part.  most: rows of one block; None does not divide them.
+        Args:
+            rows: number of rows of each part.
+            dims: sizes by letter.
+            max_rows: rows of the longest block; None: a part's share of a turn is one block.
         """
-        turns = dims[self.turns] if self.turns else 1
-        for turn in range(turns):
-            for part, total in enumerate(rows):
-                yield from _divided(part, turn * total // turns, (turn + 1) * total // turns, most)
+        num_turns = dims[self.turns] if self.turns else 1
+        for turn in range(num_turns):
+            for part, num_rows in enumerate(rows):
+                first = turn * num_rows // num_turns
+                end = (turn + 1) * num_rows // num_turns
+                yield from _divided(part, first, end, max_rows)
 
     def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
         """[rows_k, ...] each -> [sum of rows_k, ...]; shares memory with a single part."""
+        if len(parts) == 1:
+            # No copy: most tensors only change their names.
+            return parts[0]
         blocks = self.blocks([part.shape[0] for part in parts], dims)
-        pieces = [parts[rows.part][rows.first : rows.first + rows.count] for rows in blocks]
-        return parts[0] if len(parts) == 1 else torch.cat(pieces)
+        return torch.cat([parts[rows.part][rows.first : rows.first + rows.count] for rows in blocks])
 
     def split(self, whole: Tensor, rows: Sequence[int], dims: Dims) -> list[Tensor]:
         """[sum of rows_k, ...] -> [rows_k, ...] each; views where a part is one block."""
-        pieces: list[dict[int, Tensor]] = [{} for _ in rows]
+        blocks_by_first_row: list[dict[int, Tensor]] = [{} for _ in rows]
         row = 0
         for block in self.blocks(rows, dims):
-            pieces[block.part][block.first] = whole[row : row + block.count]
+            blocks_by_first_row[block.part][block.first] = whole[row : row + block.count]
             row += block.count
-        ordered = [[found[first] for first in sorted(found)] for found in pieces]
-        return [found[0] if len(found) == 1 else torch.cat(found) for found in ordered]
+        parts = []
+        for blocks in blocks_by_first_row:
+            # Sorted, because `GatedQKV` visits a part's rows in another order than that of the part.
+            in_order = [blocks[first] for first in sorted(blocks)]
+            parts.append(in_order[0] if len(in_order) == 1 else torch.cat(in_order))
+        return parts
 
 
-def _divided(part: int, first: int, end: int, most: int | None) -> Iterator[Rows]:
-    step = most or max(end - first, 1)
-    yield from (Rows(part, row, min(step, end - row)) for row in range(first, end, step))
+def _divided(part: int, first: int, end: int, max_rows: int | None) -> Iterator[Rows]:
+    """Divide rows ``first`` to ``end`` of a part into blocks."""
+    step = max_rows or max(end - first, 1)
+    for row in range(first, end, step):
+        yield Rows(part, row, min(step, end - row))
 
 
 ONE_BELOW_THE_OTHER = Op()
@@ -98,16 +118,21 @@ class GatedQKV(Op):
 
     keeps_order: ClassVar[bool] = False
 
-    def blocks(self, rows: Sequence[int], dims: Dims, most: int | None = None) -> Iterator[Rows]:
-        groups, width = dims["groups"], dims["d"]
-        heads = rows[0] // (2 * width * groups)
-        for group in range(groups):
-            for gate in (0, 1):
-                for head in range(group * heads, (group + 1) * heads):
-                    first = (2 * head + gate) * width
-                    yield from _divided(0, first, first + width, most)
+    def blocks(self, rows: Sequence[int], dims: Dims, max_rows: int | None = None) -> Iterator[Rows]:
+        num_groups = dims["groups"]
+        width = dims["d"]
+        heads_per_group = rows[0] // (2 * width * num_groups)
+        for group in range(num_groups):
+            heads = range(group * heads_per_group, (group + 1) * heads_per_group)
+            for head in heads:
+                first = 2 * head * width
+                yield from _divided(0, first, first + width, max_rows)
+            for head in heads:
+                first_of_gate = (2 * head + 1) * width
+                yield from _divided(0, first_of_gate, first_of_gate + width, max_rows)
+            # One key head and one value head per group.
             for part in (1, 2):
-                yield from _divided(part, group * width, (group + 1) * width, most)
+                yield from _divided(part, group * width, (group + 1) * width, max_rows)
 
 
 GATED_QKV = GatedQKV()
@@ -143,7 +168,10 @@ ONE_SUBTRACTED = OneSubtracted()
 
 @dataclass(frozen=True)
 class Transposed(Op):
-    """[in, out] -> [out, in]. Attributes: takes_turns: columns gate, up, gate, up, ... become [gate; up]."""
+    """Transposes a matrix: [in, out] -> [out, in].
+
+    Attributes: takes_turns: columns gate, up, gate, up, ... become the rows [gate; up].
+    """
 
     takes_turns: bool = False
     moves_rows: ClassVar[bool] = False
@@ -154,11 +182,17 @@ class Transposed(Op):
 
     def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
         whole = parts[0].t()
-        return torch.cat([whole[::2], whole[1::2]]) if self.takes_turns else whole
+        if not self.takes_turns:
+            return whole
+        gate = whole[::2]
+        up = whole[1::2]
+        return torch.cat([gate, up])
 
     def split(self, whole: Tensor, rows: Sequence[int], dims: Dims) -> list[Tensor]:
-        parts = torch.stack(whole.chunk(2), 1).flatten(0, 1) if self.takes_turns else whole
-        return [parts.t().contiguous()]
+        if self.takes_turns:
+            gate_and_up = whole.chunk(2)
+            whole = torch.stack(gate_and_up, 1).flatten(0, 1)
+        return [whole.t().contiguous()]
 
 
 TRANSPOSED = Transposed()

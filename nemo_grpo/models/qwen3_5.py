@@ -6,7 +6,6 @@ does not stack them. The heads for multi-token prediction are left out. Models w
 are published, are planned and not converted.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from nemo_grpo.models.shared_mappings import (
     gated,
     gated_mlp,
     layer_copy,
+    piece_name,
     routed_experts,
 )
 from nemo_grpo.models.spec import ModelSpec
@@ -28,7 +28,13 @@ from nemo_grpo.support.errors import UserError
 
 _INTERVAL = 4
 """Layers from one with attention to the next; config.json may set it."""
-_LAYERS = "megatron.core.models.gpt.experimental_attention_variant_module_specs."
+_LAYER_SPEC = (
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs."
+    "get_transformer_block_with_experimental_attention_variant_spec"
+)
+"""megatron-core's function that builds layers with delta nets."""
+_QKV_ROWS = {"query": "lk", "key": "lk", "value": "lv"}
+"""Blocks of rows of Hugging Face's fused tensors, in their order -> letter of their number."""
 _FIXED = {"hidden_act": "silu", "attn_output_gate": True}
 _DELTA_NET = {
     "linear_conv_kernel_dim": 4,
@@ -41,72 +47,94 @@ _DEFAULTS = {**_DELTA_NET, "head_dim": 256, "partial_rotary_factor": 0.25, "num_
 """Values that transformers takes where config.json does not say."""
 
 
-def _linear_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
-    count, interval = text["num_hidden_layers"], text.get("full_attention_interval", _INTERVAL)
-    every = ["full_attention" if (n + 1) % interval == 0 else "linear_attention" for n in range(count)]
-    kinds = text.get("layer_types", every)
-    if len(kinds) != count:
-        raise UserError(f"config.json: layer_types has {len(kinds)} layers of {count}; correct it")
-    return tuple(n for n, kind in enumerate(kinds) if kind == "linear_attention")
+def _linear_layers(text_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Number the layers whose attention is a gated delta net."""
+    num_layers = text_config["num_hidden_layers"]
+    interval = text_config.get("full_attention_interval", _INTERVAL)
+    default_kinds = [
+        "full_attention" if number % interval == 0 else "linear_attention"
+        for number in range(1, num_layers + 1)
+    ]
+    kinds = text_config.get("layer_types", default_kinds)
+    if len(kinds) != num_layers:
+        raise UserError(f"config.json: layer_types has {len(kinds)} layers of {num_layers}; correct it")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
 
 
-def _linear_sizes(text: Mapping[str, Any]) -> tuple[int, int]:
-    """(weights that TP divides, weights on every rank) of a gated delta net.
+def _linear_sizes(text_config: Mapping[str, Any]) -> tuple[int, int]:
+    """Count the weights of a gated delta net: those that TP divides, and those on every rank."""
+    hidden = text_config["hidden_size"]
+    num_heads = text_config["linear_num_value_heads"]
+    head_width = text_config["linear_value_head_dim"]
+    keys = text_config["linear_num_key_heads"] * text_config["linear_key_head_dim"]
+    values = num_heads * head_width
+    # Rows of in_proj: queries and keys, values and their gates z, and beta and alpha of each head.
+    input_projection = hidden * (2 * keys + 2 * values + 2 * num_heads)
+    output_projection = values * hidden
+    convolution = (2 * keys + values) * text_config["linear_conv_kernel_dim"]
+    decays_and_biases = 2 * num_heads
+    divided = input_projection + output_projection + convolution + decays_and_biases
+    # The norm, as wide as one head, is on every rank.
+    return divided, head_width
 
-    Projections h (2 key + 2 value + 2 heads) and value h, convolution (2 key + value) kernel, and decay and
-    bias of each head; a norm of one head's width.
+
+def _text_sizes(text_config: Mapping[str, Any]) -> dict[str, int]:
+    """Return sizes by letter.
+
+    Delta net: lk all keys, lv all values, lh heads, ld width of one head's values, lc kernel. Attention: q2
+    queries and gates. Experts: fs width of the shared one. one: an axis of length 1.
     """
-    heads, width = text["linear_num_value_heads"], text["linear_value_head_dim"]
-    key, value = text["linear_num_key_heads"] * text["linear_key_head_dim"], heads * width
-    divided = text["hidden_size"] * (2 * key + 3 * value + 2 * heads)
-    return divided + (2 * key + value) * text["linear_conv_kernel_dim"] + 2 * heads, width
-
-
-def _text_sizes(text: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes by letter.
-
-    Delta net: lk all keys, lv all values, lh heads, ld width of one, lc kernel. q2 queries and gates, fs
-    shared width.
-    """
-    text = {**_DEFAULTS, **text}
-    heads, width = text["linear_num_value_heads"], text["linear_value_head_dim"]
+    text_config = {**_DEFAULTS, **text_config}
+    num_heads = text_config["linear_num_value_heads"]
+    head_width = text_config["linear_value_head_dim"]
     return {
-        "lk": text["linear_num_key_heads"] * text["linear_key_head_dim"],
-        "lv": heads * width,
-        "lh": heads,
-        "ld": width,
-        "lc": text["linear_conv_kernel_dim"],
-        "q2": 2 * text["num_attention_heads"] * text["head_dim"],
-        "fs": text.get("shared_expert_intermediate_size", 0),
+        "lk": text_config["linear_num_key_heads"] * text_config["linear_key_head_dim"],
+        "lv": num_heads * head_width,
+        "lh": num_heads,
+        "ld": head_width,
+        "lc": text_config["linear_conv_kernel_dim"],
+        "q2": 2 * text_config["num_attention_heads"] * text_config["head_dim"],
+        "fs": text_config.get("shared_expert_intermediate_size", 0),
         "one": 1,
     }
 
 
 def _delta_net() -> Iterator[Entry]:
-    """Input norm, delta net, output projection; megatron-core stores the parts of a matrix separately."""
-    megatron, hf = "self_attention.", "linear_attn."
-    yield layer_copy(f"{megatron}in_proj.layer_norm_weight", "input_layernorm.weight", "h")
-    rows = {"query": "lk", "key": "lk", "value": "lv"}
-    parts = {f"qkv.weight[{name}]": (name, letter) for name, letter in rows.items()}
-    parts |= {"z.weight": ("z", "lv"), "b.weight": ("beta", "lh"), "a.weight": ("alpha", "lh")}
-    for name, (part, letter) in parts.items():
-        yield layer_copy(f"{megatron}in_proj.weight.{part}", f"{hf}in_proj_{name}", f"{letter} h")
-    for part, letter in rows.items():
-        name = "conv1d.weight"
-        yield layer_copy(f"{megatron}{name}.{part}", f"{hf}{name}[{part}]", f"{letter} one lc")
-    yield layer_copy(f"{megatron}A_log", f"{hf}A_log", "lh")
-    yield layer_copy(f"{megatron}dt_bias", f"{hf}dt_bias", "lh")
-    norm = layer_copy(f"{megatron}out_norm.weight", f"{hf}norm.weight", "ld")
+    """Map input norm, delta net and output projection.
+
+    megatron-core stores the parts of its input projection and of its convolution under names of their own,
+    such as ``in_proj.weight.query``, so that each is divided over tensor-parallel ranks by itself. Hugging
+    Face has queries, keys and values in one tensor; its blocks of rows are named ``[query]``, ``[key]`` and
+    ``[value]`` here.
+    """
+    in_megatron = "self_attention.in_proj.weight"
+    in_hf = "linear_attn.in_proj"
+    yield layer_copy("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight", "h")
+    for block, rows in _QKV_ROWS.items():
+        yield layer_copy(f"{in_megatron}.{block}", piece_name(f"{in_hf}_qkv.weight", block), f"{rows} h")
+    yield layer_copy(f"{in_megatron}.z", f"{in_hf}_z.weight", "lv h")
+    yield layer_copy(f"{in_megatron}.beta", f"{in_hf}_b.weight", "lh h")
+    yield layer_copy(f"{in_megatron}.alpha", f"{in_hf}_a.weight", "lh h")
+    for block, rows in _QKV_ROWS.items():
+        yield layer_copy(
+            f"self_attention.conv1d.weight.{block}",
+            piece_name("linear_attn.conv1d.weight", block),
+            f"{rows} one lc",
+        )
+    yield layer_copy("self_attention.A_log", "linear_attn.A_log", "lh")
+    yield layer_copy("self_attention.dt_bias", "linear_attn.dt_bias", "lh")
+    norm = layer_copy("self_attention.out_norm.weight", "linear_attn.norm.weight", "ld")
+    # Hugging Face stores this norm's scale as w, all other norms' as w - 1, and Megatron every one as w - 1.
     yield replace(norm, op=ONE_SUBTRACTED)
-    yield layer_copy(f"{megatron}out_proj.weight", f"{hf}out_proj.weight", "h lv")
+    yield layer_copy("self_attention.out_proj.weight", "linear_attn.out_proj.weight", "h lv")
 
 
 def _gated_attention() -> Iterator[Entry]:
-    """Attention with norms on queries and keys, whose queries come with their gates."""
+    """Map attention with norms on queries and keys, whose queries come with their gates."""
     for entry in attention(qk_norm=True):
         if entry.megatron.endswith("linear_qkv.weight"):
-            (queries, _), *others = entry.hf
-            yield replace(entry, hf=((queries, "q2 h"), *others), op=GATED_QKV)
+            (queries, _), keys, values = entry.hf
+            yield replace(entry, hf=((queries, "q2 h"), keys, values), op=GATED_QKV)
         else:
             yield entry
 
@@ -119,42 +147,45 @@ def _experts() -> Iterator[Entry]:
 
 
 def _table(spec: ModelSpec) -> tuple[Entry, ...]:
-    linear = spec.linear_layers
-    attended = [layer for layer in range(spec.num_layers) if layer not in linear]
-    return (
-        *embeddings(spec.tied_embeddings),
-        *(replace(entry, layers=linear) for entry in _delta_net()),
-        *(replace(entry, layers=attended) for entry in _gated_attention()),
-        *(_experts() if spec.num_experts else gated_mlp()),
-    )
+    attention_layers = [layer for layer in range(spec.num_layers) if layer not in spec.linear_layers]
+    entries = list(embeddings(spec.tied_embeddings))
+    entries += [replace(entry, layers=spec.linear_layers) for entry in _delta_net()]
+    entries += [replace(entry, layers=attention_layers) for entry in _gated_attention()]
+    entries += _experts() if spec.num_experts else gated_mlp()
+    return tuple(entries)
 
 
 def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     refuse_others(config, _FIXED, "Qwen3.5")
-    experts = {
-        "moe_router_pre_softmax": False,
-        "moe_router_load_balancing_type": "global_aux_loss",
-        "moe_shared_expert_intermediate_size": spec.sizes["fs"],
-        "moe_shared_expert_gate": True,
-    }
-    block = f"{_LAYERS}get_transformer_block_with_experimental_attention_variant_spec"
-    return {
-        "transformer_layer_spec": {"_target_": block, "_call_": False},
+    settings = {
+        "transformer_layer_spec": {"_target_": _LAYER_SPEC, "_call_": False},
+        # megatron-core's spelling. Without it layers of two kinds would be stacked under one key.
         "hetereogenous_dist_checkpoint": True,
         "layernorm_zero_centered_gamma": True,
         "rotary_percent": spec.rope["partial_rotary_factor"],
         "attention_output_gate": True,
         "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": [int(n in spec.linear_layers) for n in range(spec.num_layers)],
-        **{key: config.get(key, value) for key, value in _DELTA_NET.items()},
-        **(experts if spec.num_experts else {}),
+        "linear_attention_freq": [int(layer in spec.linear_layers) for layer in range(spec.num_layers)],
     }
+    settings |= {key: config.get(key, default) for key, default in _DELTA_NET.items()}
+    if spec.num_experts:
+        settings |= {
+            "moe_router_pre_softmax": False,
+            "moe_router_load_balancing_type": "global_aux_loss",
+            "moe_shared_expert_intermediate_size": spec.sizes["fs"],
+            "moe_shared_expert_gate": True,
+        }
+    return settings
 
 
-def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes of the vision tower: w width, i MLP, m merged patches, o result, p one patch, n positions."""
+def _vision_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return sizes by letter.
+
+    Vision tower: w width, i MLP, m merged patches, o result, p one patch, n positions.
+    """
     vision = config["vision_config"]
-    width, patch = vision["hidden_size"], vision["patch_size"]
+    width = vision["hidden_size"]
+    patch = vision["patch_size"]
     return {
         "w": width,
         "i": vision["intermediate_size"],
@@ -166,13 +197,25 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _vision(sizes: Mapping[str, int]) -> int:
-    w, i, m, o = (sizes[letter] for letter in "wimo")
-    block = math.prod((4, w, w)) + 2 * w * i + 4 * w + i + w + 4 * w  # matrices, their biases, two norms
-    return (sizes["p"] + 1 + sizes["n"]) * w + sizes["depth"] * block + 2 * w + (m + 1) * (m + o)
+def _count_vision(sizes: Mapping[str, int]) -> int:
+    """Count the parameters of the vision tower and its merger."""
+    width = sizes["w"]
+    mlp = sizes["i"]
+    merged = sizes["m"]
+    result = sizes["o"]
+    patch_embedding = (sizes["p"] + 1) * width
+    position_embedding = sizes["n"] * width
+    # Queries, keys, values and output, each with a bias.
+    attention_of_block = 4 * width * width + 4 * width
+    mlp_of_block = 2 * width * mlp + mlp + width
+    # Two layer norms with scale and bias.
+    norms_of_block = 2 * 2 * width
+    blocks = sizes["depth"] * (attention_of_block + mlp_of_block + norms_of_block)
+    merger = 2 * width + (merged + 1) * merged + (merged + 1) * result
+    return patch_embedding + position_embedding + blocks + merger
 
 
-def _family(architecture: str, model_type: str, *, sees: bool) -> FamilySpec:
+def _family(architecture: str, model_type: str, *, has_vision: bool) -> FamilySpec:
     return FamilySpec(
         architecture,
         model_type,
@@ -181,11 +224,12 @@ def _family(architecture: str, model_type: str, *, sees: bool) -> FamilySpec:
         is_computed=False,
         defaults=_DEFAULTS,
         stacks_layers=False,
-        aliases={"model.language_model.": "model."},  # of a text model taken out of one with vision
-        table=None if sees else _table,
-        sizes=_sizes if sees else _text_sizes,
-        settings=None if sees else _settings,
-        vision_parameters=_vision if sees else None,
+        # transformers keeps these names in a text model that was taken out of one with a vision tower.
+        aliases={"model.language_model.": "model."},
+        table=None if has_vision else _table,
+        sizes=_vision_sizes if has_vision else _text_sizes,
+        settings=None if has_vision else _settings,
+        vision_parameters=_count_vision if has_vision else None,
         window=no_window,
         linear_layers=_linear_layers,
         linear_sizes=_linear_sizes,
@@ -193,8 +237,8 @@ def _family(architecture: str, model_type: str, *, sees: bool) -> FamilySpec:
 
 
 FAMILIES = (
-    _family("Qwen3_5ForCausalLM", "qwen3_5_text", sees=False),
-    _family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", sees=False),
-    _family("Qwen3_5ForConditionalGeneration", "qwen3_5", sees=True),
-    _family("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", sees=True),
+    _family("Qwen3_5ForCausalLM", "qwen3_5_text", has_vision=False),
+    _family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", has_vision=False),
+    _family("Qwen3_5ForConditionalGeneration", "qwen3_5", has_vision=True),
+    _family("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", has_vision=True),
 )

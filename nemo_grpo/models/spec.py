@@ -12,27 +12,43 @@ EXTENDING = ("dynamic", "linear", "yarn")
 class ModelSpec:
     """A decoder of the Llama family, dense or with experts, with a vision tower or without.
 
-    Attributes: name: for messages.
-                head_dim: width of a head, which need not be hidden_size / num_attention_heads.
-                ffn_size: width of the gated feed-forward layer; of one expert where num_experts > 0.
-                has_qkv_bias: biases on the projections to q, k and v.  has_qk_norm: norms on q and k.
-                has_post_norms: norms after attention and feed-forward layer, too.
-                has_all_biases: biases on the output projection, the router and the experts, too.
-                has_sinks: an attention sink for each head.
-                has_output_gate: the queries' projection also makes a gate on attention's output.
-                linear_layers: layers with linear attention in place of attention.
-                linear_sizes: (weights that TP divides, weights on every rank) of one.
-                num_shared_experts: experts of ffn_size that every token passes.
-                has_shared_gate: they are gated, and the router has no bias.
-                num_dense_layers, dense_ffn_size: layers before the first with experts, and their width.
-                query_rank, key_value_rank: widths of multi-head latent attention (DeepSeek-V2, 2405.04434);
-                0: none, and queries come from the input. Its heads have head_dim columns without and
-                rope_head_dim with positions.
-                num_vision_parameters: of the vision tower and its merger.
-                rope: rotary parameters, ``rope_type`` and ``rope_theta`` always.
-                sliding_window: positions that a layer's attention is confined to; None: all of them.
-                sizes: a family's own, by the letters of its table.
-                is_bridged: Megatron-Bridge, which loads models for NeMo-RL, knows the family.
+    Attributes:
+        name: the model's name, for messages.
+        model_type: the family's name in config.json.
+        hidden_size: width of the residual stream.
+        num_layers: layers of the decoder.
+        num_attention_heads: query heads.
+        num_key_value_heads: heads of keys and values, one per group of query heads.
+        ffn_size: width of the gated feed-forward layer; of one expert where num_experts > 0.
+        vocab_size: rows of the embedding.
+        max_position_embeddings: positions as config.json states them; see `longest_sequence`.
+        tied_embeddings: the output layer is the embedding.
+        head_dim: width of a head, which need not be hidden_size / num_attention_heads.
+        has_qkv_bias: biases on the projections to q, k and v.
+        has_qk_norm: norms on q and k.
+        has_post_norms: norms after attention and feed-forward layer, too.
+        has_all_biases: biases on the output projection, the router and the experts, too.
+        has_sinks: an attention sink for each head.
+        num_experts: routed experts of a layer; 0: the model is dense.
+        num_experts_per_token: routed experts that a token passes.
+        num_shared_experts: experts of ffn_size that every token passes.
+        has_shared_gate: they are gated, and the router has no bias.
+        has_output_gate: the queries' projection also makes a gate on attention's output.
+        linear_layers: layers with linear attention in place of attention.
+        linear_sizes: (weights that TP divides, weights on every rank) of one such layer.
+        num_dense_layers: layers before the first with experts.
+        dense_ffn_size: their width.
+        query_rank: width of the queries' latent in multi-head latent attention (DeepSeek-V2, 2405.04434); 0:
+            queries come from the input.
+        key_value_rank: width of the latent of keys and values; 0: the attention is not latent.
+        rope_head_dim: columns of a head with positions in latent attention, beside head_dim without.
+        num_vision_parameters: parameters of the vision tower and its merger.
+        norm_eps: added to the mean square in RMS norms.
+        hidden_act: activation of the feed-forward layer.
+        rope: rotary parameters, ``rope_type`` and ``rope_theta`` always.
+        sliding_window: positions that a layer's attention is confined to; None: all of them.
+        sizes: sizes by the letters of the family's own tensors.
+        is_bridged: Megatron-Bridge, which loads models for NeMo-RL, knows the family.
     """
 
     name: str
@@ -77,7 +93,8 @@ class ModelSpec:
 
         vLLM computes the same from config.json (`_get_and_verify_max_len`). Gemma 3 states the scaled length.
         """
-        rope_type, factor = self.rope.get("rope_type"), self.rope.get("factor")
+        rope_type = self.rope.get("rope_type")
+        factor = self.rope.get("factor")
         if rope_type not in EXTENDING or factor is None or self.model_type.startswith("gemma3"):
             return self.max_position_embeddings
         original = self.rope.get("original_max_position_embeddings") or self.max_position_embeddings

@@ -9,7 +9,7 @@ from conv_models import CONFIGS
 from small_models import EXPERTS, GEMMA, GLM, GPT_OSS, LATENT, QWEN3_5, SIZES
 
 from checkpoints_conv.formats.dtypes import DTYPES
-from checkpoints_conv.run_config import model_section, unsaid
+from checkpoints_conv.run_config import lost_settings, model_section
 from nemo_grpo import UserError
 from nemo_grpo.models import family_for, read_spec
 
@@ -92,7 +92,7 @@ SEEN_IN_SHAPES = {
 
 def settings_of(config):
     family = family_for(config)
-    return model_section(family, DTYPES["float32"]), unsaid(family)
+    return model_section(family, DTYPES["float32"]), lost_settings(family)
 
 
 def test_a_key_that_config_json_lacks_has_transformers_default(family_name):
@@ -114,8 +114,8 @@ def test_a_key_that_config_json_lacks_has_transformers_default(family_name):
 @pytest.mark.parametrize("key", ["final_logit_softcapping", "attn_logit_softcapping"])
 def test_soft_capping_of_gemma_3_is_named_as_lost(key):
     config = CONFIGS["gemma3"]().to_dict()
-    assert unsaid(family_for(config)) == []
-    assert unsaid(family_for(config | {key: 30.0})) == [f"{key} 30"]
+    assert lost_settings(family_for(config)) == []
+    assert lost_settings(family_for(config | {key: 30.0})) == [f"{key} 30"]
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ def test_only_files_that_models_have_reach_an_export(source, checkpoint, tmp_pat
     assert "not copied, since models have no such files: .env, " in caplog.text
 
 
-def test_a_link_that_leaves_the_folder_is_refused_and_the_hubs_cache_is_not(source, checkpoint, tmp_path):
+def test_a_link_within_the_hubs_cache_is_followed(source, checkpoint, tmp_path):
     cache = tmp_path / "models--a--b"
     snapshot = cache / "snapshots" / "0123"
     shutil.copytree(source, snapshot)
@@ -283,9 +283,13 @@ def test_a_link_that_leaves_the_folder_is_refused_and_the_hubs_cache_is_not(sour
     (snapshot / "vocab.txt").symlink_to("../../blobs/x")
     exported = megatron_to_hf(checkpoint, snapshot, tmp_path / "hf")
     assert (exported / "vocab.txt").read_text() == "a\nb\n"
-    (snapshot / "additional_chat_templates").mkdir()
-    for link in (snapshot / "merges.txt", snapshot / "additional_chat_templates" / "other.jinja"):
+
+
+def test_a_link_that_leaves_the_folder_is_refused(source, checkpoint, tmp_path):
+    model = shutil.copytree(source, tmp_path / "model")
+    (model / "additional_chat_templates").mkdir()
+    for link in (model / "merges.txt", model / "additional_chat_templates" / "other.jinja"):
         link.symlink_to("/etc/passwd")
         with pytest.raises(UserError, match=rf"{link.name} is a link to /etc/passwd, outside"):
-            megatron_to_hf(checkpoint, snapshot, tmp_path / "other")
+            megatron_to_hf(checkpoint, model, tmp_path / "other")
         link.unlink()

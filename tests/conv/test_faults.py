@@ -138,20 +138,33 @@ def test_a_diverged_checkpoint_is_not_told_to_go_on(source, tmp_path, caplog):
     assert names_in(tmp_path) == ["megatron", "model"]
 
 
-def test_a_full_disk_and_an_output_that_appears_can_be_resumed(source, tmp_path, monkeypatch, caplog):
-    """They refuse the place, not the source."""
+@pytest.fixture
+def refused_at_the_end(source, tmp_path, monkeypatch):
+    """A conversion that is complete but for its name, because its output appeared meanwhile."""
     finish = Job.finish
 
-    def appears(self, sha256=False):
+    def finish_after_the_output_appeared(self, sha256=False):
         self.output.mkdir()
         finish(self, sha256)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "finish", appears)
+        patch.setattr(Job, "finish", finish_after_the_output_appeared)
         with pytest.raises(UserError, match="exists; choose another name"):
             hf_to_megatron(source, tmp_path / "out")
-    assert "go on with --resume" in caplog.text
     (tmp_path / "out").rmdir()
+
+
+@pytest.mark.usefixtures("refused_at_the_end")
+def test_a_conversion_whose_output_appears_meanwhile_can_be_resumed(source, tmp_path, caplog):
+    """The place is refused, not the source."""
+    messages = [record.getMessage() for record in caplog.get_records("setup")]
+    assert any("go on with --resume" in message for message in messages)
+    assert verify(source, hf_to_megatron(source, tmp_path / "out", resume=True)).different == {}
+
+
+@pytest.mark.usefixtures("refused_at_the_end")
+def test_a_conversion_without_space_can_be_resumed(source, tmp_path, monkeypatch):
+    """The place is refused, not the source."""
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=-1))
         with pytest.raises(UserError, match="free some or choose another folder"):
@@ -262,14 +275,19 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(force, direction, tmp_p
     check(tmp_path / "out")
 
 
-def test_a_file_is_no_place_and_is_not_replaced(direction, tmp_path):
+def test_a_file_is_not_replaced(direction, tmp_path):
+    convert, _, _ = direction
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="holds other things"):
+        convert(tmp_path / "file", force=True)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_output_that_cannot_be_made_is_refused(direction, tmp_path):
     convert, _, _ = direction
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UserError, match="cannot be made"):
         convert(tmp_path / "file" / "out")
-    with pytest.raises(UserError, match="holds other things"):
-        convert(tmp_path / "file", force=True)
-    assert (tmp_path / "file").read_text() == "mine"
     for name in ("/", "n" * 300):
         with pytest.raises(UserError, match=r"^--output .*(is no folder that can|cannot) be made"):
             convert(tmp_path / name)

@@ -25,11 +25,22 @@ def test_gate_and_up_take_turns_along_the_columns():
     assert TRANSPOSED.join([part], {}).tolist() == [[1, 5], [2, 6], [3, 7], [4, 8]]
 
 
-def test_four_bits_are_sign_and_magnitude_and_the_lower_half_of_a_byte_comes_first():
+def test_four_bits_are_sign_and_magnitude():
     blocks = torch.zeros(1, 1, 16, dtype=torch.uint8)
-    blocks[0, 0, 0], blocks[0, 0, 1] = 0x71, 0x9A  # 0.5 6.0, -1.0 -0.5
+    blocks[0, 0, 0] = 0x01  # 0.5
+    blocks[0, 0, 1] = 0x07  # 6.0
+    blocks[0, 0, 2] = 0x0A  # -1.0
+    blocks[0, 0, 3] = 0x09  # -0.5
     decoded = decode(blocks, torch.tensor([[128]], dtype=torch.uint8))  # times 2
     assert decoded.shape == (32, 1)
+    assert decoded[:8:2, 0].tolist() == [1.0, 12.0, -2.0, -1.0]
+
+
+def test_the_lower_half_of_a_byte_comes_first():
+    blocks = torch.zeros(1, 1, 16, dtype=torch.uint8)
+    blocks[0, 0, 0] = 0x71  # 0.5 in the lower half, 6.0 in the upper
+    blocks[0, 0, 1] = 0x9A  # -1.0 in the lower half, -0.5 in the upper
+    decoded = decode(blocks, torch.tensor([[128]], dtype=torch.uint8))  # times 2
     assert decoded[:5, 0].tolist() == [1.0, 12.0, -2.0, -1.0, 0.0]
 
 

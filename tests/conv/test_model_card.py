@@ -91,10 +91,14 @@ def test_damaged_files_of_a_run_do_not_end_an_export(source, checkpoint, tmp_pat
     assert (megatron_to_hf(step, source, tmp_path / "hf") / "README.md").is_file()
 
 
-def test_an_adapter_and_a_model_with_images_are_named_so(tmp_path):
+def test_an_adapter_is_named_so(tmp_path):
     (tmp_path / "config.json").write_text('{"_name_or_path": "org/base"}')
     write_card(tmp_path, Training(), tmp_path, is_adapter=True)
     assert ModelCard.load(tmp_path / "README.md").data.library_name == "peft"
+
+
+def test_a_model_with_images_is_named_so(tmp_path):
+    (tmp_path / "config.json").write_text('{"_name_or_path": "org/base"}')
     (tmp_path / "preprocessor_config.json").write_text("{}")
     write_card(tmp_path, Training(RECIPE), tmp_path)
     data = ModelCard.load(tmp_path / "README.md").data

@@ -93,19 +93,28 @@ def test_checkpoint_without_common_state_file_is_read(source, checkpoint, tmp_pa
     assert_same_tensors(tensors_of(back), tensors_of(source))
 
 
-def test_dtype_is_converted_and_named_in_the_config(source, checkpoint, tmp_path):
+@pytest.mark.parametrize("converted_first", [True, False])
+def test_dtype_is_converted_in_both_directions(converted_first, source, checkpoint, tmp_path):
+    expected = {name: tensor.bfloat16() for name, tensor in tensors_of(source).items()}
+    if converted_first:
+        megatron = hf_to_megatron(source, tmp_path / "megatron", dtype=torch.bfloat16)
+        back = megatron_to_hf(megatron, source, tmp_path / "back")
+    else:
+        back = megatron_to_hf(checkpoint, source, tmp_path / "back", dtype=torch.bfloat16)
+    assert_same_tensors(tensors_of(back), expected)
+
+
+def test_the_config_names_the_dtype_of_the_result(source, checkpoint, tmp_path):
     model = shutil.copytree(source, tmp_path / "model")
     rewrite(model, dtype="float32", torch_dtype="float16", quantization_config={"quant_method": "fp8"})
     back = megatron_to_hf(checkpoint, model, tmp_path / "back", dtype=torch.bfloat16)
-    expected = {name: tensor.bfloat16() for name, tensor in tensors_of(source).items()}
-    assert_same_tensors(tensors_of(back), expected)
-    made = json.loads((back / "config.json").read_text())
-    assert (made["dtype"], made["torch_dtype"]) == ("bfloat16", "bfloat16")
-    assert "quantization_config" not in made
+    config = json.loads((back / "config.json").read_text())
+    assert (config["dtype"], config["torch_dtype"]) == ("bfloat16", "bfloat16")
+    assert "quantization_config" not in config
     assert not (back / "model.safetensors.index.json").exists()  # one file needs no index
-    megatron = hf_to_megatron(source, tmp_path / "megatron", dtype=torch.bfloat16)
-    again = megatron_to_hf(megatron, source, tmp_path / "again")
-    assert_same_tensors(tensors_of(again), expected)
+
+
+def test_numbers_beyond_fp16s_range_are_refused(source, tmp_path):
     large = shutil.copytree(source, tmp_path / "large")
     rewrite(large, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
     with pytest.raises(UserError, match=r"model\.norm\.weight has values beyond fp16's range"):

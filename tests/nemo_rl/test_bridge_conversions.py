@@ -50,7 +50,7 @@ def test_we_read_what_bridge_writes_and_write_the_same_names(model, tmp_path):
     found = tensors_of(megatron_to_hf(tmp_path / "bridge", model, tmp_path / "hf"))
     assert_same_tensors(found, tensors_of(model))
     ours = shapes_in(hf_to_megatron(model, tmp_path / "ours"))
-    twins = {twin for unit in family_for(hf_config(model)).units() for twin in unit.twins}
+    twins = {twin for unit in family_for(hf_config(model)).units() for twin in unit.storage.twins}
     stored = {name: shape for name, shape in ours.items() if name not in twins}
     assert stored == shapes_in(tmp_path / "bridge")
 
