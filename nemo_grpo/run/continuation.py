@@ -111,18 +111,37 @@ def model_files(source: Path) -> dict[str, Path]:
     }
 
 
-def resume_inputs(files: Mapping[str, Path], recipe: Recipe, *, has_reference: bool) -> dict[str, Path]:
-    """Return the input files that a resumed run still reads: weights only with LoRA or a reference policy.
+def list_and_check_inputs(
+    recipe: Recipe, source: Path, *, resumed: Path | None, has_reference: bool
+) -> dict[str, Path]:
+    """List a run's input files, and refuse to resume with changed ones that the run still reads.
 
-    A new model's config and tokenizer are not checked: made again, the config may name other versions.
+    A resumed run takes its weights from its checkpoint. It reads those of ``source`` only for a reference
+    policy, or as the frozen base of LoRA.
+
+    Args:
+        source: folder of the model to start from.
+        resumed: folder of the run to resume; None: the run begins.
+        has_reference: the run has a reference policy.
     """
-    weights = has_reference or recipe.policy.megatron_cfg.lora_in_use is not None
-    side = recipe.policy.model_name is not None
-    return {
-        name: path
-        for name, path in files.items()
-        if not name.startswith(MODEL) or (weights if path.suffix == WEIGHTS else side)
-    }
+    inputs = data_files(recipe) | model_files(source)
+    if resumed is None:
+        return inputs
+    reads_weights = has_reference or recipe.policy.megatron_cfg.lora_in_use is not None
+    # A new model is made again from its sizes, and its config may name other versions than the first time.
+    reads_side_files = recipe.policy.model_name is not None
+    used = {}
+    for name, path in inputs.items():
+        if not name.startswith(MODEL):
+            is_read = True
+        elif path.suffix == WEIGHTS:
+            is_read = reads_weights
+        else:
+            is_read = reads_side_files
+        if is_read:
+            used[name] = path
+    check_inputs(resumed, used, ANOTHER_RUN)
+    return inputs
 
 
 def check_inputs(run: Path, files: Mapping[str, Path], remedy: str) -> None:

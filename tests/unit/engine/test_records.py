@@ -6,7 +6,7 @@ import torch
 from nemo_grpo.core.objective import as_kept
 from nemo_grpo.engine.learning import TrainingState
 from nemo_grpo.engine.megatron.microbatches import UpdateResult, by_gradient, plan_groups, plan_rows
-from nemo_grpo.engine.step_metrics import drawn_metrics, mean_metrics, mean_scores, note, signal_shares
+from nemo_grpo.engine.step_metrics import mean_metrics, mean_scores, note, sampled_metrics, signal_shares
 from nemo_grpo.report.runs import validation_note
 from nemo_grpo.run.groups import Group, Scored, assemble
 from nemo_grpo.run.samples import sample_rows
@@ -43,7 +43,7 @@ def test_metrics_of_what_was_drawn_stand_beside_those_of_what_was_kept():
     """Group b is dropped: rewards 2.5 and 0.5 of a, 2.5 twice of b; lengths 1, 3, 5, 5."""
     kept = group(response(1.0), response(0.0, num_tokens=3), name="a")
     dropped = group(response(1.0, num_tokens=5), response(1.0, num_tokens=5), name="b")
-    assert drawn_metrics(assemble([kept, dropped])) == {
+    assert sampled_metrics(assemble([kept, dropped])) == {
         "reward/mean": 2.0,
         "reward/std": pytest.approx(1.0),
         "reward/group_std": pytest.approx(2**0.5 / 2),
