@@ -108,7 +108,6 @@ class _StandIn(types.ModuleType):
         return getattr(self.__dict__["_base"], name)
 
 
-# All modules get one stand-in: `isinstance` and `is` hold between them.
 @functools.cache
 def _torch_for_cpu() -> types.ModuleType:
     factories = {name: on_cpu(getattr(torch, name)) for name in FACTORIES}
