@@ -99,7 +99,7 @@ class PendingWrite:
 
 
 def _copied(bucket: tuple[Any, Any, tuple[Any, list[tuple[Any, torch.Tensor]]]]) -> tuple[Any, Any, Any]:
-    """Return a bucket of megatron-core's writer, (file, key, (objects, tensors)), with copies of its tensors."""
+    """Copy the tensors of a bucket of megatron-core's writer: (file, key, (objects, tensors))."""
     file, key, (objects, tensors) = bucket
     copies = [(item, tensor.clone()) for item, tensor in tensors]
     return file, key, (objects, copies)
