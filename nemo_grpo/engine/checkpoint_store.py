@@ -145,28 +145,28 @@ class CheckpointStore:
         Raises:
             UserError: all of them are damaged; none is renamed.
         """
-        errors: dict[Path, UserError] = {}
+        damages: dict[Path, UserError] = {}
         has_whole = False
         for path in reversed(checkpoints_in(self.folder)):
             try:
                 _check(path)
             except UserError as error:
-                errors[path] = error
+                damages[path] = error
             else:
                 has_whole = True
                 break
-        if errors and not has_whole:
-            reasons = "; ".join(map(str, errors.values()))
+        if damages and not has_whole:
+            reasons = "; ".join(map(str, damages.values()))
             raise UserError(
                 f"no checkpoint of {self.folder} is whole ({reasons}); restore one, or start another "
                 "nemo_grpo.run_name"
             )
-        for path, error in errors.items():
+        for path, damage in damages.items():
             aside = path.with_name(f"{_DAMAGED}{path.name}")
             # The checkpoint of this step may have been damaged before, too.
             if aside.exists():
                 aside = aside.with_name(f"{aside.name}.{time.time_ns()}")
-            log.error("%s is damaged and set aside as %s: %s", path.name, aside.name, error)
+            log.error("%s is damaged and set aside as %s: %s", path.name, aside.name, damage)
             path.rename(aside)
 
     def _complete(self) -> list[Path]:

@@ -95,17 +95,17 @@ def assemble(groups: Sequence[Group]) -> Step:
     it means: many tokenizers have no padding token. A response without a reward is masked as a whole.
     """
     prompts = [group.prompt for group in groups for _ in group.responses]
-    scored_responses = [response for group in groups for response in group.responses]
+    scored_responses = [scored for group in groups for scored in group.responses]
+    responses = [scored.response for scored in scored_responses]
     group_ids = torch.tensor([index for index, group in enumerate(groups) for _ in group.responses])
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
-    response_lengths = torch.tensor([len(scored.response.tokens) for scored in scored_responses])
+    response_lengths = torch.tensor([len(response.tokens) for response in responses])
     lengths = prompt_lengths + response_lengths
 
-    ids = torch.zeros(len(scored_responses), int(lengths.max()), dtype=torch.int64)
-    generation_logprobs = torch.zeros(len(scored_responses), ids.shape[1] - 1)
+    ids = torch.zeros(len(responses), int(lengths.max()), dtype=torch.int64)
+    generation_logprobs = torch.zeros(len(responses), ids.shape[1] - 1)
     token_mask = torch.zeros(generation_logprobs.shape, dtype=torch.bool)
-    for row, (prompt, scored) in enumerate(zip(prompts, scored_responses, strict=True)):
-        response = scored.response
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         start = len(prompt)
         end = int(lengths[row])
         ids[row, :start] = torch.tensor(prompt)
@@ -114,9 +114,7 @@ def assemble(groups: Sequence[Group]) -> Step:
         token_mask[row, start - 1 : end - 1] = response.token_mask
 
     rewards = torch.tensor([scored.reward for scored in scored_responses], dtype=torch.float32)
-    sampled_tokens = [
-        scored.response.tokens[scored.response.token_mask].tolist() for scored in scored_responses
-    ]
+    sampled_tokens = [response.tokens[response.token_mask].tolist() for response in responses]
     return Step(
         sequences=Sequences(ids, lengths, prompt_lengths, group_ids),
         token_mask=token_mask,
@@ -125,5 +123,5 @@ def assemble(groups: Sequence[Group]) -> Step:
         rewards=rewards,
         group_ids=group_ids,
         response_ids=response_ids(zip(prompts, sampled_tokens, strict=True)),
-        truncated=torch.tensor([scored.response.truncated for scored in scored_responses]),
+        truncated=torch.tensor([response.truncated for response in responses]),
     )

@@ -81,8 +81,8 @@ def check_recipe(recipe: Recipe, *, continues: bool | None = None) -> Findings:
     if continues:
         checks.append(check_continuation)
     errors = [message for check in checks for message in _messages(check, recipe)]
-    missing = data.missing if missing_model is None else (missing_model, *data.missing)
-    return replace(data, errors=(*errors, *data.errors), missing=missing)
+    models = () if missing_model is None else (missing_model,)
+    return replace(data, errors=(*errors, *data.errors), missing=models + data.missing)
 
 
 def _messages(check: Callable[[Recipe], object], recipe: Recipe) -> list[str]:
@@ -201,10 +201,10 @@ def reason_against_model(folder: Path) -> str | None:
 def check_data(recipe: Recipe) -> Findings:
     """Find the files of the recipe's task, and count their problems."""
     config = recipe.nemo_grpo.task
-    missing = missing_files(recipe)
-    to_prepare = tuple(file for file in missing if _is_prepared(file))
-    errors = tuple(remedies(file for file in missing if file not in to_prepare))
-    if missing or not isinstance(config, FileTaskConfig):
+    absent_files = missing_files(recipe)
+    to_prepare = tuple(file for file in absent_files if _is_prepared(file))
+    errors = tuple(remedies(file for file in absent_files if file not in to_prepare))
+    if absent_files or not isinstance(config, FileTaskConfig):
         return Findings(errors, to_prepare)
     try:
         check_columns(config)

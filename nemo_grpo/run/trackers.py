@@ -155,10 +155,10 @@ class MLflow:
         from mlflow import MlflowClient
 
         section = recipe.logger.mlflow
-        database = f"sqlite:///{folder.absolute() / 'mlflow.db'}"
-        self.client = MlflowClient(
-            section.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or database
-        )
+        uri = section.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            uri = f"sqlite:///{folder.absolute() / 'mlflow.db'}"
+        self.client = MlflowClient(uri)
         name = section.get("experiment_name") or "nemo_grpo"
         experiment = self.client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(name)

@@ -222,7 +222,8 @@ class _Merged(Mapping[str, Tensor]):
     """The base's whole tensors by name, each merged with its adapter when it is asked for."""
 
     def __init__(self, whole: Mapping[str, Tensor], scale: float) -> None:
-        self.whole, self.scale = whole, scale
+        self.whole = whole
+        self.scale = scale
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self.whole[name]

@@ -22,17 +22,12 @@ from nemo_grpo.engine.megatron.microbatches import (
     Part,
     Scores,
     UpdateResult,
-    by_gradient,
     data_parallel_share,
-    plan_bins,
-    plan_groups,
-    plan_parts,
-    plan_rows,
 )
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
 from nemo_grpo.engine.megatron.optimizer import SHARDING, clip_and_step, with_optimizer
 from nemo_grpo.engine.megatron.options import fp8_alignment
-from nemo_grpo.engine.megatron.packing import pack
+from nemo_grpo.engine.megatron.planner import Planner
 from nemo_grpo.engine.megatron.schedule import Loss, Pass
 from nemo_grpo.models import COMPUTED, read_spec
 from nemo_grpo.recipe.layout import Layout
@@ -147,7 +142,7 @@ class MegatronPolicy:
                 tokens.
             with_entropies: compute entropies, too.
         """
-        plan = self._plan(sequences, micro_batch_size, mb_tokens)
+        plan = self.planner.plan(sequences, micro_batch_size, mb_tokens)
 
         def keep(part: Part, logprobs: Tensor, entropies: Tensor | None) -> Tensor:
             part.keep(logprobs, entropies)
@@ -181,7 +176,7 @@ class MegatronPolicy:
             scoring: no `score` has been made since the last update. The current logprobs are then the
                 previous ones too (their ratio is 1, its gradient is not 0), and the result has `Scores`.
         """
-        plan, computed_rows, skipped_rows = self._plan_update(
+        plan, computed_rows, skipped_rows = self.planner.plan_update(
             objective, prepared, sequences, micro_batch_size, mb_tokens
         )
         # The whole batch moves once: the loss of a microbatch then waits for no copy.
@@ -240,74 +235,16 @@ class MegatronPolicy:
         self.scheduler.step(1)
         return grad_norm, True
 
-    def _plan_update(
-        self,
-        objective: Objective,
-        prepared: PreparedBatch,
-        sequences: Sequences,
-        micro_batch_size: int,
-        mb_tokens: int | None,
-    ) -> tuple[list[Microbatch], Tensor, Tensor]:
-        """Plan this rank's microbatches of an update.
-
-        Returns:
-            (the microbatches, rows that some rank computes, rows that are left out: they have no gradient).
-        """
-        share = data_parallel_share()
-        if objective.whole_groups_per_loss_call:
-            all_rows = torch.arange(len(sequences.lengths))
-            groups = plan_groups(prepared.batch.group_ids, share)
-            plan = self._microbatches(sequences, groups, mb_tokens, whole=True)
-            return plan, all_rows, all_rows[:0]
-        has_gradient = objective.rows_with_gradient(prepared.advantages, prepared.batch.mask)
-        computed_rows, skipped_rows = by_gradient(has_gradient, share)
-        plan = self._plan(sequences, micro_batch_size, mb_tokens, computed_rows)
-        return plan, computed_rows, skipped_rows
-
-    def _plan(
-        self, sequences: Sequences, size: int, mb_tokens: int | None, rows: Tensor | None = None
-    ) -> list[Microbatch]:
-        """Plan this rank's microbatches of these rows; None: of all rows."""
-        rows = torch.arange(len(sequences.lengths)) if rows is None else rows
-        if not len(rows):
-            return []
-        part = sequences.select(rows)
-        if mb_tokens is None:
-            plan = plan_rows(part.lengths, size, data_parallel_share())
-        else:
-            plan = plan_bins(part, mb_tokens, data_parallel_share(), share_prompts=self.share_prompts)
-        return self._microbatches(sequences, [rows[indices] for indices in plan], mb_tokens)
-
-    def _microbatches(
-        self, sequences: Sequences, plan: list[Tensor], mb_tokens: int | None, *, whole: bool = False
-    ) -> list[Microbatch]:
-        """Build the planned microbatches.
-
-        Args:
-            plan: rows of each.
-            whole: the loss needs all rows of a microbatch at once.
-        """
-        microbatches = []
-        for rows in plan:
-            lengths = sequences.lengths[rows]
-            length = int(lengths.max())
-            packed = None
-            num_tokens = [length - 1] * len(rows)
-            if mb_tokens is not None:
-                packed = pack(
-                    sequences.select(rows),
-                    multiple=self.sequence_multiple,
-                    share_prompts=self.share_prompts,
-                    dtype=self.config.params_dtype,
-                    device=self.device,
-                )
-                # A packed row has logits only where a token of its response is predicted.
-                num_tokens = (lengths - sequences.prompt_lengths[rows]).tolist()
-            sizes = [len(rows)] if whole else plan_parts(num_tokens, self.max_tokens)
-            rows = rows.to(self.device)
-            parts = [Part(rows_of_part, length) for rows_of_part in rows.split(sizes)]
-            microbatches.append(Microbatch(rows, length, parts, packed))
-        return microbatches
+    @property
+    def planner(self) -> Planner:
+        """Planner of this rank's microbatches."""
+        return Planner(
+            multiple=self.sequence_multiple,
+            max_tokens=self.max_tokens,
+            share_prompts=self.share_prompts,
+            dtype=self.config.params_dtype,
+            device=self.device,
+        )
 
     @property
     def max_tokens(self) -> int:
