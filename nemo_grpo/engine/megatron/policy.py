@@ -280,11 +280,12 @@ class MegatronPolicy:
     def _collect(self, sequences: Sequences, plan: list[Microbatch], with_entropies: bool) -> Scores:
         """Gather on every rank the results that the microbatches kept."""
         num_rows, num_columns = sequences.input_ids.shape
-        results = torch.zeros(1 + with_entropies, num_rows, num_columns - 1, device=self.device)
+        num_kinds = 2 if with_entropies else 1
+        results = torch.zeros(num_kinds, num_rows, num_columns - 1, device=self.device)
         for microbatch in plan:
             for part in microbatch.parts:
-                for number, output in enumerate(part.outputs):
-                    results[number][part.rows, : part.length - 1] = output.float()
+                for kind, output in enumerate(part.outputs):
+                    results[kind][part.rows, : part.length - 1] = output.float()
         # Each row was computed by one data-parallel rank and is 0 on the others.
         parallel.sum_of_last_stages(results)
         in_padding = torch.arange(num_columns - 1) >= sequences.lengths[:, None] - 1
