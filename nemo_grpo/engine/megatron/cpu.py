@@ -11,7 +11,7 @@ The complete list of what is replaced:
 - `_AS_CUDA`: functions that test ``Tensor.type() == 'torch.cuda...'`` or call ``Tensor.cuda()``; for the time
   of the call tensors answer as CUDA tensors would.
 
-megatron-core 0.16 to 0.20 need all of it; tests/unit/engine/test_upstream_faults.py fails when the oldest
+megatron-core 0.16 to 0.19 need all of it; tests/unit/engine/test_upstream_faults.py fails when the oldest
 supported version no longer needs one of the functions.
 """
 

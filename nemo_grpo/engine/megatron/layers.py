@@ -51,7 +51,7 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
 class RMSNorm(torch.nn.RMSNorm):
     """RMS norm that also runs under sequence parallelism.
 
-    megatron-core's wrapper of torch's norm refuses that, 0.16 to 0.20
+    megatron-core's wrapper of torch's norm refuses that, 0.16 to 0.19
     (tests/unit/engine/test_upstream_faults.py).
     """
 

@@ -77,7 +77,7 @@ def transformer_config(
         # Weights are always loaded, strictly.
         "perform_initialization": False,
         "variable_seq_lengths": True,
-        # megatron-core 0.16 to 0.20 refuse variable_seq_lengths with the default, even without experts
+        # megatron-core 0.16 to 0.19 refuse variable_seq_lengths with the default, even without experts
         # (tests/unit/engine/test_upstream_faults.py).
         "moe_token_dispatcher_type": "alltoall",
         "batch_p2p_comm": False,
@@ -163,7 +163,7 @@ def build_model(spec: ModelSpec, config: TransformerConfig) -> PackableGPTModel:
         rotary_base=spec.rope["rope_theta"],
     )
     if spec.rope["rope_type"] == "llama3":
-        # The constructor of megatron-core 0.16 to 0.20 takes only the factor; its other numbers are Llama
+        # The constructor of megatron-core 0.16 to 0.19 takes only the factor; its other numbers are Llama
         # 3.1's (tests/unit/engine/test_upstream_faults.py).
         embedding = model.rotary_pos_emb
         scaling = {name: spec.rope[name] for name in _LLAMA3}
