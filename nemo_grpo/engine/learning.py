@@ -94,7 +94,7 @@ class Learner:
     def scores_in_update(self) -> bool:
         """True if a step's only update also scores in its forward pass, which saves a pass of the model.
 
-        It can, if neither the advantages nor the loss depend on the scores.
+        It can, if the advantages do not depend on the scores.
         """
         return not self.objective.needs_scores and self.recipe.num_updates_per_step == 1
 

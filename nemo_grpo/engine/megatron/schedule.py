@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -22,21 +22,75 @@ Loss = Callable[[Part, Tensor, Tensor | None], Tensor]
 """(rows of a microbatch, logprobs [B, T], entropies [B, T] or None) -> 0-d; on the last pipeline stage."""
 
 
-@dataclass(frozen=True)
-class _Tokens:
+class _Tokens(Protocol):
     """The tokens of a microbatch that have logits on this rank, row after row.
 
     Attributes:
         targets: [N] int64, the tokens that they predict.
-        first_tokens: (places of rows in the microbatch) -> place of the first token of each; the number of
-            rows gives N.
-        to_rows: ([n] numbers of a part's tokens, place of its first ``row``, ``num_rows``, place of its
-            ``first`` token) -> [B, T].
+    """
+
+    @property
+    def targets(self) -> Tensor: ...
+
+    def first_tokens(self, rows: list[int]) -> list[int]:
+        """Return the number of each row's first token; of the row after the last one, N."""
+        ...
+
+    def to_rows(self, x: Tensor, first_row: int, num_rows: int, first_token: int) -> Tensor:
+        """Lay [n] numbers of consecutive rows' tokens out as [num_rows, T], gathered from all ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class _PaddedTokens:
+    """Tokens of rows that are padded to one length.
+
+    Attributes:
+        targets: [N] int64.
+        num_columns: tokens of each row on this context-parallel rank.
+        length: columns of the microbatch, of which one less is predicted.
     """
 
     targets: Tensor
-    first_tokens: Callable[[list[int]], list[int]]
-    to_rows: Callable[..., Tensor]
+    num_columns: int
+    length: int
+
+    def first_tokens(self, rows: list[int]) -> list[int]:
+        return [row * self.num_columns for row in rows]
+
+    def to_rows(self, x: Tensor, first_row: int, num_rows: int, first_token: int) -> Tensor:
+        whole = parallel.gather_sequence(x.view(num_rows, -1), 1, replicated=True)
+        return whole[:, : self.length - 1]
+
+
+@dataclass(frozen=True)
+class _PackedTokens:
+    """Tokens of a stream of packed sequences.
+
+    Attributes:
+        packed: the stream, with the row and column of each token.
+        length: columns of the microbatch, of which one less is predicted.
+    """
+
+    packed: PackedSequences
+    length: int
+
+    @property
+    def targets(self) -> Tensor:
+        return self.packed.targets
+
+    def first_tokens(self, rows: list[int]) -> list[int]:
+        # One part: it has all tokens, and nothing has to wait for a GPU.
+        if len(rows) == 2:
+            return [0, len(self.packed.rows)]
+        return torch.searchsorted(self.packed.rows, self.packed.rows.new_tensor(rows)).tolist()
+
+    def to_rows(self, x: Tensor, first_row: int, num_rows: int, first_token: int) -> Tensor:
+        tokens = slice(first_token, first_token + len(x))
+        places = (self.packed.rows[tokens] - first_row, self.packed.columns[tokens])
+        whole = x.new_zeros(num_rows, self.length - 1).index_put(places, x)
+        # The ranks have different tokens of a row, and 0 in the places of the others.
+        return parallel.sum_over_context_parallel(whole)
 
 
 @dataclass(frozen=True)
@@ -108,23 +162,15 @@ class Pass:
         """Run the model on rows that are padded to one length.
 
         Returns:
-            (the model's output, the tokens that it predicts).
+            (the model's output, the tokens that have logits).
         """
         ids = input_ids[microbatch.rows, : microbatch.length]
         # One column more than is computed: the last one is only predicted.
         ids = functional.pad(ids, (0, self._padded_length(microbatch.length) + 1 - microbatch.length))
         columns = parallel.zigzag(ids.shape[1] - 1, ids.device)
-        num_columns = len(columns)
-
-        def first_tokens(rows: list[int]) -> list[int]:
-            return [row * num_columns for row in rows]
-
-        def to_rows(x: Tensor, row: int, num_rows: int, first: int) -> Tensor:
-            whole = parallel.gather_sequence(x.view(num_rows, -1), 1, replicated=True)
-            return whole[:, : microbatch.length - 1]
-
-        tokens = _Tokens(ids[:, 1:][:, columns].flatten(), first_tokens, to_rows)
-        return model(ids[:, :-1][:, columns], position_ids=None, attention_mask=None), tokens
+        targets = ids[:, 1:][:, columns].flatten()
+        output = model(ids[:, :-1][:, columns], position_ids=None, attention_mask=None)
+        return output, _PaddedTokens(targets, len(columns), microbatch.length)
 
     def _packed(
         self, model: torch.nn.Module, microbatch: Microbatch, packed: PackedSequences
@@ -132,24 +178,11 @@ class Pass:
         """Run the model on a stream of packed sequences.
 
         Returns:
-            (the model's output, the tokens that it predicts).
+            (the model's output, the tokens that have logits).
         """
-
-        def first_tokens(rows: list[int]) -> list[int]:
-            # One part: its tokens are all of them, and nothing has to wait for a GPU.
-            if len(rows) == 2:
-                return [0, len(packed.rows)]
-            return torch.searchsorted(packed.rows, packed.rows.new_tensor(rows)).tolist()
-
-        def to_rows(x: Tensor, row: int, num_rows: int, first: int) -> Tensor:
-            places = slice(first, first + len(x))
-            whole = x.new_zeros(num_rows, microbatch.length - 1)
-            whole = whole.index_put((packed.rows[places] - row, packed.columns[places]), x)
-            return parallel.sum_over_context_parallel(whole)
-
         local_ids = packed.input_ids[:, packed.local_places]
         output = model(local_ids, position_ids=None, attention_mask=None, packed_seq_params=packed)
-        return output, _Tokens(packed.targets, first_tokens, to_rows)
+        return output, _PackedTokens(packed, microbatch.length)
 
     def _score_tokens(self, targets: Tensor, logits: Tensor, where: slice) -> TokenScores:
         """Compute logprobs and entropies of some tokens.
@@ -198,8 +231,7 @@ class _LossOfPart:
         return self.loss(self.part, logprobs, entropies)
 
     def _to_rows(self, x: Tensor) -> Tensor:
-        num_rows = len(self.part.rows)
-        return self.tokens.to_rows(x, row=self.first_row, num_rows=num_rows, first=self.first_token)
+        return self.tokens.to_rows(x, self.first_row, len(self.part.rows), self.first_token)
 
 
 def _parts(microbatch: Microbatch, tokens: _Tokens, loss: Loss) -> Iterator[output_layer.PartLoss]:
