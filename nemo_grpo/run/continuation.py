@@ -46,7 +46,7 @@ def check_same_run(
     if not resolved.exists():
         return None
     run = resolved.parent
-    first = _recorded(resolved, recipe, remedy)
+    first = _recorded_recipe(resolved, recipe, remedy)
     first_checkpoint = newest_checkpoint(first.checkpoint_dir)
     checkpoint = newest_checkpoint(recipe.checkpoint_dir)
     # Without a checkpoint NeMo-RL starts from the beginning, so any recipe may take the folder.
@@ -110,7 +110,7 @@ def check_continuation(recipe: Recipe) -> Recipe | None:
     return began_as if began_as is not None else checkpoints_began_as
 
 
-def _recorded(resolved: Path, recipe: Recipe, remedy: str) -> Recipe:
+def _recorded_recipe(resolved: Path, recipe: Recipe, remedy: str) -> Recipe:
     """Load the recipe of a run."""
     with reading(resolved, "the recipe of a run", f"restore it, or {remedy}"):
         # Usually nothing has changed, and validating a recipe takes longer than comparing its text.

@@ -126,7 +126,7 @@ class WandB:
         arguments: dict[str, Any] = {
             "project": "nemo_grpo",
             "name": recipe.nemo_grpo.run_name,
-            "id": _recorded(folder / "wandb-run-id", lambda: uuid.uuid4().hex[:8]),
+            "id": _recorded_id(folder / "wandb-run-id", lambda: uuid.uuid4().hex[:8]),
             "resume": "allow",
             "dir": str(folder),
             "config": recipe.to_dict(),
@@ -163,7 +163,7 @@ class MLflow:
         experiment = self.client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(name)
         run_name = section.get("run_name") or recipe.nemo_grpo.run_name
-        self.run = _recorded(
+        self.run = _recorded_id(
             folder / "mlflow-run-id",
             lambda: self.client.create_run(experiment_id, run_name=run_name).info.run_id,
         )
@@ -199,7 +199,7 @@ def _has_login() -> bool:
         return False
 
 
-def _recorded(file: Path, make: Callable[[], str]) -> str:
+def _recorded_id(file: Path, make: Callable[[], str]) -> str:
     """Return the text in a file, made the first time: a resumed run continues the same entry."""
     if not file.exists():
         file.write_text(make())
