@@ -179,6 +179,7 @@ class CheckpointStore:
             return
         complete = self._complete()
         ranked = [path for path in complete if self._value(path) is not None]
+        # From the worst to the best; those without the metric are from the oldest to the newest.
         ranked.sort(key=self._rank)
         unranked = [path for path in complete if path not in ranked]
         for path in ranked[: -self.keep_top_k] + unranked[: -self.keep_top_k]:

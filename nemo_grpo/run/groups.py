@@ -63,7 +63,7 @@ class Step:
 
     @property
     def response_lengths(self) -> Tensor:
-        """[B] int64, tokens, an environment's included."""
+        """Tokens of each response, [B] int64; an environment's are included."""
         return self.sequences.lengths - self.sequences.prompt_lengths
 
     def token_batch(

@@ -64,7 +64,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]."""
+        """Normalise [..., h]."""
         if x.is_cuda:
             return super().forward(x)
         normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
@@ -135,7 +135,16 @@ class CausalAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
         **_unused: Any,
     ) -> Tensor:
-        """[S, B, H, D] queries, [S, B, G, D] keys and values -> [S, B, H x D]; S is this rank's share."""
+        """Attend from this rank's share of the sequences, or of a packed stream, to all that is before it.
+
+        Args:
+            query: [S, B, H, D], with S positions on this rank.
+            key: [S, B, G, D].
+            value: [S, B, G, D].
+
+        Returns:
+            [S, B, H x D].
+        """
         if packed_seq_params is not None:
             assert packed_seq_params.attention is not None
             return self._packed(query, key, value, packed_seq_params.attention)
@@ -150,7 +159,16 @@ class CausalAttention(MegatronModule):
         return self._attend(q, k, v, mask).transpose(0, 1).flatten(2)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
-        """[T, 1, H, D], [T, 1, G, D] -> [T, 1, H x D]; megatron-core leaves the 1 out in the thd format."""
+        """Attend within a packed stream.
+
+        Args:
+            query: [T, 1, H, D]; megatron-core leaves the 1 out in the thd format.
+            key: [T, 1, G, D].
+            value: [T, 1, G, D].
+
+        Returns:
+            [T, 1, H x D].
+        """
         query, key, value = (gather_sequence(x.flatten(0, -3), dim=0) for x in (query, key, value))
         num_in_prompts, num_in_responses = plan.num_tokens()
         num_unused = len(query) - num_in_prompts - num_in_responses
@@ -177,7 +195,17 @@ class CausalAttention(MegatronModule):
         return whole.flatten(1)[:, None]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[B, S, H, D], [B, L, G, D] -> [B, S, H, D]; no mask: causal."""
+        """Attend by torch's kernel.
+
+        Args:
+            q: [B, S, H, D].
+            k: [B, L, G, D].
+            v: [B, L, G, D].
+            mask: [S, L] bool, or a bias [B, 1, S, L]; None: causal.
+
+        Returns:
+            [B, S, H, D].
+        """
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         # torch's fused CUDA kernel that takes a mask has no grouped heads.
         if mask is not None and q.is_cuda:

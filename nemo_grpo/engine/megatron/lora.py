@@ -95,7 +95,7 @@ class Adapter(torch.nn.Module):
         whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[S, B, in] -> [S, B, out], in the shards that the layer itself takes and gives."""
+        """Map [S, B, in] to [S, B, out], in the shards that the layer itself takes and gives."""
         return self.scale * self.linear_out(self.between(self.linear_in(x), group=self.group))
 
 
@@ -175,7 +175,7 @@ class Adapters:
     def peft_tensors(self) -> dict[str, Tensor]:
         """Return the adapters under PEFT's names and shapes, per Hugging Face matrix, on every rank.
 
-        Matrices that megatron-core fuses share one A; B's rows are theirs.
+        Matrices that megatron-core fuses share one A, and each has rows of B.
         """
         whole = self.weights.gather({name: p.detach() for name, p in self.local_parameters().items()})
         family = self.weights.family

@@ -136,7 +136,7 @@ class PackableGPTModel(GPTModel):
 
     @property
     def output_weight(self) -> Tensor:
-        """[V, h] of the output layer, on the last stage; this tensor-parallel rank's rows."""
+        """Weight [V, h] of the output layer, on the last stage; this tensor-parallel rank's rows."""
         weight: Tensor
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()

@@ -100,7 +100,7 @@ class _LossInParts(torch.autograd.Function):
             return logits, logprobs, entropies
 
         def backward(piece: slice, logits: Tensor, logprobs: Tensor, gradient: Tensor) -> None:
-            """Add a piece's share of the gradients.  Args: gradient: of the logprobs."""
+            """Add a piece's share of the gradients, from the gradient of its logprobs."""
             (logits_gradient,) = torch.autograd.grad(logprobs, logits, gradient)
             hidden_gradient[piece] = logits_gradient @ weight
             if weight_gradient is not None:
@@ -142,7 +142,7 @@ class _LossInParts(torch.autograd.Function):
 def _loss_and_gradient(
     loss: LossOfScores, logprobs: Tensor, entropies: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute a part's loss, and its gradient by the logprobs."""
+    """Compute a part's loss, and its gradient with respect to the logprobs."""
     with torch.enable_grad():
         value = loss(logprobs.requires_grad_(), entropies)
         (gradient,) = torch.autograd.grad(value, logprobs)
@@ -161,7 +161,7 @@ class _SumOfProducts:
         self.total = torch.zeros_like(like, dtype=sum_dtype) if in_fp32 else None
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        """Add a @ b."""
+        """Add the product a @ b."""
         if self.total is None:
             self.total = a @ b
         elif self.total.dtype == a.dtype:

@@ -64,14 +64,14 @@ class PaddedRows:
 
 
 class _Move(torch.autograd.Function):
-    """x[source]; each row of x that matters moves to exactly one place.
+    """Lookup x[source], where each row of x that matters moves to exactly one place.
 
     So the gradient is a lookup, too; autograd's gradient of an index would add rows up.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, destination: Tensor, padding: Tensor | None) -> Tensor:
-        """Move rows.
+        """Move rows of x.
 
         Args:
             source: row of x for each row of the result.
@@ -238,14 +238,17 @@ def _lay_out_as_thd(packed: PackedSequences, lengths: Tensor, multiple: int) -> 
     num_filling = -int(padded_lengths.sum()) % multiple
     if num_filling:
         padded_lengths = torch.cat([padded_lengths, padded_lengths.new_tensor([num_filling])])
-    ends = functional.pad(padded_lengths.cumsum(0), (1, 0))
-    starts = ends[: len(lengths)].repeat_interleave(lengths)
-    _pad(packed, starts + packed.positions, int(ends[-1]))
+    # [0, end of the first sequence, end of the second one, ...]
+    boundaries = functional.pad(padded_lengths.cumsum(0), (1, 0))
+    sequence_starts = boundaries[: len(lengths)].repeat_interleave(lengths)
+    _pad(packed, sequence_starts + packed.positions, int(boundaries[-1]))
     packed.qkv_format = THD
-    packed.local_places = torch.cat(
-        [zigzag(int(length)) + start for length, start in zip(padded_lengths, ends[:-1], strict=True)]
-    )
-    cu_seqlens = ends.to(torch.int32)
+    # Each sequence is cut over the context-parallel ranks by itself.
+    local_places = [
+        zigzag(int(length)) + start for length, start in zip(padded_lengths, boundaries[:-1], strict=True)
+    ]
+    packed.local_places = torch.cat(local_places)
+    cu_seqlens = boundaries.to(torch.int32)
     packed.cu_seqlens_q = cu_seqlens
     packed.cu_seqlens_kv = cu_seqlens
     # With the filling, which may be longer than any sequence.

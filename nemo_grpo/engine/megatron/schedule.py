@@ -224,7 +224,7 @@ class _LossOfPart:
     first_token: int
 
     def __call__(self, logprobs: Tensor, entropies: Tensor | None) -> Tensor:
-        """[n] each -> 0-d."""
+        """Compute the part's loss, 0-d, from the scores of its tokens, [n] each."""
         logprobs = self._to_rows(logprobs)
         if entropies is not None:
             entropies = self._to_rows(entropies)
