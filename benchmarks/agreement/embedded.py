@@ -15,6 +15,7 @@ from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron.policy import MegatronPolicy
 from nemo_grpo.engine.step_metrics import Clock, mean_metrics
 from nemo_grpo.support.distributed import is_rank_zero
+from nemo_grpo.support.hf_folder import load_config
 
 
 def main(folder: Path, output: Path) -> None:
@@ -30,7 +31,8 @@ def run(case: Case, folder: Path) -> list[StepResult]:
     """Train step by step, from recorded batches to updated weights, with the engine's own parts."""
     recipe = case.recipe(folder)
     model = Path(recipe.policy.model_name or "")
-    policy = setup.build_policy(recipe, model, choose_device(recipe), keep_reference=True)
+    device = choose_device(recipe)
+    policy = setup.build_policy(recipe, model, load_config(model), device, keep_reference=True)
     start = hf_tensors(policy)
     objective, state, steps = recipe.loss_fn.build(), TrainingState(), batches(folder)
     results = []

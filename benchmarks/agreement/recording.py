@@ -147,7 +147,7 @@ def sample(recipe: Recipe) -> list[Step]:
     model = Path(recipe.policy.model_name or "")
     tokenizer, task = load_tokenizer(model), recipe.nemo_grpo.task.build()
     sampling = setup.training_sampling(recipe, end_tokens(model, tokenizer))
-    generator = setup.build_generator(recipe, model, choose_device(recipe))
+    generator = setup.build_generator(recipe, load_config(model), choose_device(recipe))
     generator.update_weights(load_weights(model).items())
     steps = []
     for number in range(NUM_BATCHES):

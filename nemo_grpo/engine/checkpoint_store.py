@@ -40,7 +40,10 @@ WEIGHTS = Path("policy/weights/iter_0000000")
 INFO = "training_info.json"
 LATEST = "latest"
 BEST = "best"
-_TEMPORARY, _DAMAGED = "tmp_", "damaged_"
+_TEMPORARY = "tmp_"
+"""Prefix of folders that are being written or removed."""
+_DAMAGED = "damaged_"
+"""Prefix of checkpoints whose files do not match their hashes."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class CheckpointStore:
         return self.folder / f"{_TEMPORARY}{_name(step)}"
 
     def _publish(self, temporary: Path, final: Path, info: dict[str, Any]) -> None:
+        """Write what belongs to a complete checkpoint, rename it, and remove those that it replaces."""
         (temporary / INFO).write_text(json.dumps(info, indent=2))
         write_sha256(temporary)
         publish_folder(temporary, final)
@@ -107,12 +111,14 @@ class CheckpointStore:
 
     def _name_best(self) -> None:
         """Link `BEST` to the best checkpoint; a link, so that every command takes it for the folder."""
-        best, link = self.best(), self.folder / BEST
+        best = self.best()
+        link = self.folder / BEST
         if best is None:
             link.unlink(missing_ok=True)
             return
         if link.is_symlink() and link.readlink() == Path(best.name):
             return
+        # Renamed into place, so that a reader never finds the name without a link.
         temporary = self.folder / f"{_TEMPORARY}{BEST}"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(best.name)
@@ -134,37 +140,49 @@ class CheckpointStore:
         return self.latest()
 
     def _set_damaged_aside(self) -> None:
-        damaged: dict[Path, UserError] = {}
+        """Rename damaged checkpoints that are newer than the newest whole one.
+
+        Raises:
+            UserError: all of them are damaged; none is renamed.
+        """
+        damages: dict[Path, UserError] = {}
+        has_whole = False
         for path in reversed(checkpoints_in(self.folder)):
             try:
                 _check(path)
-                break
             except UserError as error:
-                damaged[path] = error
-        else:
-            if damaged:
-                reasons = "; ".join(map(str, damaged.values()))
-                raise UserError(
-                    f"no checkpoint of {self.folder} is whole ({reasons}); restore one, or start another "
-                    "nemo_grpo.run_name"
-                )
-        for path, reason in damaged.items():
+                damages[path] = error
+            else:
+                has_whole = True
+                break
+        if damages and not has_whole:
+            reasons = "; ".join(map(str, damages.values()))
+            raise UserError(
+                f"no checkpoint of {self.folder} is whole ({reasons}); restore one, or start another "
+                "nemo_grpo.run_name"
+            )
+        for path, damage in damages.items():
             aside = path.with_name(f"{_DAMAGED}{path.name}")
-            if aside.exists():  # this step was damaged before
+            # The checkpoint of this step may have been damaged before, too.
+            if aside.exists():
                 aside = aside.with_name(f"{aside.name}.{time.time_ns()}")
-            log.error("%s is damaged and set aside as %s: %s", path.name, aside.name, reason)
+            log.error("%s is damaged and set aside as %s: %s", path.name, aside.name, damage)
             path.rename(aside)
 
     def _complete(self) -> list[Path]:
+        """List the complete checkpoints, from the first step to the last."""
         return [path for path in checkpoints_in(self.folder) if (path / INFO).exists()]
 
     def _prune(self, newest: Path) -> None:
+        """Remove the checkpoints that `keep_top_k` does not keep; the newest one stays, to resume from."""
         if self.keep_top_k is None:
             return
         complete = self._complete()
-        ranked = sorted((path for path in complete if self._value(path) is not None), key=self._rank)
-        unranked = [path for path in complete if path not in ranked]  # from the first step to the last
-        for path in (*ranked[: -self.keep_top_k], *unranked[: -self.keep_top_k]):
+        ranked = [path for path in complete if self._value(path) is not None]
+        # From the worst to the best; those without the metric are from the oldest to the newest.
+        ranked.sort(key=self._rank)
+        unranked = [path for path in complete if path not in ranked]
+        for path in ranked[: -self.keep_top_k] + unranked[: -self.keep_top_k]:
             if path != newest:
                 log.info("removing checkpoint %s (keep_top_k=%d)", path.name, self.keep_top_k)
                 self._remove(path)
@@ -177,27 +195,41 @@ class CheckpointStore:
 
     def _value(self, path: Path) -> float | None:
         """Return the checkpoint's metric; None: it was not validated, or nothing ranks checkpoints."""
-        value = read_info(path).get("metrics", {}).get(self.metric) if self.metric else None
-        return value if value is None or math.isfinite(value) else None
+        if self.metric is None:
+            return None
+        value: float | None = read_info(path).get("metrics", {}).get(self.metric)
+        # JSON's NaN has no place in an order.
+        if value is None or not math.isfinite(value):
+            return None
+        return value
 
     def _rank(self, path: Path) -> tuple[float, str]:
+        """Return a key that is larger for a better checkpoint, and of equal ones for a newer one."""
         value = self._value(path)
         assert value is not None
-        return (value if self.higher_is_better else -value, path.name)
+        better = value if self.higher_is_better else -value
+        return better, path.name
 
 
 def _delete(path: Path) -> None:
     """Delete; a failure does not end the run, and the next save tries again."""
     try:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     except OSError as error:  # NFS keeps files that are open
         log.warning("%s stays for now: %s", path, error)
 
 
 def _check(checkpoint: Path) -> None:
-    listed = check_sha256(checkpoint)
-    if unlisted := len(files_in(checkpoint)) - listed:
-        raise UserError(f"{checkpoint / SHA256SUMS} lacks {unlisted} of the files there; restore the folder")
+    """Refuse a checkpoint whose files are not those that were written."""
+    num_listed = check_sha256(checkpoint)
+    num_unlisted = len(files_in(checkpoint)) - num_listed
+    if num_unlisted:
+        raise UserError(
+            f"{checkpoint / SHA256SUMS} lacks {num_unlisted} of the files there; restore the folder"
+        )
     if read_info(checkpoint).get("step") != step_of(checkpoint):
         raise UserError(f"{checkpoint / INFO} is of another step; restore the folder")
 
@@ -208,6 +240,7 @@ def _name(step: int) -> str:
 
 def read_info(checkpoint: Path) -> dict[str, Any]:
     """Read the checkpoint's training_info.json."""
-    path, remedy = checkpoint / INFO, "the checkpoint is damaged, remove its folder and resume again"
+    path = checkpoint / INFO
+    remedy = "the checkpoint is damaged, remove its folder and resume again"
     with reading(path, "a mapping in JSON", remedy, TypeError):
         return dict(json.loads(path.read_text()))

@@ -21,11 +21,15 @@ class TrainingState:
     Every random choice of a step is seeded by the run's seed and the counters here, so there is no generator
     state.
 
-    Attributes: step: finished steps.  next_problem: position in the stream of training problems.
-                skipped_in_a_row, skipped: steps without an update because something was not finite.
-                no_signal: steps without an update because no group's rewards differed.  tokens: trained on so
-                    far.  reached_goal: grpo.stop_at_validation_metric has ended the run.  carried: see
-                `PreparedBatch`.
+    Attributes:
+        step: finished steps.
+        next_problem: position in the stream of training problems.
+        skipped_in_a_row: steps at the end without an update because something was not finite.
+        skipped: all such steps.
+        no_signal: steps without an update because no group's rewards differed.
+        tokens: trained on so far.
+        reached_goal: grpo.stop_at_validation_metric has ended the run.
+        carried: see `PreparedBatch`.
     """
 
     step: int = 0
@@ -44,9 +48,11 @@ class TrainingState:
         if not updates:
             self.no_signal += 1
             return
-        skipped = all(update.skipped for update in updates)
-        self.skipped += skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if all(update.skipped for update in updates):
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+        else:
+            self.skipped_in_a_row = 0
 
 
 @dataclass
@@ -64,25 +70,46 @@ class Learner:
         return self.state.step >= self.recipe.grpo.max_num_steps or self.state.reached_goal
 
     def learn(self, step: Step, clock: Clock) -> tuple[PreparedBatch, list[UpdateResult]]:
-        """Score, prepare and update; returns the prepared step and its updates.
+        """Score, prepare and update.
 
-        A step's only update also scores in its forward pass, if the advantages do not depend on the scores.
-        Rows that it leaves out keep the sampler's logprobs.
+        Returns:
+            (the prepared step, its updates).
         """
-        scores_first = self.objective.needs_scores or self.recipe.num_updates_per_step > 1
-        scores = self.score(step) if scores_first else Scores(step.generation_logprobs)
-        reference = self.reference(step)
-        clock.lap("time/score")
-        prepared = self.prepare(step, scores, reference)
-        updates = self.update(prepared, step, scoring=not scores_first)
-        if not scores_first:
-            found, scored = (updates[0].scores, updates[0].computed) if updates else (self.score(step), None)
-            assert found is not None
-            prepared = self.prepare(step, found, reference, scored)
+        if self.scores_in_update:
+            reference = self.reference(step)
+            clock.lap("time/score")
+            prepared, updates = self._update_and_score(step, reference)
+        else:
+            scores = self.score(step)
+            reference = self.reference(step)
+            clock.lap("time/score")
+            prepared = self.prepare(step, scores, reference)
+            updates = self.update(prepared, step)
         self.state.carried = prepared.carried
         self.state.count(updates, int(step.token_mask.sum()))
         clock.lap("time/update")
         return prepared, updates
+
+    @property
+    def scores_in_update(self) -> bool:
+        """True if a step's only update also scores in its forward pass, which saves a pass of the model.
+
+        It can, if the advantages do not depend on the scores.
+        """
+        return not self.objective.needs_scores and self.recipe.num_updates_per_step == 1
+
+    def _update_and_score(
+        self, step: Step, reference: Tensor | None
+    ) -> tuple[PreparedBatch, list[UpdateResult]]:
+        """Update, then prepare the step once more with the scores of the update, for its metrics."""
+        # No loss reads these scores: with `scoring` an update takes its own logprobs for the previous ones.
+        unread_scores = Scores(step.generation_logprobs)
+        updates = self.update(self.prepare(step, unread_scores, reference), step, scoring=True)
+        if not updates:  # no row has a gradient
+            return self.prepare(step, self.score(step), reference), updates
+        scores = updates[0].scores
+        assert scores is not None
+        return self.prepare(step, scores, reference, updates[0].computed), updates
 
     def score(self, step: Step, *, with_entropies: bool = True) -> Scores:
         """Compute the policy's logprobs and entropies of a step's tokens."""
@@ -105,8 +132,15 @@ class Learner:
     def prepare(
         self, step: Step, scores: Scores, reference: Tensor | None = None, scored: Tensor | None = None
     ) -> PreparedBatch:
-        """Decide advantages and weights on whole groups; ``scored``: see `TokenBatch`."""
+        """Decide advantages and weights on whole groups.
+
+        Args:
+            scores: [B, T] of the policy before the step.
+            reference: [B, T], logprobs of the reference policy.
+            scored: [B] bool, see `TokenBatch`; None: the policy scored all rows.
+        """
         logprobs = scores.logprobs
+        # Rows that the update left out have no scores, and keep the sampler's logprobs.
         if scored is not None:
             logprobs = torch.where(scored[:, None], logprobs, step.generation_logprobs)
         batch = step.token_batch(logprobs, scores.entropies, reference)
@@ -114,29 +148,36 @@ class Learner:
         return self.objective.prepare(batch, seed=step_seed(self.recipe.grpo.seed, self.state.step))
 
     def update(self, prepared: PreparedBatch, step: Step, *, scoring: bool = False) -> list[UpdateResult]:
-        """Make one optimizer step per train_global_batch_size rows; none where nothing has a gradient."""
-        policy, num_rows, results = self.recipe.policy, len(step.rewards), []
-        learns = self.objective.rows_with_gradient(prepared.advantages, prepared.batch.mask)
-        for rows in torch.arange(num_rows).split(min(policy.train_global_batch_size, num_rows)):
+        """Make one optimizer step per train_global_batch_size rows; none where nothing has a gradient.
+
+        Args:
+            scoring: see `MegatronPolicy.update`.
+        """
+        policy = self.recipe.policy
+        num_rows = len(step.rewards)
+        rows_per_update = min(policy.train_global_batch_size, num_rows)
+        has_gradient = self.objective.rows_with_gradient(prepared.advantages, prepared.batch.mask)
+        results = []
+        for rows in torch.arange(num_rows).split(rows_per_update):
             # No update without gradient: Adam's momentum and weight decay would make one.
-            if not learns[rows].any():
+            if not has_gradient[rows].any():
                 continue
             sequences = step.sequences.select(rows)
-            results.append(
-                self.policy.update(
-                    self.objective,
-                    prepared.select(rows, length=sequences.input_ids.shape[1] - 1),
-                    sequences,
-                    micro_batch_size=policy.train_micro_batch_size,
-                    mb_tokens=policy.train_mb_tokens,
-                    temperature=self.temperature,
-                    scoring=scoring,
-                )
+            result = self.policy.update(
+                self.objective,
+                prepared.select(rows, length=sequences.input_ids.shape[1] - 1),
+                sequences,
+                micro_batch_size=policy.train_micro_batch_size,
+                mb_tokens=policy.train_mb_tokens,
+                temperature=self.temperature,
+                scoring=scoring,
             )
+            results.append(result)
         return results
 
     @property
     def temperature(self) -> float:
         """Divisor of the logits: the rollouts' sampling temperature; 1 where nothing is sampled."""
-        learns = self.recipe.loss_fn.learns_from_demonstrations
-        return 1.0 if learns else self.recipe.policy.generation.temperature
+        if self.recipe.loss_fn.learns_from_demonstrations:
+            return 1.0
+        return self.recipe.policy.generation.temperature

@@ -1,22 +1,17 @@
 """The training loop: sample, learn, validate if due, record, save if due."""
 
 import logging
-import time
 
 from nemo_grpo.engine import validation
-from nemo_grpo.engine.learning import Learner
-from nemo_grpo.engine.recorder import Recorder
-from nemo_grpo.engine.rollout import Rollouts
 from nemo_grpo.engine.saving import TrainingAborted
 from nemo_grpo.engine.setup import Run
 from nemo_grpo.engine.step_metrics import note
 from nemo_grpo.engine.steps import method_of
 from nemo_grpo.report.runs import validation_note
 from nemo_grpo.report.stuck import Watch
-from nemo_grpo.run.groups import assemble
 from nemo_grpo.run.signals import stop_on_signals
 from nemo_grpo.run.trackers import Ended
-from nemo_grpo.support import distributed, machine
+from nemo_grpo.support import distributed
 from nemo_grpo.support.distributed import from_first_rank
 
 log = logging.getLogger(__name__)
@@ -25,11 +20,14 @@ log = logging.getLogger(__name__)
 def train(run: Run) -> bool:
     """Train until the last step, then export.
 
-    Returns: True when the run is finished; False when a signal stopped it, with a checkpoint saved if the
-             recipe has any.
-    Raises:  TrainingAborted: the loss or gradient of too many steps in a row was not finite, or the run's
-             folder cannot be written (a checkpoint was saved); or the trained weights are not finite.
-             RewardsFailed, RetrieverError: a checkpoint was saved.
+    Returns:
+        True when the run is finished; False when a signal stopped it, with a checkpoint saved if the recipe
+        has any.
+
+    Raises:
+        TrainingAborted: the loss or gradient of too many steps in a row was not finite, or the run's folder
+            cannot be written (a checkpoint was saved); or the trained weights are not finite.
+        RewardsFailed, RetrieverError: a checkpoint was saved.
     """
     recorder = run.recorder
     ended: Ended = "FAILED"
@@ -37,7 +35,9 @@ def train(run: Run) -> bool:
         finished = run_steps(run)
         ended = "FINISHED" if finished else "KILLED"
     except Exception:
-        if run.recipe.world_size == 1:  # of several ranks the others may never come to it
+        # A save under way is complete only when every rank has finished it. With several ranks the others may
+        # never come to this line, and this one would wait for ever.
+        if run.recipe.world_size == 1:
             recorder.saver.finish()
         raise
     finally:
@@ -49,7 +49,11 @@ def train(run: Run) -> bool:
 
 
 def run_steps(run: Run) -> bool:
-    """Take the steps that are left; False: a signal stopped the run before its end."""
+    """Take the steps that are left.
+
+    Returns:
+        False: a signal stopped the run before its end.
+    """
     recipe = run.recipe
     rollouts = run.rollouts
     learner = run.learner
@@ -58,12 +62,14 @@ def run_steps(run: Run) -> bool:
     watch = Watch(recipe.grpo.max_num_steps, recipe.nemo_grpo.rewards)
     last_validation: dict[str, float] = {}
     stopping = False
-    with stop_on_signals() as stop:
+    with stop_on_signals() as stop_request:
         record_start(run)
         with recorder.progress(learner.state.step) as advance:
             while not (learner.has_ended or stopping):
+                # The progress bar shows a validation's metrics until the next one.
                 if recorder.held_out:
-                    last_validation = recorder.held_out  # the progress bar shows it until the next one
+                    last_validation = recorder.held_out
+
                 with recorder.saved_before_failure(learner.state):
                     sampled = sample(rollouts, learner)
                 row = learn(learner, sampled, recorder.diagnostics)
@@ -78,13 +84,14 @@ def run_steps(run: Run) -> bool:
                 for sentence in watch(row):
                     log.warning("%s", sentence)
 
-                is_asked = bool(stop) or recorder.folder.failure is not None
-                stopping = distributed.any_rank(is_asked, learner.policy.device)
+                # A signal or a full disk may concern one rank only, and all must leave after the same step.
+                must_stop = bool(stop_request) or recorder.folder.failure is not None
+                stopping = distributed.any_rank(must_stop, learner.policy.device)
                 recorder.save_if_due(learner, stopping=stopping)
     recorder.saver.finish()
     if failure := from_first_rank(lambda: recorder.folder.failure):
-        saved = recorder.saver.saved
-        raise TrainingAborted(f"{failure}; make room, then --resume continues from step {saved}")
+        saved_step = recorder.saver.saved
+        raise TrainingAborted(f"{failure}; make room, then --resume continues from step {saved_step}")
     return learner.has_ended or not stopping
 
 
@@ -95,8 +102,7 @@ def record_start(run: Run) -> None:
     recorder = run.recorder
     if recorder.unwritten or (state.step == 0 and grpo.val_at_start):
         row = recorder.unwritten if recorder.unwritten else {"step": 0}
-        recorder.unwritten = row
-        # What a checkpoint brings of the validation of these weights is not measured again.
+        # A checkpoint may bring the validation of these weights, which is then not measured again.
         held_out = recorder.held_out if recorder.held_out else validate_if_due(run)
         row = recorder.write(row, held_out)
         state.reached_goal = state.step > 0 and validation.reached_goal(grpo, row)
@@ -107,29 +113,12 @@ def record_start(run: Run) -> None:
 
 def validate_if_due(run: Run) -> dict[str, float]:
     """Return the metrics of a validation after this step; empty: none is due."""
-    grpo = run.recipe.grpo
     state = run.learner.state
-    is_due = validation.is_due(grpo, state.step) if state.step > 0 else grpo.val_at_start
-    if not is_due:
+    recorder = run.recorder
+    if not validation.is_due(run.recipe.grpo, state.step):
         return {}
-    with run.recorder.saved_before_failure(state):
-        held_out = validate(run.rollouts, run.learner, run.recorder)
+    with recorder.saved_before_failure(state):
+        held_out, samples = validation.validate(run.rollouts, run.learner)
+        recorder.folder.append_samples(samples)
     log.info("step %d: %s", state.step, validation_note(held_out))
     return held_out
-
-
-def validate(rollouts: Rollouts, learner: Learner, recorder: Recorder) -> dict[str, float]:
-    """Measure greedy, avg@k, pass@k and rewards on the held-out problems, as ``validation/*``.
-
-    A supervised run has its loss per token on their demonstrations, too.
-    """
-    machine.release_freed_memory()
-    start = time.monotonic()
-    metrics: dict[str, float] = {}
-    if rollouts.demonstrations is not None:
-        step = assemble([rollouts.demonstrations.held_out(problem) for problem in rollouts.problems])
-        logprobs = learner.score(step, with_entropies=False).logprobs
-        metrics["validation/val_loss"] = float(-logprobs[step.token_mask].double().mean())
-    rewards, samples = validation.validate(rollouts, learner.policy.named_tensors())
-    recorder.folder.append_samples([{"step": learner.state.step} | row for row in samples])
-    return metrics | rewards | {"time/validation": time.monotonic() - start}

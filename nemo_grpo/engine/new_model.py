@@ -39,7 +39,8 @@ def starting_model(recipe: Recipe, task: Task) -> Iterator[Path]:
         yield Path(recipe.policy.model_name)
         return
     sizes = recipe.nemo_grpo.new_model
-    assert sizes is not None  # the rules refuse a recipe with neither
+    # The rules refuse a recipe with neither.
+    assert sizes is not None
     with tempfile.TemporaryDirectory(prefix="nemo_grpo-new-model-") as folder:
         yield write_new_model(sizes, task, Path(folder))
 
@@ -56,7 +57,7 @@ def write_new_model(sizes: NewModel, task: Task, folder: Path) -> Path:
 
 def build_model(sizes: NewModel, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     """Make a Qwen2 with tied embeddings and random weights; the vocabulary becomes a multiple of 8."""
-    vocab_size = -(-len(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    vocab_size = len(tokenizer) + -len(tokenizer) % VOCABULARY_MULTIPLE
     architecture = Qwen2Config(
         vocab_size=vocab_size,
         hidden_size=sizes.hidden_size,

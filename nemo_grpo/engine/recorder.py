@@ -38,8 +38,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Recorder:
     """Recorder of a run: its folder, its saver, and the state that checkpoints keep.
 
-    Attributes: held_out: metrics of the validation of these weights; empty: there was none.
-                unwritten: row of the last step that metrics.jsonl lacks; a checkpoint keeps it.
+    Attributes:
+        held_out: metrics of the validation of these weights; empty: there was none.
+        unwritten: row of the last step that metrics.jsonl lacks; a checkpoint keeps it.
     """
 
     recipe: Recipe
@@ -55,23 +56,25 @@ class Recorder:
         self.held_out = {}
         if self.recipe.loss_fn.learns_from_demonstrations:
             return  # nothing was sampled
-        number = self.recipe.nemo_grpo.engine.log_samples
-        self.folder.append_samples(sample_rows(row["step"], groups, number, tokenizer))
+        num_samples = self.recipe.nemo_grpo.engine.log_samples
+        self.folder.append_samples(sample_rows(row["step"], groups, num_samples, tokenizer))
 
     def write(self, row: Row, held_out: dict[str, float]) -> Row:
         """Write a step's row with its validation, and return the row that was written."""
         self.held_out = held_out
-        whole = row | held_out
-        self.folder.append_metrics(whole)
-        self.unwritten = whole if self.folder.failure else {}
-        return whole
+        whole_row = row | held_out
+        self.folder.append_metrics(whole_row)
+        self.unwritten = whole_row if self.folder.failure else {}
+        return whole_row
 
     def restore(self, checkpoint: Path, learner: Learner) -> None:
         """Continue from a checkpoint."""
         info = read_info(checkpoint)
         load_policy(learner.policy, checkpoint / WEIGHTS)
-        goal = validation.reached_goal(self.recipe.grpo, info["metrics"])  # which may have been raised
-        learner.state = replace(TrainingState(**info["state"]), reached_goal=goal, skipped_in_a_row=0)
+        # The recipe may have raised its goal since, so the checkpoint's reached_goal does not hold.
+        reached_goal = validation.reached_goal(self.recipe.grpo, info["metrics"])
+        # A resumed run has all its attempts again.
+        learner.state = replace(TrainingState(**info["state"]), reached_goal=reached_goal, skipped_in_a_row=0)
         self.held_out = info["metrics"]
         self.unwritten = info.get("unlogged", {})
         self.saver.saved = learner.state.step
@@ -84,15 +87,19 @@ class Recorder:
         self.saver.save(state.step, info)
 
     def save_if_due(self, learner: Learner, *, stopping: bool) -> None:
-        """Save after a step that the recipe names, and before the run ends."""
+        """Save after a step that the recipe names, and before the run ends.
+
+        Raises:
+            TrainingAborted: too many steps in a row were not finite; a checkpoint was saved.
+        """
         checkpointing = self.recipe.checkpointing
         state = learner.state
         limit = self.recipe.nemo_grpo.engine.max_consecutive_skipped_steps
-        abort = state.skipped_in_a_row >= limit
-        is_last = stopping or abort or learner.has_ended
+        must_abort = state.skipped_in_a_row >= limit
+        is_last = stopping or must_abort or learner.has_ended
         if checkpointing.enabled and (is_last or state.step % checkpointing.save_period == 0):
             self.save(state)
-        if abort:
+        if must_abort:
             self.saver.finish()
             raise TrainingAborted(
                 f"{limit} steps in a row had a non-finite loss or gradient (last at step {state.step}); look "
@@ -107,14 +114,13 @@ class Recorder:
         Several ranks must all fail, since a save waits for each. A policy whose logits are not finite is not
         saved.
         """
-        position = state.next_problem
         try:
             yield
         except Exception as error:
-            state.next_problem = position
-            alike = self.recipe.world_size == 1 or isinstance(error, ON_EVERY_RANK)
-            saves = alike and not isinstance(error, FloatingPointError) and self.recipe.checkpointing.enabled
-            if saves and state.step > self.saver.saved:
+            all_ranks_fail = self.recipe.world_size == 1 or isinstance(error, ON_EVERY_RANK)
+            is_usable = not isinstance(error, FloatingPointError)
+            is_unsaved = state.step > self.saver.saved
+            if all_ranks_fail and is_usable and is_unsaved and self.recipe.checkpointing.enabled:
                 self.save(state)
                 self.saver.finish()
                 log.error("step %d is saved, from which --resume continues", self.saver.saved)

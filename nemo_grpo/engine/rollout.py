@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from nemo_grpo.core.random import step_seed
+from nemo_grpo.evaluate.sampling import EvalRequest
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.run.demonstrations import Demonstrations
 from nemo_grpo.run.groups import Group, Scored
@@ -23,8 +25,12 @@ from nemo_grpo.tasks.scoring import Scorer
 class Rollouts:
     """Sampling side of a run: its task, its tokenizer, and a generator that takes the policy's weights.
 
-    Attributes: vocab_size: the policy's.  problems: held out, for validation.
-                demonstrations: of a supervised run, which learns from them instead.
+    Attributes:
+        vocab_size: the policy's.
+        sampling: of the rollouts.
+        validation_sampling: of the validations.
+        problems: held out, for validation.
+        demonstrations: of a supervised run, which learns from them instead.
     """
 
     recipe: Recipe
@@ -49,22 +55,33 @@ class Rollouts:
             vocab_size=self.vocab_size,
         )
 
+    @cached_property
+    def validation_requests(self) -> list[EvalRequest]:
+        """Encoded prompts of the validation problems, the same in every validation."""
+        prompts = self.encode(self.problems)
+        return [
+            EvalRequest(problem.id, tokens, images=())
+            for problem, tokens in zip(self.problems, prompts, strict=True)
+        ]
+
     def check_problems(self) -> None:
         """Encode all prompts or demonstrations, of an endless stream the first ones.
 
         A problem that cannot be used ends the run now, not at its turn.
         """
-        self.encode(self.problems)
+        # Encoding checks these prompts, and validations use them again.
+        _ = self.validation_requests
         if self.demonstrations is not None:
             self.demonstrations.check(self.problems)
             return
-        number = getattr(self.task, "num_train_problems", PROMPTS_CHECKED)
+        num_problems = getattr(self.task, "num_train_problems", PROMPTS_CHECKED)
         seed = self.recipe.grpo.seed
-        problems = (self.task.train_problem(index, seed) for index in range(number))
+        problems = (self.task.train_problem(index, seed) for index in range(num_problems))
 
         def encode_all() -> None:
-            while some := list(islice(problems, PROMPTS_CHECKED)):
-                self.encode(some)
+            # In batches: a large data set's token ids would not fit into memory at once.
+            while batch := list(islice(problems, PROMPTS_CHECKED)):
+                self.encode(batch)
 
         from_first_rank(encode_all)
 
@@ -73,6 +90,7 @@ class Rollouts:
         grpo = self.recipe.grpo
         numbers = range(first, first + grpo.num_prompts_per_step)
         problems = [self.task.train_problem(number, grpo.seed) for number in numbers]
+        # The seed follows from the position alone, so a resumed run samples what an unbroken one would.
         seed = step_seed(grpo.seed, first)
         request = Request(self.encode(problems), grpo.num_generations_per_prompt, self.sampling, seed)
         return sample_groups(self.generator, self.tokenizer, self.scorer, problems, request)
@@ -85,16 +103,17 @@ def sample_groups(
 
     The first rank scores for all: a verdict at a grader's time limit may differ between two calls.
     """
-    sampled = sample_responses(generator, tokenizer, scorer.task, request, scorer.first_words)
     num_generations = request.num_generations
-    rows = [problem for problem in problems for _ in range(num_generations)]
-    scored = from_first_rank(lambda: scorer(rows, [one.text for one in sampled]))
+    responses = sample_responses(generator, tokenizer, scorer.task, request, scorer.first_words)
+    texts = [response.text for response in responses]
+    repeated_problems = [problem for problem in problems for _ in range(num_generations)]
+    scores = from_first_rank(lambda: scorer(repeated_problems, texts))
+    scored = [
+        Scored(response, components, scorer.reward(components))
+        for response, components in zip(responses, scores, strict=True)
+    ]
     groups = []
     for index, problem in enumerate(problems):
-        part = slice(index * num_generations, (index + 1) * num_generations)
-        responses = [
-            Scored(one, scores, scorer.reward(scores))
-            for one, scores in zip(sampled[part], scored[part], strict=True)
-        ]
-        groups.append(Group(problem, request.prompts[index], responses))
+        first = index * num_generations
+        groups.append(Group(problem, request.prompts[index], scored[first : first + num_generations]))
     return groups

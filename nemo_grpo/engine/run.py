@@ -21,14 +21,17 @@ log = logging.getLogger(__name__)
 def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int:
     """Train the recipe on as many ranks as it asks for, and draw its report.
 
-    Args:    arguments: this command line, for the ranks.
-    Returns: the process's exit code.
+    Args:
+        arguments: this command line, for the ranks.
+
+    Returns:
+        The process's exit code.
     """
-    if recipe.world_size > 1 and not parallel.is_launched():
-        check(recipe, resume=resume)  # once, before any rank starts
-        return launch(arguments, recipe.world_size)
     try:
+        # Before any rank starts, so that a refusal appears once. Each rank then checks its own machine.
         start = check(recipe, resume=resume)
+        if recipe.world_size > 1 and not parallel.is_launched():
+            return launch(arguments, recipe.world_size)
         with starting_model(recipe, start.task) as source:
             run = set_up(recipe, source, start, resume=resume)
             finished = train(run)
@@ -38,15 +41,20 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
     finally:
         parallel.shut_down()
     if run.recorder.folder.leads:
-        from nemo_grpo.report.report import plot_run  # draws, which the other ranks need not load
-
-        try:
-            plot_run(recipe.run_dir)
-        except OSError as error:
-            log.warning("no report: %s; `nemo-grpo report %s` draws it", error, recipe.run_dir)
+        draw_report(recipe)
         log.info("run folder: %s", recipe.run_dir)
     if finished:
         return 0
     has_checkpoints = recipe.checkpointing.enabled
     remedy = "add --resume to continue"
     return code_when_stopped(run.learner.state.step, has_checkpoints=has_checkpoints, remedy=remedy)
+
+
+def draw_report(recipe: Recipe) -> None:
+    """Draw the run's report; a full disk costs the report, not the run's exit code."""
+    from nemo_grpo.report.report import plot_run  # loads the plotting library, which other ranks do not need
+
+    try:
+        plot_run(recipe.run_dir)
+    except OSError as error:
+        log.warning("no report: %s; `nemo-grpo report %s` draws it", error, recipe.run_dir)

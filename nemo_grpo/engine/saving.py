@@ -27,13 +27,29 @@ class TrainingAborted(RuntimeError):
     """The run cannot go on: its loss, rewards or weights are unusable, or its disk is. Its files stay."""
 
 
+@dataclass(frozen=True)
+class _SaveUnderWay:
+    """A checkpoint whose tensors are being written.
+
+    Attributes:
+        step: the run's step.
+        info: contents of its training_info.json.
+        write: the writing of this rank's tensors.
+    """
+
+    step: int
+    info: dict[str, Any]
+    write: PendingWrite
+
+
 @dataclass
 class Saver:
     """Writes the policy into the store; every rank calls its methods at the same points.
 
-    Attributes: source: the model folder whose tokenizer and config.json go along.
-                asynchronous: return while the tensors are still being written; at most one save is under way.
-                saved: step of the newest checkpoint.
+    Attributes:
+        source: the model folder whose tokenizer and config.json go along.
+        asynchronous: return while the tensors are still being written; at most one save is under way.
+        saved: step of the newest checkpoint.
     """
 
     store: CheckpointStore
@@ -41,7 +57,7 @@ class Saver:
     source: Path
     asynchronous: bool = False
     saved: int = 0
-    _under_way: tuple[int, dict[str, Any], PendingWrite] | None = field(default=None, init=False)
+    _under_way: _SaveUnderWay | None = field(default=None, init=False)
 
     def save(self, step: int, info: dict[str, Any]) -> None:
         """Write a checkpoint of the present state, after the one under way."""
@@ -51,40 +67,46 @@ class Saver:
             if self.store.leads:
                 copy_side_files(self.source, folder / SIDE_FOLDER)
             write = begin_save(self.policy, folder / WEIGHTS, step, asynchronous=self.asynchronous)
-            self._under_way = step, info, write
+            self._under_way = _SaveUnderWay(step, info, write)
         self.saved = step
         if not self.asynchronous:
             self.finish()
 
     def finish_if_written(self) -> None:
         """Complete the save under way if every rank has written its part; after each step."""
-        if self._under_way is not None:
-            written = self._under_way[2].is_written()
-            if not distributed.any_rank(not written, self.policy.device):
-                self.finish()
+        if self._under_way is None:
+            return
+        is_written = self._under_way.write.is_written()
+        # Completing waits for all ranks, so they have to agree.
+        if not distributed.any_rank(not is_written, self.policy.device):
+            self.finish()
 
     def finish(self) -> None:
         """Wait until the save under way, if there is one, is a complete checkpoint."""
-        if self._under_way is not None:
-            (step, info, write), self._under_way = self._under_way, None
-            with self._explained(step):
-                write.finish()
-                self.store.barrier()
-                check_readable(self.store.temporary(step) / WEIGHTS)
-                self.store.complete(step, info)
+        if self._under_way is None:
+            return
+        save = self._under_way
+        # First: a save that fails is not finished once more when the run ends.
+        self._under_way = None
+        with self._explained(save.step):
+            save.write.finish()
+            self.store.barrier()
+            check_readable(self.store.temporary(save.step) / WEIGHTS)
+            self.store.complete(save.step, save.info)
 
     @contextmanager
     def _explained(self, step: int) -> Iterator[None]:
+        """Turn errors of the disk into `TrainingAborted`, with the space that is left."""
         try:
             yield
         except (OSError, RuntimeError, CheckpointException) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            free = shutil.disk_usage(existing_parent(self.store.folder)).free / 1e9
+            free_gb = shutil.disk_usage(existing_parent(self.store.folder)).free / 1e9
             newest = self.store.latest()
+            continuation = newest.name if newest else "the beginning: there is no checkpoint yet"
             raise TrainingAborted(
                 f"the checkpoint of step {step} cannot be written to {self.store.folder} ({reason}), where "
-                f"{free:.1f} GB are free; make room, then --resume continues from "
-                f"{newest.name if newest else 'the beginning: there is no checkpoint yet'}"
+                f"{free_gb:.1f} GB are free; make room, then --resume continues from {continuation}"
             ) from error
 
 
@@ -93,24 +115,30 @@ def export_policy(
 ) -> None:
     """Write the model and, with LoRA, its adapters as Hugging Face folders; every rank calls it.
 
-    Args: dtype: of the model; None: float32, and with LoRA the base's, as `convert --lora merge` gives.
+    Args:
+        source: the model folder that the run began with, whose tokenizer and config go along.
+        run: whose ``hf`` and ``hf-adapter`` are written.
+        dtype: of the model; None: float32, and with LoRA the base's, as `convert --lora merge` gives.
+        training: for the model card.
     """
     if dtype is None:
         dtype = torch.float32 if policy.adapters is None else stated_dtype(source)
-    tensors = list(policy.named_tensors())  # every rank takes part in gathering them
+    # Every rank takes part in gathering them; only the first one writes.
+    tensors = list(policy.named_tensors())
     with _export_explained(run):
         if run.leads:
             export(tensors, source, run.hf, dtype, training)
         if policy.adapters is None:
             return
-        matrices, settings = policy.adapters.peft_tensors(), policy.adapters.settings
+        matrices = policy.adapters.peft_tensors()
+        settings = policy.adapters.settings
         if run.leads:
-            dim, alpha = settings.dim, settings.alpha
-            export_adapter(matrices, source, run.hf_adapter, training, dim=dim, alpha=alpha)
+            export_adapter(matrices, source, run.hf_adapter, training, dim=settings.dim, alpha=settings.alpha)
 
 
 @contextmanager
 def _export_explained(run: RunFolder) -> Iterator[None]:
+    """Turn errors of an export into `TrainingAborted`: the trained checkpoints stay."""
     try:
         yield
     except UserError as error:

@@ -1,6 +1,7 @@
 """Builds a run from its recipe: what samples, what learns, and what records."""
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from nemo_grpo.engine.checkpoint_store import CheckpointStore
-from nemo_grpo.engine.checks import Start, check_ranks, choose_precision
+from nemo_grpo.engine.checks import Start
 from nemo_grpo.engine.learning import Learner
 from nemo_grpo.engine.megatron import options, parallel
 from nemo_grpo.engine.megatron.lora import LoRASettings
@@ -18,14 +19,7 @@ from nemo_grpo.engine.recorder import DTYPES, Recorder
 from nemo_grpo.engine.rollout import Rollouts
 from nemo_grpo.engine.saving import Saver
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.run.continuation import (
-    ANOTHER_RUN,
-    check_inputs,
-    data_files,
-    keep_inputs,
-    model_files,
-    resume_inputs,
-)
+from nemo_grpo.run.continuation import keep_inputs, list_and_check_inputs
 from nemo_grpo.run.demonstrations import Demonstrations
 from nemo_grpo.run.diagnostics import StepDiagnostics
 from nemo_grpo.run.folder import RunFolder
@@ -34,6 +28,7 @@ from nemo_grpo.sampling.generators import DistributedGenerator, build_local
 from nemo_grpo.sampling.requests import Generator, SamplingParams
 from nemo_grpo.support import distributed, machine
 from nemo_grpo.support.distributed import from_first_rank
+from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.hf_folder import end_tokens, load_config, load_tokenizer, load_weights
 from nemo_grpo.tasks.base import make_ready
 from nemo_grpo.tasks.scoring import Scorer
@@ -54,27 +49,38 @@ class Run:
 def set_up(recipe: Recipe, source: Path, start: Start, *, resume: bool = False) -> Run:
     """Build model, sampler and optimizer, and open the run's folder.
 
-    Args: recipe: that `check` accepts.  source: model folder to start from.  start: what `check` returned.
-          resume: continue from the newest checkpoint.
+    Args:
+        recipe: one that `check` accepts.
+        source: model folder to start from.
+        start: what `check` returned.
+        resume: continue from the newest checkpoint.
     """
     check_ranks(recipe)
     torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
     machine.keep_freed_memory()
+    # The ranks meet before the policy is built: the first one locks the folder and decides for all.
     parallel.initialize(recipe.policy.megatron_cfg.layout, start.device, recipe.grpo.seed)
     leads = distributed.is_rank_zero()
     folder = RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir, leads=leads, resume=resume)
     if resume:
         folder.lock()
-    width = load_config(source).get_text_config().hidden_size
+    config = load_config(source)
+    width = config.get_text_config().hidden_size
     recipe = choose_precision(recipe, start.device, width, start.began_as, leads=leads)
-    run = build(recipe, source, start, folder)
+
+    run = build(recipe, source, config, start, folder)
     learner = run.learner
     recorder = run.recorder
-    inputs = from_first_rank(lambda: data_files(recipe) | model_files(source))
-    if resume:
-        used = resume_inputs(inputs, recipe, has_reference=learner.objective.needs_reference)
-        from_first_rank(lambda: check_inputs(folder.path, used, ANOTHER_RUN))
+    inputs = from_first_rank(
+        lambda: list_and_check_inputs(
+            recipe,
+            source,
+            resumed=folder.path if resume else None,
+            has_reference=learner.objective.needs_reference,
+        )
+    )
     run.rollouts.check_problems()
+
     store = recorder.saver.store
     checkpoint = store.newest_whole() if resume else None
     if checkpoint is not None:
@@ -89,75 +95,127 @@ def set_up(recipe: Recipe, source: Path, start: Start, *, resume: bool = False) 
         from_step=from_step,
         trackers=lambda path: open_trackers(recipe, path, from_step),
     )
-    if leads:  # not before the folder is ours: another process's save under way looks like a leftover
+    # Not before the folder is ours: another process's save under way looks like a leftover.
+    if leads:
         keep_inputs(folder.path, inputs, begins=from_step < 0)
         store.remove_leftovers()
     return run
 
 
-def build(recipe: Recipe, source: Path, start: Start, folder: RunFolder) -> Run:
-    """Build the parts of a run; nothing is written."""
+def check_ranks(recipe: Recipe) -> None:
+    """Refuse a launch whose number of processes is not the recipe's."""
+    num_launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_launched != recipe.world_size:
+        raise UserError(
+            f"cluster.gpus_per_node={recipe.cluster.gpus_per_node} x cluster.num_nodes="
+            f"{recipe.cluster.num_nodes} are {recipe.world_size} ranks, but {num_launched} were launched; "
+            "make them agree"
+        )
+
+
+def choose_precision(
+    recipe: Recipe, device: torch.device, width: int, began_as: Recipe | None, *, leads: bool
+) -> Recipe:
+    """Replace ``auto`` in the recipe by a precision.
+
+    Args:
+        width: the model's hidden size.
+        began_as: the recipe that a resumed run began with, whose precision it keeps.
+        leads: this rank logs the choice.
+    """
+    setting = recipe.policy.precision
+    is_auto = setting == "auto"
+    on_gpu = device.type == "cuda"
+    precision: str
+    if is_auto and began_as is not None:
+        precision = began_as.policy.precision
+    elif is_auto and on_gpu:
+        precision = "bfloat16"
+    else:
+        precision = machine.precision(setting, width)
+    if leads and is_auto:
+        log.info("policy.precision=auto: %s", precision)
+    if leads and precision == "bfloat16" and not (on_gpu or machine.has_bf16()):
+        log.warning(
+            "policy.precision=bfloat16: this processor has no BF16 instructions; on one like it BF16 "
+            "products took 6 to 10 times as long as FP32's: use auto or float32 in a new run"
+        )
+    return recipe.with_precision(precision)
+
+
+def build(recipe: Recipe, source: Path, config: Any, start: Start, folder: RunFolder) -> Run:
+    """Build the parts of a run; nothing is written.
+
+    Args:
+        source: model folder to start from.
+        config: its transformers config.
+    """
     objective = recipe.loss_fn.build()
     tokenizer = load_tokenizer(source)
-    policy = build_policy(recipe, source, start.device, keep_reference=objective.needs_reference)
-    saving = recipe.checkpointing
+    policy = build_policy(recipe, source, config, start.device, keep_reference=objective.needs_reference)
+    checkpointing = recipe.checkpointing
     store = CheckpointStore(
         recipe.checkpoint_dir,
-        saving.keep_top_k,
-        saving.metric_key,
-        saving.higher_is_better,
+        checkpointing.keep_top_k,
+        checkpointing.metric_key,
+        checkpointing.higher_is_better,
         folder.leads,
         distributed.barrier,
     )
+    saver = Saver(store, policy, source, recipe.policy.megatron_cfg.checkpoint.async_save)
+    diagnostics = StepDiagnostics(folder, recipe.nemo_grpo.engine.diagnostics_period, tokenizer.decode)
     return Run(
         recipe=recipe,
-        rollouts=build_rollouts(recipe, source, start, tokenizer, policy.hf.vocab_size),
+        rollouts=build_rollouts(recipe, source, config, start, tokenizer),
         learner=Learner(recipe, objective, policy),
-        recorder=Recorder(
-            recipe,
-            folder,
-            Saver(store, policy, source, recipe.policy.megatron_cfg.checkpoint.async_save),
-            StepDiagnostics(folder, recipe.nemo_grpo.engine.diagnostics_period, tokenizer.decode),
-        ),
+        recorder=Recorder(recipe, folder, saver, diagnostics),
     )
 
 
-def build_rollouts(recipe: Recipe, source: Path, start: Start, tokenizer: Any, vocab_size: int) -> Rollouts:
+def build_rollouts(recipe: Recipe, source: Path, config: Any, start: Start, tokenizer: Any) -> Rollouts:
     """Build what samples; a supervised run gets its demonstrations."""
-    own = recipe.nemo_grpo
+    section = recipe.nemo_grpo
     task = start.task
-    scorer = Scorer(task, own.rewards, own.prompt, own.max_failed_rewards)
+    scorer = Scorer(task, section.rewards, section.prompt, section.max_failed_rewards)
     from_first_rank(lambda: make_ready(task))
-    ends = end_tokens(source, tokenizer)
+    end_token_ids = end_tokens(source, tokenizer)
     is_supervised = recipe.loss_fn.learns_from_demonstrations
     return Rollouts(
         recipe=recipe,
         task=task,
         scorer=scorer,
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        generator=build_generator(recipe, source, start.device),
-        sampling=training_sampling(recipe, ends),
-        validation_sampling=validation_sampling(recipe, ends),
+        vocab_size=config.vocab_size,
+        generator=build_generator(recipe, config, start.device),
+        sampling=training_sampling(recipe, end_token_ids),
+        validation_sampling=validation_sampling(recipe, end_token_ids),
         problems=task.validation_problems(recipe.grpo.num_val_problems) if recipe.grpo.validates else [],
         demonstrations=Demonstrations(recipe, task, tokenizer) if is_supervised else None,
     )
 
 
 def build_policy(
-    recipe: Recipe, source: Path, device: torch.device, *, keep_reference: bool
+    recipe: Recipe, source: Path, config: Any, device: torch.device, *, keep_reference: bool
 ) -> MegatronPolicy:
-    """Build the policy with the source's weights."""
+    """Build the policy with the source's weights.
+
+    Args:
+        source: model folder.
+        config: its transformers config.
+        keep_reference: keep the weights as the reference policy, too.
+    """
     megatron = recipe.policy.megatron_cfg
     if (hint := options.fp8_hint(megatron)) and distributed.is_rank_zero():
         log.warning("%s", hint)
-    schedule, peft = megatron.scheduler, megatron.lora_in_use
+    schedule = megatron.scheduler
     if schedule.lr_decay_iters is None:
         num_updates = recipe.grpo.max_num_steps * recipe.num_updates_per_step
-        decay = max(num_updates, schedule.lr_warmup_iters + 1)
-        schedule = schedule.model_copy(update={"lr_decay_iters": decay})
+        # megatron-core asserts that the decay ends after the warmup.
+        num_decay_updates = max(num_updates, schedule.lr_warmup_iters + 1)
+        schedule = schedule.model_copy(update={"lr_decay_iters": num_decay_updates})
+    peft = megatron.lora_in_use
     policy = MegatronPolicy(
-        load_config(source),
+        config,
         megatron.optimizer,
         schedule,
         layout=megatron.layout,
@@ -171,11 +229,11 @@ def build_policy(
     return policy
 
 
-def build_generator(recipe: Recipe, source: Path, device: torch.device) -> Generator:
+def build_generator(recipe: Recipe, config: Any, device: torch.device) -> Generator:
     """Build the sampler, shared between the ranks; its weights come from the policy."""
     generator = build_local(
         recipe.nemo_grpo.engine.generator,
-        load_config(source),
+        config,
         DTYPES[recipe.policy.precision],
         device,
         recipe.policy.generation_batch_size,
@@ -183,23 +241,29 @@ def build_generator(recipe: Recipe, source: Path, device: torch.device) -> Gener
     return DistributedGenerator(generator) if recipe.world_size > 1 else generator
 
 
-def training_sampling(recipe: Recipe, ends: Sequence[int]) -> SamplingParams:
-    """Return the rollouts' sampling; ``ends``: the model's `end_tokens`, beside the recipe's own."""
+def training_sampling(recipe: Recipe, end_token_ids: Sequence[int]) -> SamplingParams:
+    """Return the rollouts' sampling.
+
+    Args:
+        end_token_ids: the model's `end_tokens`, at which responses end, as at the recipe's own.
+    """
     generation = recipe.policy.generation
+    recipe_token_ids = generation.stop_token_ids or ()
     return SamplingParams(
         max_new_tokens=generation.max_new_tokens,
         temperature=generation.temperature,
         top_p=generation.top_p,
         top_k=generation.top_k,
-        stop_token_ids=(*ends, *(generation.stop_token_ids or ())),
+        stop_token_ids=(*end_token_ids, *recipe_token_ids),
     )
 
 
-def validation_sampling(recipe: Recipe, ends: Sequence[int]) -> SamplingParams:
+def validation_sampling(recipe: Recipe, end_token_ids: Sequence[int]) -> SamplingParams:
     """Return validation's sampling; val_temperature 0 is greedy."""
     generation = recipe.policy.generation
     return replace(
-        training_sampling(recipe, ends),
+        training_sampling(recipe, end_token_ids),
+        # Greedy sampling does not read it, but 0 is no valid temperature.
         temperature=generation.val_temperature or 1.0,
         top_p=generation.val_top_p,
         top_k=generation.val_top_k,

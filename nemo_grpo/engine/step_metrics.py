@@ -22,55 +22,65 @@ class Clock:
     def lap(self, name: str) -> None:
         """Note the seconds since the last lap."""
         now = time.monotonic()
-        self.laps[name], self.last = now - self.last, now
+        self.laps[name] = now - self.last
+        self.last = now
 
 
-def mean_scores(groups: list[Group], drawn: list[Group]) -> dict[str, float]:
+def mean_scores(groups: list[Group], all_groups: list[Group]) -> dict[str, float]:
     """Average over the step's responses: components, failures, truncation, and turns if any.
 
-    Args: drawn: all groups drawn for the step, of which ``rollout/all_*`` are shares.
+    Args:
+        all_groups: all groups sampled for the step, of which ``rollout/all_*`` are shares.
     """
-    responses = [one for group in groups for one in group.responses]
-    means = reward_metrics(_scores(groups), _scores(drawn))
-    means["length/truncated"] = sum(one.response.truncated for one in responses) / len(responses)
-    episodes = [asdict(one.response.episode) for one in responses if one.response.episode is not None]
-    counts = episodes[0] if episodes else ()
-    return means | {f"episode/{name}": sum(e[name] for e in episodes) / len(episodes) for name in counts}
+    responses = [scored.response for group in groups for scored in group.responses]
+    means = reward_metrics(_scores(groups), _scores(all_groups))
+    means["length/truncated"] = sum(response.truncated for response in responses) / len(responses)
+    episodes = [asdict(response.episode) for response in responses if response.episode is not None]
+    # A response without turns has no episode, and does not count in the means over turns.
+    if episodes:
+        for name in episodes[0]:
+            means[f"episode/{name}"] = sum(episode[name] for episode in episodes) / len(episodes)
+    return means
 
 
-def drawn_metrics(drawn: Step) -> dict[str, float]:
-    """Compute the ``reward/*`` and ``length/*`` of `step_metrics` for all responses drawn for a step."""
-    rewarded = ~drawn.rewards.isnan()
-    mask = drawn.token_mask & drawn.sample_mask[:, None]
-    metrics = objective.reward_metrics(drawn.rewards, rewarded, Groups.from_ids(drawn.group_ids))
-    metrics |= objective.length_metrics(mask, drawn.sample_mask)
+def sampled_metrics(step: Step) -> dict[str, float]:
+    """Compute the ``reward/*`` and ``length/*`` of `step_metrics` for all responses sampled for a step.
+
+    Args:
+        step: the tensors of all groups, also of those that dynamic sampling drops.
+    """
+    rewarded = ~step.rewards.isnan()
+    mask = step.token_mask & step.sample_mask[:, None]
+    metrics = objective.reward_metrics(step.rewards, rewarded, Groups.from_ids(step.group_ids))
+    metrics |= objective.length_metrics(mask, step.sample_mask)
     return {name: float(value) for name, value in metrics.items()}
 
 
-def signal_shares(drawn: list[Group], *, drop_truncated: bool = False) -> dict[str, float]:
-    """Compute the share of the drawn groups whose rewards differ.
+def signal_shares(groups: list[Group], *, drop_truncated: bool = False) -> dict[str, float]:
+    """Compute the share of the sampled groups whose rewards differ.
 
-    Args: drop_truncated: see `Group.has_signal`.
+    Args:
+        drop_truncated: see `Group.has_signal`.
     """
-    with_signal = sum(group.has_signal(drop_truncated=drop_truncated) for group in drawn) / len(drawn)
-    return {"rollout/with_signal": with_signal}
+    num_with_signal = sum(group.has_signal(drop_truncated=drop_truncated) for group in groups)
+    return {"rollout/with_signal": num_with_signal / len(groups)}
 
 
 def _scores(groups: list[Group]) -> list[list[dict[str, float]]]:
-    return [[one.scores for one in group.responses] for group in groups]
+    return [[scored.scores for scored in group.responses] for group in groups]
 
 
 def mean_metrics(updates: list[UpdateResult]) -> dict[str, float]:
     """Average over the step's updates."""
     if not updates:
         return {}
-    rows = [u.metrics | {"grad_norm": u.grad_norm, "lr": u.lr} for u in updates]
+    rows = [update.metrics | {"grad_norm": update.grad_norm, "lr": update.lr} for update in updates]
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
 def note(row: dict[str, Any]) -> str:
     """Write the progress bar's numbers, most important first: a narrow terminal cuts the others."""
-    shown = {
+    formats = {
         **HELD_OUT,
         "reward/mean": "reward {:.2f}",
         "reward/accuracy": "right {:.0%}",
@@ -80,4 +90,4 @@ def note(row: dict[str, Any]) -> str:
         "entropy/mean": "entropy {:.2f}",
         "tokens_per_second": "{:.0f} tokens/s",
     }
-    return "  ".join(text.format(row[name]) for name, text in shown.items() if name in row)
+    return "  ".join(pattern.format(row[name]) for name, pattern in formats.items() if name in row)

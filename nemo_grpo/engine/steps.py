@@ -1,6 +1,7 @@
 """Steps of training: of the algorithm, on sampled responses; or supervised, on demonstrations.
 
-A step has two halves, `Sampled` between them: sample and `reinforce`, or show and `supervise`.
+A step has two halves with `Sampled` between them. The first half leaves the learner as it is: `sample`, or
+`demonstrate`. The second half trains: `reinforce`, or `supervise`.
 """
 
 import logging
@@ -15,7 +16,7 @@ from nemo_grpo.core.resampling import accumulate_groups
 from nemo_grpo.engine.learning import Learner
 from nemo_grpo.engine.megatron.microbatches import Scores
 from nemo_grpo.engine.rollout import Rollouts
-from nemo_grpo.engine.step_metrics import Clock, drawn_metrics, mean_metrics, mean_scores, signal_shares
+from nemo_grpo.engine.step_metrics import Clock, mean_metrics, mean_scores, sampled_metrics, signal_shares
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.run.diagnostics import StepDiagnostics
 from nemo_grpo.run.groups import Group, Step, assemble
@@ -29,11 +30,14 @@ Row = dict[str, Any]
 class Sampled:
     """The groups of one step, and how long they took.
 
-    Attributes: drawn: all groups that were drawn for them.
+    Attributes:
+        groups: those that the step trains on.
+        all_groups: all groups that were sampled for the step; dynamic sampling drops some of them.
+        clock: stopwatch of the step.
     """
 
     groups: list[Group]
-    drawn: list[Group]
+    all_groups: list[Group]
     clock: Clock = field(default_factory=Clock)
 
 
@@ -47,79 +51,82 @@ class Method(NamedTuple):
 def method_of(recipe: Recipe) -> Method:
     """Return the algorithm's step, or the supervised one."""
     if recipe.loss_fn.learns_from_demonstrations:
-        return Method(show, supervise)
+        return Method(demonstrate, supervise)
     return Method(sample, reinforce)
 
 
-# ------------------------------------------------------------------ sampling
-
-
 def sample(rollouts: Rollouts, learner: Learner) -> Sampled:
-    """Sample the groups of one step from the policy, and move its position in the stream of problems."""
+    """Sample the groups of one step from the policy, from the learner's position in the stream of problems.
+
+    The position stays where it is, so a step whose rollouts failed samples the same problems again.
+    """
     clock = Clock()
     grpo = rollouts.recipe.grpo
-    state = learner.state
-    drawn = list[Group]()
+    all_groups: list[Group] = []
     rollouts.generator.update_weights(learner.policy.named_tensors())
 
-    def draw() -> list[Group]:
-        groups = rollouts.draw(state.next_problem)
-        state.next_problem += grpo.num_prompts_per_step
-        drawn.extend(groups)
-        return groups
+    def sample_batch() -> list[Group]:
+        batch = rollouts.draw(learner.state.next_problem + len(all_groups))
+        all_groups.extend(batch)
+        return batch
 
     if grpo.use_dynamic_sampling:
-        threshold, max_draws = rollouts.recipe.loss_fn.resampling(grpo.dynamic_sampling_max_gen_batches)
-        gathered = accumulate_groups(
-            draw,
+        threshold, max_batches = rollouts.recipe.loss_fn.resampling(grpo.dynamic_sampling_max_gen_batches)
+        accumulated = accumulate_groups(
+            sample_batch,
             partial(Group.has_signal, drop_truncated=grpo.overlong_filtering),
             num_groups=grpo.num_prompts_per_step,
             valid_fraction_threshold=threshold,
-            max_draws=max_draws,
+            max_draws=max_batches,
         )
-        groups = list(gathered.take(grpo.num_prompts_per_step))
+        groups = list(accumulated.take(grpo.num_prompts_per_step))
     else:
-        groups = draw()
+        groups = sample_batch()
     clock.lap("time/rollout")
-    return Sampled(groups, drawn, clock)
+    return Sampled(groups, all_groups, clock)
 
 
-def show(rollouts: Rollouts, learner: Learner) -> Sampled:
+def demonstrate(rollouts: Rollouts, learner: Learner) -> Sampled:
     """Take the next demonstrations, each a group of its own."""
     assert rollouts.demonstrations is not None
     clock = Clock()
-    training = rollouts.demonstrations.training
+    demonstration = rollouts.demonstrations.training
     first = learner.state.next_problem
-    number = rollouts.recipe.grpo.num_prompts_per_step
-    groups = from_first_rank(lambda: [training(index) for index in range(first, first + number)])
-    learner.state.next_problem += number
+    numbers = range(first, first + rollouts.recipe.grpo.num_prompts_per_step)
+    groups = from_first_rank(lambda: [demonstration(number) for number in numbers])
     clock.lap("time/data")
     return Sampled(groups, groups, clock)
 
 
-# ------------------------------------------------------------------ learning
-
-
 def reinforce(learner: Learner, sampled: Sampled, diagnostics: StepDiagnostics) -> Row:
-    """Take one step of the algorithm on sampled groups: shape, score, update; returns its metrics.
+    """Take one step of the algorithm on sampled groups: shape, score, update.
 
-    Args: diagnostics: measures the tokens of some steps.
+    Args:
+        learner: is trained, and moves on in the stream of problems.
+        sampled: what `sample` returned.
+        diagnostics: measures the tokens of some steps.
+
+    Returns:
+        The step's metrics.
     """
     recipe = learner.recipe
     state = learner.state
     clock = sampled.clock
     step = shape(assemble(sampled.groups), recipe)
     prepared, updates = learner.learn(step, clock)
+    state.next_problem += len(sampled.all_groups)
     if warning := implausible_advantage(prepared):
         log.warning("step %d: %s", state.step, warning)
 
-    row: Row = {"step": state.step, "rollout/num_prompts": len(sampled.drawn)}
+    row: Row = {"step": state.step, "rollout/num_prompts": len(sampled.all_groups)}
     row |= {name: float(value) for name, value in prepared.metrics.items()}
-    row |= mean_scores(sampled.groups, sampled.drawn)
-    row |= signal_shares(sampled.drawn, drop_truncated=recipe.grpo.overlong_filtering)
-    if recipe.grpo.use_dynamic_sampling:  # the groups that were dropped were rolled out, too
-        drawn = drawn_metrics(shape(assemble(sampled.drawn), recipe))
-        row = as_kept(row) | drawn | mean_scores(sampled.drawn, sampled.drawn)
+    row |= mean_scores(sampled.groups, sampled.all_groups)
+    row |= signal_shares(sampled.all_groups, drop_truncated=recipe.grpo.overlong_filtering)
+    if recipe.grpo.use_dynamic_sampling:
+        # Rewards and lengths describe the policy, so they include the groups that were dropped for having no
+        # signal; the metrics of the trained groups alone move to kept/*.
+        of_all_groups = sampled_metrics(shape(assemble(sampled.all_groups), recipe))
+        row = as_kept(row) | of_all_groups | mean_scores(sampled.all_groups, sampled.all_groups)
     row |= mean_metrics(updates)
     row |= clock.laps
     if diagnostics.is_due(state.step):
@@ -129,16 +136,19 @@ def reinforce(learner: Learner, sampled: Sampled, diagnostics: StepDiagnostics) 
 
 
 def supervise(learner: Learner, sampled: Sampled, _diagnostics: StepDiagnostics) -> Row:
-    """Take one update on demonstrations; returns its metrics."""
+    """Take one update on demonstrations, and return its metrics."""
+    state = learner.state
     clock = sampled.clock
     step = assemble(sampled.groups)
+    # A supervised loss reads no previous logprobs; the zeros of the demonstrations stand in for them.
     prepared = learner.prepare(step, Scores(step.generation_logprobs))
     updates = learner.update(prepared, step)
     clock.lap("time/update")
-    learner.state.count(updates, int(step.token_mask.sum()))
+    state.count(updates, int(step.token_mask.sum()))
+    state.next_problem += len(sampled.all_groups)
 
     lengths = step.token_mask.sum(1)
-    row: Row = {"step": learner.state.step} | mean_metrics(updates)
+    row: Row = {"step": state.step} | mean_metrics(updates)
     row |= {"length/mean": float(lengths.double().mean()), "length/max": float(lengths.max())}
     return row | clock.laps | totals(learner, step, clock)
 

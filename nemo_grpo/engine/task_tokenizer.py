@@ -20,7 +20,12 @@ SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PAD = "<|endoftext|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
+
+NUM_BYTES = 256
+"""Tokens of the byte-level alphabet, with which any text can be encoded."""
 
 SEED_OFFSET = 1 << 31
 """Added to the seed, so that the tokenizer is not learnt from the problems that a run begins with."""
@@ -31,14 +36,19 @@ NUM_CORPUS_PROBLEMS = 2000
 def build_tokenizer(task: Task, vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
     """Train byte-level BPE on training problems and demonstrations; at most ``vocab_size`` tokens."""
     tags = tags_of(task)
-    if vocab_size < 256 + len(tags) + 3:
+    special_tokens = [PAD, START, END]
+    num_tags = len(tags) + len(special_tokens)
+    if vocab_size < NUM_BYTES + num_tags:
         raise UserError(
-            f"nemo_grpo.new_model.vocab_size={vocab_size} is too small: 256 bytes and {len(tags) + 3} tags "
-            f"need at least {256 + len(tags) + 3}"
+            f"nemo_grpo.new_model.vocab_size={vocab_size} is too small: {NUM_BYTES} bytes and {num_tags} "
+            f"tags need at least {NUM_BYTES + num_tags}"
         )
     rng = random.Random(seed)
-    problems = [task.train_problem(index, SEED_OFFSET + seed) for index in range(NUM_CORPUS_PROBLEMS)]
-    corpus = [text for problem in problems for text in (problem.question, task.demonstration(problem, rng))]
+    corpus = []
+    for index in range(NUM_CORPUS_PROBLEMS):
+        problem = task.train_problem(index, SEED_OFFSET + seed)
+        corpus.append(problem.question)
+        corpus.append(task.demonstration(problem, rng))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"),
@@ -48,7 +58,7 @@ def build_tokenizer(task: Task, vocab_size: int, seed: int) -> PreTrainedTokeniz
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(tags),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        special_tokens=[PAD, START, END],
+        special_tokens=special_tokens,
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus, trainer)

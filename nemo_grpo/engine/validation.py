@@ -1,20 +1,22 @@
 """Validation during training: schedule, measurement, and the goal that ends a run."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
-
+from nemo_grpo.engine.learning import Learner
 from nemo_grpo.engine.rollout import Rollouts
 from nemo_grpo.evaluate.runner import evaluate_problems
 from nemo_grpo.evaluate.sampling import ResponseSource
 from nemo_grpo.recipe.sections import GRPOSection, metric_key
+from nemo_grpo.run.groups import assemble
 from nemo_grpo.run.samples import validation_row
 from nemo_grpo.sampling.requests import SamplingParams
+from nemo_grpo.support import machine
 from nemo_grpo.support.progress import TokenMeter, progress
-from nemo_grpo.tasks.base import by_validation_set
+from nemo_grpo.tasks.base import by_set, set_of
 from nemo_grpo.tasks.scoring import over_sets
 
 log = logging.getLogger(__name__)
@@ -22,26 +24,56 @@ Row = dict[str, Any]
 
 
 def is_due(grpo: GRPOSection, step: int) -> bool:
-    """True if a validation follows this step."""
-    last = grpo.val_at_end and step == grpo.max_num_steps
-    return last or (grpo.val_period > 0 and step % grpo.val_period == 0)
+    """True if a validation follows this step; step 0 is the start."""
+    if step == 0:
+        return grpo.val_at_start
+    if grpo.val_at_end and step == grpo.max_num_steps:
+        return True
+    return grpo.val_period > 0 and step % grpo.val_period == 0
 
 
-def validate(
-    rollouts: Rollouts, named_tensors: Iterable[tuple[str, Tensor]]
-) -> tuple[dict[str, float], list[Row]]:
-    """Measure greedy, avg@k, pass@k and rewards of these weights on each validation set.
+def validate(rollouts: Rollouts, learner: Learner) -> tuple[dict[str, float], list[Row]]:
+    """Measure the policy on the held-out problems.
 
-    Returns: the metrics, as ``validation/*``; rows of samples.jsonl, the greedy responses to each set's first
-             ``nemo_grpo.engine.log_samples`` problems, which are the same in every validation.
+    Returns:
+        The metrics, as ``validation/*``: greedy, avg@k, pass@k and rewards of each validation set, in a
+        supervised run the loss per token of their demonstrations, too; and rows of samples.jsonl, the greedy
+        responses to each set's first ``nemo_grpo.engine.log_samples`` problems, which are the same in every
+        validation.
+    """
+    machine.release_freed_memory()
+    start = time.monotonic()
+    metrics: dict[str, float] = {}
+    if rollouts.demonstrations is not None:
+        metrics["validation/val_loss"] = demonstration_loss(rollouts, learner)
+    rollouts.generator.update_weights(learner.policy.named_tensors())
+    by_validation_set, samples = measure_responses(rollouts)
+    metrics |= {f"validation/{name}": value for name, value in over_sets(by_validation_set).items()}
+    metrics["time/validation"] = time.monotonic() - start
+    return metrics, [{"step": learner.state.step} | row for row in samples]
+
+
+def demonstration_loss(rollouts: Rollouts, learner: Learner) -> float:
+    """Compute the policy's loss per token on the demonstrations of the held-out problems, in nats."""
+    assert rollouts.demonstrations is not None
+    step = assemble([rollouts.demonstrations.held_out(problem) for problem in rollouts.problems])
+    logprobs = learner.score(step, with_entropies=False).logprobs
+    # Thousands of tokens: a mean in float32 would lose digits.
+    return float(-logprobs[step.token_mask].double().mean())
+
+
+def measure_responses(rollouts: Rollouts) -> tuple[dict[str, dict[str, float]], list[Row]]:
+    """Sample responses to the held-out problems from the generator's weights, and score them.
+
+    Returns:
+        Metrics by validation set; rows of samples.jsonl without their step.
     """
     recipe = rollouts.recipe
     sampling = rollouts.validation_sampling
-    rollouts.generator.update_weights(named_tensors)
-    k = recipe.grpo.val_num_generations_per_prompt
-    found: dict[str, dict[str, float]] = {}
+    num_samples = recipe.grpo.val_num_generations_per_prompt
+    by_validation_set: dict[str, dict[str, float]] = {}
     samples: list[Row] = []
-    with _shown(recipe.world_size, len(rollouts.problems), k, sampling) as meter:
+    with _metered(recipe.world_size, len(rollouts.problems), num_samples, sampling) as meter:
         source = ResponseSource(
             rollouts.generator,
             rollouts.tokenizer,
@@ -51,24 +83,35 @@ def validate(
             recipe.grpo.seed,
             meter,
         )
-        for name, some in by_validation_set(rollouts.problems).items():
-            result = evaluate_problems(source, some, k, rollouts.scorer)
-            found[name] = result.metrics()
+        encoded = zip(rollouts.problems, rollouts.validation_requests, strict=True)
+        sets = by_set((set_of(problem), (problem, request)) for problem, request in encoded)
+        for name, members in sets.items():
+            problems = [problem for problem, _ in members]
+            requests = [request for _, request in members]
+            result = evaluate_problems(source, problems, num_samples, rollouts.scorer, requests=requests)
+            by_validation_set[name] = result.metrics()
             for problem in result.problems[: recipe.logger.num_val_samples_to_print]:
                 log.info("%s -> %r (gold %s)", problem.id, problem.greedy.completions[0], problem.gold)
-            number = recipe.nemo_grpo.engine.log_samples
-            samples += [validation_row(name, problem) for problem in result.problems[:number]]
-    return {f"validation/{name}": value for name, value in over_sets(found).items()}, samples
+            num_rows = recipe.nemo_grpo.engine.log_samples
+            samples += [validation_row(name, problem) for problem in result.problems[:num_rows]]
+    return by_validation_set, samples
 
 
 @contextmanager
-def _shown(num_ranks: int, num_problems: int, k: int, sampling: SamplingParams) -> Iterator[TokenMeter]:
+def _metered(
+    num_ranks: int, num_problems: int, num_samples: int, sampling: SamplingParams
+) -> Iterator[TokenMeter]:
     """Log rates and time left, if a validation takes longer than a few seconds.
 
     Only the first rank logs, and counts its own share; the others take about as long.
     """
-    num_responses = -(-num_problems // num_ranks) * (1 if sampling.greedy else 1 + k)
-    name = "validation responses" + (f" of rank 0 of {num_ranks}" if num_ranks > 1 else "")
+    # Where sampling is greedy, every sample equals the greedy response, which is sampled once.
+    num_per_problem = 1 if sampling.greedy else 1 + num_samples
+    problems_of_rank = -(-num_problems // num_ranks)
+    num_responses = problems_of_rank * num_per_problem
+    name = "validation responses"
+    if num_ranks > 1:
+        name += f" of rank 0 of {num_ranks}"
     with progress(name, num_responses, bar=False, metered=True) as advance:
         yield TokenMeter(advance, num_responses, sampling.max_new_tokens)
 

@@ -18,7 +18,7 @@ from nemo_grpo.evaluate.passk import (
     pass_at_k,
     stderr_of_runs,
 )
-from nemo_grpo.evaluate.sampling import Completion, ResponseSource
+from nemo_grpo.evaluate.sampling import Completion, EvalRequest, ResponseSource
 from nemo_grpo.support.distributed import from_first_rank
 from nemo_grpo.tasks import Problem, Task
 from nemo_grpo.tasks.grading import checked_score, extracted_answer
@@ -176,19 +176,26 @@ def ks(num_samples: int, others: Sequence[int] = ()) -> list[int]:
 
 
 def evaluate_problems(
-    source: ResponseSource, problems: Sequence[Problem], num_samples: int, scorer: Scorer | None = None
+    source: ResponseSource,
+    problems: Sequence[Problem],
+    num_samples: int,
+    scorer: Scorer | None = None,
+    *,
+    requests: Sequence[EvalRequest] | None = None,
 ) -> EvalResult:
     """Answer each problem once greedily and ``num_samples`` times at random.
 
     Args:    problems: at least one.
              scorer: also computes the rewards of the samples; None: the task's score alone.
+             requests: the problems' encoded prompts; None: they are encoded here.
     Returns: `EvalResult`; the same arguments give the same result, whatever is recorded.
     Raises:  UserError: a prompt and its response do not fit into the model's context.
     """
     assert problems
     assert num_samples >= 1
     task = source.task
-    requests = [source.request(problem) for problem in problems]
+    if requests is None:
+        requests = [source.request(problem) for problem in problems]
     results: dict[int, ProblemResult] = {}
     components: list[dict[str, float]] = []
     for indices, call_seed in source.calls(requests):

@@ -20,7 +20,9 @@ from nemo_grpo.support.model_folder import side_files
 ANOTHER_RUN = "start another nemo_grpo.run_name"
 INPUTS_FILE = "inputs.json"
 """In a run's folder: name -> SHA-256, as they were when it began."""
-MODEL, WEIGHTS = "model/", ".safetensors"
+MODEL = "model/"
+"""Prefix of the model's files in `INPUTS_FILE`."""
+WEIGHTS = ".safetensors"
 
 
 def check_same_run(
@@ -32,58 +34,87 @@ def check_same_run(
 ) -> Recipe | None:
     """Refuse to continue a run with a recipe that computes something else.
 
-    Args:    resolved: the run's recipe.resolved.yaml; nothing is checked if it is not there.
-             remedy: the alternative to undoing the change.
-             may_extend: the run may become longer, be validated otherwise, and go on with changed code of the
-                 user's own, which `RunFolder.keep_settings` notes.
-    Returns: the recipe in ``resolved``.
+    Args:
+        resolved: the run's recipe.resolved.yaml; nothing is checked if it does not exist.
+        remedy: the alternative to undoing the change.
+        may_extend: the run may become longer, be validated otherwise, and go on with changed code of the
+            user's own, which `RunFolder.keep_settings` notes.
+
+    Returns:
+        The recipe in ``resolved``.
     """
     if not resolved.exists():
         return None
-    first = _recorded(resolved, recipe, remedy)
-    left, found = (newest_checkpoint(one.checkpoint_dir) for one in (first, recipe))
-    if recipe.nemo_grpo.target == "cluster" and left is None and found is None:
-        return first  # without a checkpoint NeMo-RL starts from the beginning
-    before = deciding_settings(first, may_extend=may_extend)
-    now = deciding_settings(recipe, may_extend=may_extend)
-    if now["policy.precision"] == "auto":
-        del before["policy.precision"], now["policy.precision"]  # the run keeps its own
-    changed = [
-        f"{key}: {before.get(key)} -> {now.get(key)}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    ]
-    if changed:
-        raise UserError(
-            f"another recipe than {resolved.parent} was trained with: {'; '.join(changed)}; undo that, or "
-            f"{remedy}"
-        )
-    for name, text in recipe.own_files.items():
-        copy = own_copy(resolved.parent, name)
-        if not may_extend and copy.is_file() and copy.read_bytes() != text.encode():
-            raise UserError(
-                f"another {name} than {resolved.parent} was trained with, which {copy} holds; undo the "
-                f"change, or {remedy}"
-            )
-    check_inputs(resolved.parent, data_files(recipe), remedy)
-    if left is not None and found is None:
+    run = resolved.parent
+    first = _recorded_recipe(resolved, recipe, remedy)
+    first_checkpoint = newest_checkpoint(first.checkpoint_dir)
+    checkpoint = newest_checkpoint(recipe.checkpoint_dir)
+    # Without a checkpoint NeMo-RL starts from the beginning, so any recipe may take the folder.
+    if recipe.nemo_grpo.target == "cluster" and first_checkpoint is None and checkpoint is None:
+        return first
+    _refuse_changed_settings(first, recipe, run, remedy, may_extend=may_extend)
+    if not may_extend:
+        _refuse_changed_code(recipe, run, remedy)
+    check_inputs(run, data_files(recipe), remedy)
+    if first_checkpoint is not None and checkpoint is None:
         raise UserError(
             f"checkpointing.checkpoint_dir={recipe.checkpoint_dir} has no checkpoint, "
-            f"{first.checkpoint_dir} has {left.name}; move them, or undo that"
+            f"{first.checkpoint_dir} has {first_checkpoint.name}; move them, or undo that"
         )
     return first
 
 
+def _refuse_changed_settings(
+    first: Recipe, recipe: Recipe, run: Path, remedy: str, *, may_extend: bool
+) -> None:
+    """Refuse settings that decide what is computed, and differ from those that the run began with."""
+    before = deciding_settings(first, may_extend=may_extend)
+    now = deciding_settings(recipe, may_extend=may_extend)
+    # The run keeps the precision that it began with.
+    if now["policy.precision"] == "auto":
+        del before["policy.precision"]
+        del now["policy.precision"]
+    changes = [
+        f"{key}: {before.get(key)} -> {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    if changes:
+        raise UserError(
+            f"another recipe than {run} was trained with: {'; '.join(changes)}; undo that, or {remedy}"
+        )
+
+
+def _refuse_changed_code(recipe: Recipe, run: Path, remedy: str) -> None:
+    """Refuse own variants, tasks and rewards that differ from the copies in the run's folder."""
+    for name, text in recipe.own_files.items():
+        copy = own_copy(run, name)
+        if copy.is_file() and copy.read_bytes() != text.encode():
+            raise UserError(
+                f"another {name} than {run} was trained with, which {copy} holds; undo the change, or "
+                f"{remedy}"
+            )
+
+
 def check_continuation(recipe: Recipe) -> Recipe | None:
-    """Refuse to resume if the run's folder, or that of its checkpoints, belongs to another recipe."""
-    folders = dict.fromkeys((recipe.run_dir, recipe.checkpoint_dir))
-    found = [check_same_run(recipe, folder / RECIPE_FILE) for folder in folders]
-    return next(filter(None, found), None)
+    """Refuse to resume if the run's folder, or that of its checkpoints, belongs to another recipe.
+
+    Returns:
+        The recipe that the run began with; None: neither folder has one.
+    """
+    began_as = check_same_run(recipe, recipe.run_dir / RECIPE_FILE)
+    if recipe.checkpoint_dir == recipe.run_dir:
+        return began_as
+    # Checkpoints elsewhere have a copy of the recipe beside them.
+    checkpoints_began_as = check_same_run(recipe, recipe.checkpoint_dir / RECIPE_FILE)
+    return began_as if began_as is not None else checkpoints_began_as
 
 
-def _recorded(resolved: Path, recipe: Recipe, remedy: str) -> Recipe:
+def _recorded_recipe(resolved: Path, recipe: Recipe, remedy: str) -> Recipe:
+    """Load the recipe of a run."""
     with reading(resolved, "the recipe of a run", f"restore it, or {remedy}"):
-        if resolved.read_bytes() == recipe.to_yaml().encode():  # the usual case
+        # Usually nothing has changed, and validating a recipe takes longer than comparing its text.
+        if resolved.read_bytes() == recipe.to_yaml().encode():
             return recipe
     try:
         return load_recipe(resolved)
@@ -97,73 +128,100 @@ def data_files(recipe: Recipe) -> dict[str, Path]:
     """List the files of the recipe's task, or of NeMo-RL's own data, by their paths in the recipe."""
     task = recipe.nemo_grpo.task
     if task is None:
+        # NeMo-RL's data sections have many forms; a text in them is a file if there is one of this name.
         texts = [value for _, value in leaves(recipe.data.model_dump()) if isinstance(value, str)]
-        return {file: Path(file) for file in texts if Path(file).is_file()}
-    listed = [*getattr(task, "files", ()), getattr(task, "corpus", None)]
-    return {file: Path(file) for file in listed if file}
+        return {text: Path(text) for text in texts if Path(text).is_file()}
+    files = [*getattr(task, "files", ()), getattr(task, "corpus", None)]
+    return {file: Path(file) for file in files if file}
 
 
 def model_files(source: Path) -> dict[str, Path]:
     """List config, tokenizer and weights of a model's folder, which may lie elsewhere on resume."""
-    return {
-        f"{MODEL}{path.relative_to(source)}": path
-        for path in (*side_files(source), *source.glob(f"*{WEIGHTS}"))
-    }
+    paths = [*side_files(source), *source.glob(f"*{WEIGHTS}")]
+    return {f"{MODEL}{path.relative_to(source)}": path for path in paths}
 
 
-def resume_inputs(files: Mapping[str, Path], recipe: Recipe, *, has_reference: bool) -> dict[str, Path]:
-    """Return the input files that a resumed run still reads: weights only with LoRA or a reference policy.
+def list_and_check_inputs(
+    recipe: Recipe, source: Path, *, resumed: Path | None, has_reference: bool
+) -> dict[str, Path]:
+    """List a run's input files, and refuse to resume with changed ones that the run still reads.
 
-    A new model's config and tokenizer are not checked: made again, the config may name other versions.
+    A resumed run takes its weights from its checkpoint. It reads those of ``source`` only for a reference
+    policy, or as the frozen base of LoRA.
+
+    Args:
+        source: folder of the model to start from.
+        resumed: folder of the run to resume; None: the run begins.
+        has_reference: the run has a reference policy.
     """
-    weights = has_reference or recipe.policy.megatron_cfg.lora_in_use is not None
-    side = recipe.policy.model_name is not None
-    return {
-        name: path
-        for name, path in files.items()
-        if not name.startswith(MODEL) or (weights if path.suffix == WEIGHTS else side)
-    }
+    inputs = data_files(recipe) | model_files(source)
+    if resumed is None:
+        return inputs
+    reads_weights = has_reference or recipe.policy.megatron_cfg.lora_in_use is not None
+    # A new model is made again from its sizes, and its config may name other versions than the first time.
+    reads_side_files = recipe.policy.model_name is not None
+    used = {}
+    for name, path in inputs.items():
+        if not name.startswith(MODEL):
+            is_read = True
+        elif path.suffix == WEIGHTS:
+            is_read = reads_weights
+        else:
+            is_read = reads_side_files
+        if is_read:
+            used[name] = path
+    check_inputs(resumed, used, ANOTHER_RUN)
+    return inputs
 
 
 def check_inputs(run: Path, files: Mapping[str, Path], remedy: str) -> None:
     """Refuse files that have changed since a run began; runs of older versions have no record.
 
-    Args: remedy: other than undoing the change.
+    Args:
+        remedy: the alternative to undoing the change.
     """
-    before = _recorded_hashes(run)
+    recorded_hashes = _recorded_hashes(run)
     for name, path in files.items():
-        if name in before and path.is_file() and (now := content_hash(path)) != before[name]:
+        if name not in recorded_hashes or not path.is_file():
+            continue
+        before = recorded_hashes[name]
+        now = content_hash(path)
+        if now != before:
             raise UserError(
-                f"{path} is not the file that {run} was trained with (SHA-256 {before[name][:12]} -> "
-                f"{now[:12]}); restore it, or {remedy}; if the change does not matter, remove "
-                f"{run / INPUTS_FILE}"
+                f"{path} is not the file that {run} was trained with (SHA-256 {before[:12]} -> {now[:12]}); "
+                f"restore it, or {remedy}; if the change does not matter, remove {run / INPUTS_FILE}"
             )
 
 
 def keep_inputs(run: Path, files: Mapping[str, Path], *, begins: bool = False) -> None:
     """Record the files that the run's folder has no record of yet; if the run ``begins``, all."""
-    before = {} if begins else _recorded_hashes(run)
-    found = {
-        name: content_hash(path) for name, path in files.items() if name not in before and path.is_file()
+    recorded_hashes = {} if begins else _recorded_hashes(run)
+    new_hashes = {
+        name: content_hash(path)
+        for name, path in files.items()
+        if name not in recorded_hashes and path.is_file()
     }
-    if found:
-        write_atomically(run / INPUTS_FILE, json.dumps(before | found, indent=2) + "\n")
+    if new_hashes:
+        write_atomically(run / INPUTS_FILE, json.dumps(recorded_hashes | new_hashes, indent=2) + "\n")
 
 
 def _recorded_hashes(run: Path) -> dict[str, str]:
+    """Read the hashes that the run's folder records; empty: it has no record."""
     path = run / INPUTS_FILE
     if not path.exists():
         return {}
     with reading(path, "a mapping in JSON", "restore it, or remove it and the check with it", TypeError):
-        return {str(name): str(value) for name, value in dict(json.loads(path.read_text())).items()}
+        recorded = dict(json.loads(path.read_text()))
+        return {str(name): str(digest) for name, digest in recorded.items()}
 
 
 def content_hash(path: Path) -> str:
     """Hash a file (SHA-256), once per process until it changes."""
-    state = path.stat()
-    return _hash_of(path, state.st_ino, state.st_size, state.st_mtime_ns)
+    status = path.stat()
+    return _hash_of(path, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
+# Weights of several GB are compared when a run is checked, and recorded when it begins.
 @lru_cache(maxsize=1024)
-def _hash_of(path: Path, *_state: int) -> str:
+def _hash_of(path: Path, *_status: int) -> str:
     return sha256_of(path)

@@ -17,50 +17,59 @@ PREPARED = {"Answer:": "dapo-math-17k", "####": "gsm8k"}
 NUM_LOOKED_AT = 1000
 """Problems whose questions are searched for an instruction."""
 OPENING = "<think>"
+"""Tag that opens a response's thinking."""
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 """Files of a model's folder that may hold its chat template."""
 
 
 def data_notes(
-    recipe: Recipe, task: Task, trained: Sequence[Problem], kept: Sequence[Problem]
+    recipe: Recipe, task: Task, file_problems: Sequence[Problem], problems: Sequence[Problem]
 ) -> Iterator[str]:
     """Yield probable mistakes in the problems, and in how they are asked.
 
-    Args: task: the recipe's.  trained: problems of train_files.  kept: those of them that are not held out.
+    Args:
+        task: the recipe's.
+        file_problems: problems of train_files.
+        problems: those of them that are not held out, on which the run trains.
     """
-    prompts = recipe.grpo.num_prompts_per_step
-    if kept and prompts > len(kept):
+    num_prompts = recipe.grpo.num_prompts_per_step
+    if problems and num_prompts > len(problems):
         yield (
-            f"grpo.num_prompts_per_step={prompts}: nemo_grpo.task.train_files has {len(kept)} problems, so a "
-            f"step trains on some of them twice; use {len(kept)} or fewer"
+            f"grpo.num_prompts_per_step={num_prompts}: nemo_grpo.task.train_files has {len(problems)} "
+            f"problems, so a step trains on some of them twice; use {len(problems)} or fewer"
         )
-    if len(kept) < len(trained):
+    if len(problems) < len(file_problems):
+        num_held_out = len(file_problems) - len(problems)
         yield (
-            f"nemo_grpo.task.train_files: {len(trained) - len(kept)} of {len(trained)} problems are in "
-            f"validation_files, too; training leaves them out and has {len(kept)}"
+            f"nemo_grpo.task.train_files: {num_held_out} of {len(file_problems)} problems are in "
+            f"validation_files, too; training leaves them out and has {len(problems)}"
         )
-    yield from _repetitions(kept)
-    yield from _unread_forms(task, kept)
-    if kept:
-        yield from _think_tags(recipe, kept[0])
+    yield from _repetitions(problems)
+    yield from _unread_forms(task, problems)
+    if problems:
+        yield from _think_tags(recipe, problems[0])
 
 
 def _repetitions(problems: Sequence[Problem]) -> Iterator[str]:
     """Yield notes on questions that come several times, and on those with several answers."""
+    # A question with other turns before it is another question.
+    keys = [repr((question_of(problem), problem.history)) for problem in problems]
     answers: dict[str, set[str]] = {}
-    for problem in problems:
-        answers.setdefault(repr((question_of(problem), problem.history)), set()).add(problem.answer.strip())
+    for key, problem in zip(keys, problems, strict=True):
+        answers.setdefault(key, set()).add(problem.answer.strip())
     if len(answers) < len(problems):
         yield (
             f"nemo_grpo.task.train_files: {len(problems)} problems are {len(answers)} different questions, "
             "so an epoch repeats some; remove the repeated rows if that is not meant"
         )
-    unclear = {question for question, given in answers.items() if len(given) > 1}
-    if unclear:
-        first = next(p for p in problems if repr((question_of(p), p.history)) in unclear)
+    num_ambiguous = sum(len(answers_of_question) > 1 for answers_of_question in answers.values())
+    if num_ambiguous:
+        examples = [
+            problem.question for key, problem in zip(keys, problems, strict=True) if len(answers[key]) > 1
+        ]
         yield (
-            f"nemo_grpo.task.train_files: questions with several answers: {len(unclear)}, such as "
-            f"{first.question[:80]!r}; no response is right for all of their rows: correct the file"
+            f"nemo_grpo.task.train_files: questions with several answers: {num_ambiguous}, such as "
+            f"{examples[0][:80]!r}; no response is right for all of their rows: correct the file"
         )
 
 
@@ -68,12 +77,13 @@ def _unread_forms(task: Task, problems: Sequence[Problem]) -> Iterator[str]:
     """Yield a note if questions ask for a form of the answer that the maths grader never reads."""
     if not problems or not isinstance(task, MathematicalAnswers):
         return
-    looked_at = problems[:NUM_LOOKED_AT]
-    asked = [match[1] for problem in looked_at if (match := ASKED_FORM.search(problem.question))]
-    if asked:
-        form = max(set(asked), key=asked.count)
+    questions = [problem.question for problem in problems[:NUM_LOOKED_AT]]
+    matches = [ASKED_FORM.search(question) for question in questions]
+    forms = [match[1] for match in matches if match is not None]
+    if forms:
+        form = max(set(forms), key=forms.count)
         yield (
-            f"nemo_grpo.task.train_files: {asked.count(form)} of {len(looked_at)} questions ask for "
+            f"nemo_grpo.task.train_files: {forms.count(form)} of {len(questions)} questions ask for "
             f"{form!r}, which the task never reads as an answer: accuracy and format stay 0; "
             f"`nemo-grpo data prepare {PREPARED[form]}` writes that data set without the instruction, or "
             "take it out of your file and let nemo_grpo.prompt ask for \\boxed{}"
@@ -82,17 +92,17 @@ def _unread_forms(task: Task, problems: Sequence[Problem]) -> Iterator[str]:
 
 def _think_tags(recipe: Recipe, problem: Problem) -> Iterator[str]:
     """Yield a note if the prompt opens the thinking and the task does not know it, or the other way round."""
-    own, task = recipe.nemo_grpo, recipe.task
+    task = recipe.task
     is_open = getattr(task, "think_is_open", None)
-    folder = Path(recipe.policy.tokenizer.name or recipe.policy.model_name or "")
-    # NeMo-RL may put another template in the place of the tokenizer's, or give it arguments
-    is_replaced = recipe.policy.tokenizer.chat_template not in (None, "default")
-    is_replaced = is_replaced or bool(recipe.policy.tokenizer.chat_template_kwargs)
     if is_open is None or getattr(task, "form", None) == "boxed":
         return
-    if is_replaced or task.needs_images or not folder.is_dir():
+    # NeMo-RL may put another template in the place of the tokenizer's, or give it arguments.
+    tokenizer = recipe.policy.tokenizer
+    has_other_template = tokenizer.chat_template not in (None, "default")
+    folder = Path(tokenizer.name or recipe.policy.model_name or "")
+    if has_other_template or tokenizer.chat_template_kwargs or task.needs_images or not folder.is_dir():
         return
-    opens = _prompt_opens_thinking(folder, own.prompt, problem)
+    opens = _prompt_opens_thinking(folder, recipe.nemo_grpo.prompt, problem)
     if opens and not is_open:
         yield (
             f"nemo_grpo.task.think_is_open=false: the chat template of {folder} ends with {OPENING}, so "
@@ -113,13 +123,14 @@ def _prompt_opens_thinking(folder: Path, prompt: Prompt, problem: Problem) -> bo
         return OPENING in after
     files = [folder / name for name in TEMPLATES]
     templates = [file.read_text(errors="replace") for file in files if file.is_file()]
-    if not prompt.use_chat_template or not any(OPENING in text for text in templates):
-        return False if templates else None  # no need to load the tokenizer, which takes seconds
+    # Loading the tokenizer takes seconds, which a template without the tag does not need.
+    if not prompt.use_chat_template or not any(OPENING in template for template in templates):
+        return False if templates else None
     from nemo_grpo.support.hf_folder import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(folder)
         tokens = encode_prompt(tokenizer, prompt, problem)
-    except UserError:  # the run's own check says more
+    except UserError:  # the check at the run's start reports it
         return None
     return str(tokenizer.decode(tokens, skip_special_tokens=False)).rstrip().endswith(OPENING)

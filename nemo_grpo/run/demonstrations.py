@@ -27,11 +27,12 @@ class Demonstrations:
     def training(self, index: int) -> Group:
         """Return the demonstration of problem number ``index`` of the training stream."""
         seed = self.recipe.grpo.seed
-        return self._of(self.task.train_problem(index, seed), seed, index)
+        problem = self.task.train_problem(index, seed)
+        return self._demonstrate(problem, stream("demonstration", seed, index))
 
     def held_out(self, problem: Problem) -> Group:
         """Return the demonstration of a validation problem."""
-        return self._of(problem, problem.id)
+        return self._demonstrate(problem, stream("demonstration", problem.id))
 
     def check(self, problems: Sequence[Problem] = ()) -> None:
         """Encode the demonstrations of these problems and of training (of an endless stream, the first)."""
@@ -40,10 +41,21 @@ class Demonstrations:
         for problem in problems:
             self.held_out(problem)
 
-    def _of(self, problem: Problem, *seed: object) -> Group:
-        prompt, rng = self.recipe.nemo_grpo.prompt, stream("demonstration", *seed)
-        key, limit = "policy.max_total_sequence_length", self.recipe.policy.max_total_sequence_length
-        return demonstrated(self.tokenizer, self.task, prompt, problem, rng, limit=limit, key=key)
+    def _demonstrate(self, problem: Problem, rng: random.Random) -> Group:
+        """Lay out a problem with its demonstration.
+
+        Args:
+            rng: seeded by the problem's number or id, so that it gets the same demonstration every time.
+        """
+        return demonstrated(
+            self.tokenizer,
+            self.task,
+            self.recipe.nemo_grpo.prompt,
+            problem,
+            rng,
+            limit=self.recipe.policy.max_total_sequence_length,
+            key="policy.max_total_sequence_length",
+        )
 
 
 def demonstrated(
@@ -62,23 +74,32 @@ def demonstrated(
     The environment's text between turns is context, as in a rollout. Nothing was sampled or scored: logprobs
     and reward are 0.
 
-    Args: limit: longest sequence, tokens.  key: the recipe's key that sets it.
-          prompt_tokens: those of a prompt with images; None: `encode_prompt` makes them.
+    Args:
+        rng: for tasks whose demonstrations vary.
+        limit: longest sequence, tokens.
+        key: the recipe's key that sets it.
+        prompt_tokens: those of a prompt with images; None: `encode_prompt` makes them.
     """
     if prompt_tokens is None:
         prompt_tokens = encode_prompt(tokenizer, prompt, problem)
+    # The prompt ends with the response's first words.
     text = task.demonstration(problem, rng).removeprefix(prompt.response_prefix)
-    tokens, mask = list[int](), list[bool]()
-    for part, written in task.segments(text) if isinstance(task, MultiTurnTask) else [(text, True)]:
-        ids = tokenizer(part, add_special_tokens=False)["input_ids"]
+    # (text, True if the policy is to write it; the environment's text is not).
+    segments = task.segments(text) if isinstance(task, MultiTurnTask) else [(text, True)]
+    tokens: list[int] = []
+    mask: list[bool] = []
+    # Segments are encoded one by one, as a rollout samples them: no token spans two of them.
+    for segment, is_written in segments:
+        ids = tokenizer(segment, add_special_tokens=False)["input_ids"]
         tokens += ids
-        mask += [written] * len(ids)
+        mask += [is_written] * len(ids)
     tokens.append(tokenizer.eos_token_id)
     mask.append(True)
-    if len(prompt_tokens) + len(tokens) > limit:
+    num_tokens = len(prompt_tokens) + len(tokens)
+    if num_tokens > limit:
         raise UserError(
-            f"{key}={limit}: problem {problem.id!r} with its demonstration has "
-            f"{len(prompt_tokens) + len(tokens)} tokens; raise it, or leave the problem out"
+            f"{key}={limit}: problem {problem.id!r} with its demonstration has {num_tokens} tokens; raise "
+            "it, or leave the problem out"
         )
     response = Response(
         tokens=torch.tensor(tokens),

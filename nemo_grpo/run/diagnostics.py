@@ -16,7 +16,9 @@ from nemo_grpo.run.folder import RunFolder
 class StepDiagnostics:
     """Measures the tokens of the first and of every n-th step.
 
-    Attributes: period: n; 0: never.  decode: returns the text of token ids.
+    Attributes:
+        period: n; 0: never.
+        decode: returns the text of token ids.
     """
 
     folder: RunFolder
@@ -32,10 +34,15 @@ class StepDiagnostics:
     ) -> dict[str, float]:
         """Return metrics ``tokens/*`` of a step that is due, and append its details to diagnostics.jsonl.
 
-        Args: prepared: the whole step.  tokens: [B, T], the token that each of its columns predicts.
+        Args:
+            prepared: the whole step.
+            tokens: [B, T], the token that each of its columns predicts.
+            step: the step's number.
         """
-        numbers, details = token_diagnostics(
-            objective, prepared, tokens, lambda token: str(self.decode([token]))
-        )
+
+        def text_of(token: int) -> str:
+            return str(self.decode([token]))
+
+        metrics, details = token_diagnostics(objective, prepared, tokens, text_of)
         self.folder.append_diagnostics({"step": step} | details)
-        return numbers
+        return metrics

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VERSIONS_FILE = "versions.json"
+"""In a run's folder: versions of the packages that it was last started with."""
 SIDE_FOLDER = Path("policy/tokenizer")
 """Folder in a checkpoint of config.json, tokenizer and chat template; the converters' --hf-config."""
 PACKAGES = (
@@ -44,20 +45,30 @@ PACKAGES = (
     "ray",
     "safetensors",
 )
+"""Packages whose versions a run records, if they are installed."""
 
 
 class RunFolder:
     """A run's folder; nothing is written before `open`, and only by the process that leads.
 
-    Attributes: failure: why a row could not be appended; no more rows are, and the run should end.
+    Attributes:
+        failure: why a row could not be appended; no more rows are, and the run should end.
     """
 
     def __init__(
         self, path: Path, *, checkpoints: Path | None = None, leads: bool = True, resume: bool = False
     ) -> None:
-        """Args: checkpoints: their folder if it lies elsewhere; no other run may use it meanwhile."""
+        """Name the files of the folder.
+
+        Args:
+            checkpoints: their folder if it lies elsewhere; no other run may use it meanwhile.
+            leads: this process writes.
+            resume: the run continues.
+        """
         self.path = path
-        self.checkpoints = checkpoints if checkpoints and not checkpoints.is_relative_to(path) else None
+        self.checkpoints: Path | None = None
+        if checkpoints is not None and not checkpoints.is_relative_to(path):
+            self.checkpoints = checkpoints
         self.resume = resume
         self.leads = leads
         self.metrics = path / "metrics.jsonl"
@@ -75,11 +86,19 @@ class RunFolder:
 
         Folders of other runs around them are locked, too, such as ``runs/a`` for ``runs/a/checkpoints``.
         """
-        own = [folder for folder in (self.path, self.checkpoints) if folder is not None]
-        around = [parent for folder in own for parent in folder.parents if (parent / RECIPE_FILE).exists()]
-        for folder in (*own, *around):
-            if self.leads and folder.is_dir() and folder not in self._locks:
+        if not self.leads:
+            return
+        folders = self._folders()
+        around = [
+            parent for folder in folders for parent in folder.parents if (parent / RECIPE_FILE).exists()
+        ]
+        for folder in folders + around:
+            if folder.is_dir() and folder not in self._locks:
                 self._locks[folder] = _locked(folder)
+
+    def _folders(self) -> list[Path]:
+        """List the run's folder, and that of its checkpoints if it lies elsewhere."""
+        return [self.path] if self.checkpoints is None else [self.path, self.checkpoints]
 
     def check(self) -> None:
         """Refuse a folder that this run may not use, before anything is created."""
@@ -97,6 +116,7 @@ class RunFolder:
         self._refuse_checkpoints()
 
     def _refuse_checkpoints(self) -> None:
+        """Refuse to begin a run in a folder of checkpoints that another run has used."""
         if not self.resume and self.checkpoints is not None and checkpoints_in(self.checkpoints):
             raise UserError(
                 f"checkpointing.checkpoint_dir={self.checkpoints} holds another run's checkpoints; add "
@@ -113,16 +133,23 @@ class RunFolder:
     ) -> None:
         """Create or continue the folder; drop rows of steps after ``from_step``, which are trained again.
 
-        Args: own_files: `Recipe.own_files`.  trackers: opens them, given this folder.
+        Args:
+            recipe_yaml: the resolved recipe.
+            own_files: `Recipe.own_files`.
+            from_step: last step that stays; -1: none.
+            trackers: opens them, in the folder that it gets.
         """
         if not self.leads:
             return
         self.lock()
-        self._refuse_checkpoints()  # another run may have saved, and ended, since `check`
+        # Another run may have saved, and ended, since `check`.
+        self._refuse_checkpoints()
         try:
+            # Two runs of one name may both have passed `check`; only one of them makes the folder.
             self.path.mkdir(parents=True, exist_ok=self.resume)
             if self.checkpoints is not None:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
+            # Once more: a folder can be locked only when it exists.
             self.lock()
             self.begin_record(recipe_yaml, own_files, from_step)
         except FileExistsError:
@@ -143,7 +170,8 @@ class RunFolder:
 
         With them, a report would show rewards and accuracies of a policy that no longer exists.
 
-        Args: from_step: the checkpoint's step; -1: there is none, and all rows move to ``*.old.jsonl``.
+        Args:
+            from_step: the checkpoint's step; -1: there is none, and all rows move to ``*.old.jsonl``.
         """
         row_files = [path for path in (self.metrics, self.samples, self.diagnostics) if path.exists()]
         if row_files and from_step < 0:
@@ -161,7 +189,8 @@ class RunFolder:
 
         Changed own code is logged, and its old text kept.
         """
-        for folder in filter(None, (self.path, self.checkpoints)):
+        # Beside checkpoints elsewhere, too: whoever resumes from them finds the recipe.
+        for folder in self._folders():
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / VERSIONS_FILE, json.dumps(versions(), indent=2) + "\n")
             write_atomically(folder / RECIPE_FILE, recipe_yaml)
@@ -169,11 +198,9 @@ class RunFolder:
             copy = own_copy(self.path, name)
             copy.parent.mkdir(exist_ok=True)
             if from_step >= 0 and copy.is_file() and copy.read_bytes() != text.encode():
-                before = copy.replace(copy.with_name(f"{copy.name}.until_step_{from_step}"))
-                log.warning(
-                    "%s has changed: its new code runs from step %d on; %s has the old",
-                    *(name, from_step + 1, before),
-                )
+                old_copy = copy.replace(copy.with_name(f"{copy.name}.until_step_{from_step}"))
+                message = "%s has changed: its new code runs from step %d on; %s has the old"
+                log.warning(message, name, from_step + 1, old_copy)
             write_atomically(copy, text)
 
     def append_metrics(self, row: dict[str, Any]) -> None:
@@ -195,13 +222,16 @@ class RunFolder:
         self._locks = {}
 
     def append_samples(self, rows: list[dict[str, Any]]) -> None:
+        """Add rows to samples.jsonl."""
         for row in rows:
             self._append(self.samples, row)
 
     def append_diagnostics(self, row: dict[str, Any]) -> None:
+        """Add a row to diagnostics.jsonl."""
         self._append(self.diagnostics, row)
 
     def _append(self, path: Path, row: dict[str, Any]) -> None:
+        """Add a row to a file, unless one could not be added before: the files would have gaps."""
         if not self.leads or self.failure:
             return
         try:
@@ -213,6 +243,7 @@ class RunFolder:
 
 
 def _locked(folder: Path) -> int:
+    """Lock a folder, and return the descriptor that holds the lock until it is closed."""
     descriptor = os.open(folder / ".lock", os.O_CREAT | os.O_WRONLY)
     refusal = f"folder {folder} is in use by another run; wait for it or end it"
     try:
@@ -230,13 +261,15 @@ def own_copy(folder: Path, name: str) -> Path:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """List either engine's checkpoints, from the first step to the last."""
-    found = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
-    return sorted(found, key=step_of)
+    # Not step_3.json or tmp_step_3, which other programs or a killed save may leave there.
+    checkpoints = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(checkpoints, key=step_of)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint in a folder; None: it has none."""
-    return next(reversed(checkpoints_in(folder)), None)
+    checkpoints = checkpoints_in(folder)
+    return checkpoints[-1] if checkpoints else None
 
 
 def step_of(checkpoint: Path) -> int:
@@ -246,13 +279,13 @@ def step_of(checkpoint: Path) -> int:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, the platform and the packages that a result depends on."""
-    found = {"python": sys.version.split()[0], "platform": platform.platform()}
+    by_name = {"python": sys.version.split()[0], "platform": platform.platform()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            by_name[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return by_name
 
 
 def _finite(value: Any) -> Any:
@@ -261,19 +294,25 @@ def _finite(value: Any) -> Any:
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
-def _keep_rows_up_to(path: Path, step: int) -> None:
+def _keep_rows_up_to(path: Path, last_step: int) -> None:
+    """Rewrite a file of rows without those of later steps, and without damaged lines."""
     lines = path.read_text(errors="replace").splitlines()
     steps = [_step_of(line) for line in lines]
-    if damaged := steps[:-1].count(None):  # the last line was being written when the run was killed
-        log.warning("%s: %d damaged lines are left out", path, damaged)
-    kept = [line for line, of in zip(lines, steps, strict=True) if of is not None and of <= step]
-    write_atomically(path, "".join(f"{line}\n" for line in kept))
+    # The last line was being written when the run was killed.
+    num_damaged = steps[:-1].count(None)
+    if num_damaged:
+        log.warning("%s: %d damaged lines are left out", path, num_damaged)
+    rows = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step]
+    write_atomically(path, "".join(f"{line}\n" for line in rows))
 
 
 def _step_of(line: str) -> float | None:
+    """Return a row's step; None: the line is damaged."""
     try:
         return float(json.loads(line)["step"])
     except (*UNREADABLE, LookupError, TypeError):

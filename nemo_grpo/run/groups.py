@@ -17,7 +17,12 @@ from nemo_grpo.tasks import Problem
 
 @dataclass(frozen=True)
 class Scored:
-    """A response with its reward's components and their weighted sum; NaN: see `reward_of`."""
+    """A response with its reward.
+
+    Attributes:
+        scores: the reward's components.
+        reward: their weighted sum; NaN: see `reward_of`.
+    """
 
     response: Response
     scores: dict[str, float] = field(default_factory=dict)
@@ -33,9 +38,14 @@ class Group:
     responses: list[Scored]
 
     def has_signal(self, *, drop_truncated: bool = False) -> bool:
-        """True if the rewards of the responses differ and one of them trains."""
-        trains = [not (drop_truncated and one.response.truncated) for one in self.responses]
-        return has_signal([one.reward for one in self.responses], trains)
+        """True if the rewards of the responses differ and one of them trains.
+
+        Args:
+            drop_truncated: truncated responses do not train; their rewards count.
+        """
+        rewards = [scored.reward for scored in self.responses]
+        trains = [not (drop_truncated and scored.response.truncated) for scored in self.responses]
+        return has_signal(rewards, trains)
 
 
 @dataclass(frozen=True)
@@ -53,17 +63,20 @@ class Step:
 
     @property
     def response_lengths(self) -> Tensor:
-        """[B] int64, tokens, an environment's included."""
+        """Tokens of each response, [B] int64; an environment's are included."""
         return self.sequences.lengths - self.sequences.prompt_lengths
 
     def token_batch(
-        self, prev: Tensor, entropies: Tensor | None = None, reference: Tensor | None = None
+        self,
+        prev_logprobs: Tensor,
+        entropies: Tensor | None = None,
+        reference_logprobs: Tensor | None = None,
     ) -> TokenBatch:
         """Join with the policy's scores, each [B, S - 1]."""
         return TokenBatch(
-            prev_logprobs=prev,
+            prev_logprobs=prev_logprobs,
             entropies=entropies,
-            reference_policy_logprobs=reference,
+            reference_policy_logprobs=reference_logprobs,
             generation_logprobs=self.generation_logprobs,
             token_mask=self.token_mask,
             sample_mask=self.sample_mask,
@@ -81,20 +94,27 @@ def assemble(groups: Sequence[Group]) -> Step:
     environment's text is context: its columns are False in the mask. Rows are padded with token 0, whatever
     it means: many tokenizers have no padding token. A response without a reward is masked as a whole.
     """
-    flat = [(g, group.prompt, one) for g, group in enumerate(groups) for one in group.responses]
-    prompt_lengths = torch.tensor([len(prompt) for _, prompt, _ in flat])
-    lengths = prompt_lengths + torch.tensor([len(one.response.tokens) for _, _, one in flat])
-    ids = torch.zeros(len(flat), int(lengths.max()), dtype=torch.int64)
-    generation_logprobs = torch.zeros(len(flat), ids.shape[1] - 1)
+    prompts = [group.prompt for group in groups for _ in group.responses]
+    scored_responses = [scored for group in groups for scored in group.responses]
+    responses = [scored.response for scored in scored_responses]
+    group_ids = torch.tensor([index for index, group in enumerate(groups) for _ in group.responses])
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
+    response_lengths = torch.tensor([len(response.tokens) for response in responses])
+    lengths = prompt_lengths + response_lengths
+
+    ids = torch.zeros(len(responses), int(lengths.max()), dtype=torch.int64)
+    generation_logprobs = torch.zeros(len(responses), ids.shape[1] - 1)
     token_mask = torch.zeros(generation_logprobs.shape, dtype=torch.bool)
-    for row, (_, prompt, one) in enumerate(flat):
-        start, end = len(prompt), int(lengths[row])
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        start = len(prompt)
+        end = int(lengths[row])
         ids[row, :start] = torch.tensor(prompt)
-        ids[row, start:end] = one.response.tokens
-        generation_logprobs[row, start - 1 : end - 1] = one.response.logprobs
-        token_mask[row, start - 1 : end - 1] = one.response.token_mask
-    group_ids = torch.tensor([g for g, _, _ in flat])
-    rewards = torch.tensor([one.reward for _, _, one in flat], dtype=torch.float32)
+        ids[row, start:end] = response.tokens
+        generation_logprobs[row, start - 1 : end - 1] = response.logprobs
+        token_mask[row, start - 1 : end - 1] = response.token_mask
+
+    rewards = torch.tensor([scored.reward for scored in scored_responses], dtype=torch.float32)
+    sampled_tokens = [response.tokens[response.token_mask].tolist() for response in responses]
     return Step(
         sequences=Sequences(ids, lengths, prompt_lengths, group_ids),
         token_mask=token_mask,
@@ -102,8 +122,6 @@ def assemble(groups: Sequence[Group]) -> Step:
         generation_logprobs=generation_logprobs,
         rewards=rewards,
         group_ids=group_ids,
-        response_ids=response_ids(
-            (prompt, one.response.tokens[one.response.token_mask].tolist()) for _, prompt, one in flat
-        ),
-        truncated=torch.tensor([one.response.truncated for _, _, one in flat]),
+        response_ids=response_ids(zip(prompts, sampled_tokens, strict=True)),
+        truncated=torch.tensor([response.truncated for response in responses]),
     )

@@ -33,9 +33,11 @@ MEGATRON = (".metadata", "iter_*/.metadata", "weights/.metadata", "policy", "ste
 class Findings:
     """The result of `check_recipe`; messages give key, value and remedy.
 
-    Attributes: errors: the run would end with them.  missing: files and folders that another command writes
-        first, for `remedies`.  notes: probable mistakes.  found: counts, in words; empty: the task has no
-        files.
+    Attributes:
+        errors: the run would end with them.
+        missing: files and folders that another command writes first, for `remedies`.
+        notes: probable mistakes.
+        found: counts, in words; empty: the task has no files.
     """
 
     errors: tuple[str, ...] = ()
@@ -46,9 +48,13 @@ class Findings:
     def refuse(self, *, missing: bool = True) -> None:
         """Raise the errors.
 
-        Args: missing: those of missing files, too.
+        Args:
+            missing: also those of missing files.
         """
-        if errors := [*self.errors, *(remedies(self.missing) if missing else ())]:
+        errors = list(self.errors)
+        if missing:
+            errors += remedies(self.missing)
+        if errors:
             raise RecipeErrors(errors)
 
 
@@ -57,23 +63,30 @@ def check_recipe(recipe: Recipe, *, continues: bool | None = None) -> Findings:
 
     Paths are relative to the working directory.
 
-    Args: continues: compare with an earlier run of this name; None: if NeMo-RL trains, which always continues
-          it.
+    Args:
+        continues: compare with an earlier run of this name; None: if NeMo-RL trains, which always continues
+            it.
     """
-    data, model = check_data(recipe), _model_to_be_written(recipe)
-    continues = recipe.nemo_grpo.target == "cluster" if continues is None else continues
-    checks: dict[Callable[[Recipe], object], bool] = {
-        _check_model: not model,
-        _check_engine: True,
-        try_own_loss: True,
-        try_own_task_and_rewards: not data.errors and not data.missing,
-        check_continuation: continues,
-    }
-    errors = [message for check, applies in checks.items() if applies for message in _messages(check, recipe)]
-    return replace(data, errors=(*errors, *data.errors), missing=(*model, *data.missing))
+    data = check_data(recipe)
+    missing_model = _model_to_be_written(recipe)
+    if continues is None:
+        continues = recipe.nemo_grpo.target == "cluster"
+    checks: list[Callable[[Recipe], object]] = []
+    if missing_model is None:
+        checks.append(_check_model)
+    checks += [_check_engine, try_own_loss]
+    # Own code is tried on the task's problems, which need its files.
+    if not data.errors and not data.missing:
+        checks.append(try_own_task_and_rewards)
+    if continues:
+        checks.append(check_continuation)
+    errors = [message for check in checks for message in _messages(check, recipe)]
+    models = () if missing_model is None else (missing_model,)
+    return replace(data, errors=(*errors, *data.errors), missing=models + data.missing)
 
 
 def _messages(check: Callable[[Recipe], object], recipe: Recipe) -> list[str]:
+    """Return the messages of a check's errors, so that one error does not hide the next check's."""
     try:
         check(recipe)
     except UserError as error:
@@ -84,46 +97,55 @@ def _messages(check: Callable[[Recipe], object], recipe: Recipe) -> list[str]:
 def _check_engine(recipe: Recipe) -> None:
     if recipe.nemo_grpo.target == "embedded":
         refuse_unsupported(recipe)
-    if wrong := shape_problems(recipe):
-        raise RecipeErrors(wrong)
+    if errors := shape_problems(recipe):
+        raise RecipeErrors(errors)
 
 
 def try_own_loss(recipe: Recipe) -> None:
     """Run the quick part of `nemo-grpo variants check`, where the recipe's loss is the user's own."""
     if is_reference(recipe.loss_fn.variant):
-        from nemo_grpo.variants.checking import try_out  # torch
+        from nemo_grpo.variants.checking import try_out  # imports torch, which other checks do without
 
         try_out(recipe.loss_fn, "loss_fn.variant")
 
 
 def try_own_task_and_rewards(recipe: Recipe) -> None:
     """Try the recipe's own task, then call its own reward functions on a few of the problems."""
-    own, grpo = recipe.nemo_grpo, recipe.grpo
-    if own.task is None:
+    section = recipe.nemo_grpo
+    grpo = recipe.grpo
+    if section.task is None:
         return
-    if is_reference(own.task.name):
+    if is_reference(section.task.name):
         shows_demonstrations = recipe.loss_fn.learns_from_demonstrations
         num_validation = grpo.num_val_problems if grpo.validates else 0
-        try_own_task(own.task, grpo.seed, num_validation, shows_demonstrations=shows_demonstrations)
-    if any(map(is_reference, own.rewards)):
-        with closing(Scorer(own.task.build(), own.rewards, own.prompt)) as scorer:
+        try_own_task(section.task, grpo.seed, num_validation, shows_demonstrations=shows_demonstrations)
+    if any(is_reference(reward) for reward in section.rewards):
+        with closing(Scorer(section.task.build(), section.rewards, section.prompt)) as scorer:
             scorer.try_out(grpo.seed)
 
 
-def _model_to_be_written(recipe: Recipe) -> list[str]:
+def _model_to_be_written(recipe: Recipe) -> str | None:
+    """Return the recipe's model folder if another command writes it first; None: it exists, or none does."""
     folder = Path(recipe.policy.model_name or ".")
-    missing = recipe.nemo_grpo.target == "embedded" and not folder.exists()
-    return [str(folder)] if missing and _model_remedy(folder) else []
+    if recipe.nemo_grpo.target != "embedded" or folder.exists():
+        return None
+    return None if _model_remedy(folder) is None else str(folder)
 
 
 def _model_remedy(folder: Path) -> str | None:
-    if command := WRITTEN_BY.get(str(folder)):
+    """Explain how a model's folder comes to be; None: unknown."""
+    command = WRITTEN_BY.get(str(folder))
+    if command is not None:
         return f"`{command}` writes it"
-    return "train the run that exports it first" if "hf" in folder.parts[-2:] else None  # or one of its steps
+    # runs/NAME/hf, or the export of one step in it.
+    if "hf" in folder.parts[-2:]:
+        return "train the run that exports it first"
+    return None
 
 
 def _check_model(recipe: Recipe) -> None:
-    name, setting = recipe.policy.model_name, "policy.model_name"
+    name = recipe.policy.model_name
+    setting = "policy.model_name"
     if name is None:
         return
     if recipe.nemo_grpo.target == "embedded":
@@ -140,15 +162,20 @@ def check_model_folder(folder: Path, setting: str) -> None:
         raise UserError(f"{setting}={str(folder)!r} is not a folder; {remedy}")
     if reason := reason_against_model(folder):
         raise UserError(f"{setting}={str(folder)!r} {reason}")
-    needed = {
+    patterns_of = {
         "config.json": ["config.json"],
         "weights (*.safetensors)": ["*.safetensors"],
         "tokenizer (tokenizer.json or tokenizer_config.json)": ["tokenizer.json", "tokenizer_config.json"],
     }
-    for what, patterns in needed.items():
-        if not any(next(folder.glob(pattern), None) for pattern in patterns):
-            raise UserError(f"{setting}={str(folder)!r} has no {what}; save model and tokenizer there")
+    for content, patterns in patterns_of.items():
+        if not _matches(folder, patterns):
+            raise UserError(f"{setting}={str(folder)!r} has no {content}; save model and tokenizer there")
     check_no_other_weights(folder, hf_config(folder))
+
+
+def _matches(folder: Path, patterns: Iterable[str]) -> bool:
+    """True if something in the folder matches one of the patterns."""
+    return any(path for pattern in patterns for path in folder.glob(pattern))
 
 
 def reason_against_model(folder: Path) -> str | None:
@@ -163,7 +190,7 @@ def reason_against_model(folder: Path) -> str | None:
             "--megatron-checkpoint DIR --lora merge --base BASE ...` of the run's checkpoint, or in PEFT "
             "PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(OUT)"
         )
-    if not any(next(folder.glob(part), None) for part in MEGATRON):
+    if not _matches(folder, MEGATRON):
         return None
     return (
         "has no model; this is a Megatron checkpoint: convert it with `nemo-grpo convert megatron-to-hf "
@@ -173,28 +200,32 @@ def reason_against_model(folder: Path) -> str | None:
 
 def check_data(recipe: Recipe) -> Findings:
     """Find the files of the recipe's task, and count their problems."""
-    task, lacking = recipe.nemo_grpo.task, missing_files(recipe)
-    prepared = tuple(file for file in lacking if _is_prepared(file))
-    errors = tuple(remedies(file for file in lacking if file not in prepared))
-    if lacking or not isinstance(task, FileTaskConfig):
-        return Findings(errors, prepared)
+    config = recipe.nemo_grpo.task
+    absent_files = missing_files(recipe)
+    to_prepare = tuple(file for file in absent_files if _is_prepared(file))
+    errors = tuple(remedies(file for file in absent_files if file not in to_prepare))
+    if absent_files or not isinstance(config, FileTaskConfig):
+        return Findings(errors, to_prepare)
     try:
-        check_columns(task)
-        built = task.build()
-        _draw(recipe, built)
-        read = {key: listed_problems(task, key) for key in ("train_files", "validation_files")}
+        check_columns(config)
+        task = config.build()
+        _draw(recipe, task)
+        file_problems = listed_problems(config, "train_files")
+        held_out = listed_problems(config, "validation_files")
     except UserError as error:
         return Findings((str(error),))
-    trained, held_out = read.values()
-    kept = not_held_out(trained, held_out)
-    found = ", ".join(f"{len(some)} problems in {key}" for key, some in read.items() if some)
-    if kept:
-        epochs = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step / len(kept)
-        found += f": {epochs:.3g} epochs of training"
-    return Findings(notes=tuple(data_notes(recipe, built, trained, kept)), found=found)
+    problems = not_held_out(file_problems, held_out)
+    by_key = {"train_files": file_problems, "validation_files": held_out}
+    counts = ", ".join(f"{len(listed)} problems in {key}" for key, listed in by_key.items() if listed)
+    if problems:
+        epochs = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step / len(problems)
+        counts += f": {epochs:.3g} epochs of training"
+    notes = tuple(data_notes(recipe, task, file_problems, problems))
+    return Findings(notes=notes, found=counts)
 
 
 def _draw(recipe: Recipe, task: Task) -> None:
+    """Draw problems as a run does, which refuses files that have too few."""
     grpo = recipe.grpo
     task.train_problem(0, grpo.seed)
     if grpo.validates and grpo.max_val_samples is not None:
@@ -204,24 +235,26 @@ def _draw(recipe: Recipe, task: Task) -> None:
 def missing_files(recipe: Recipe) -> list[str]:
     """List the files of the recipe's task that this machine does not have."""
     task = recipe.nemo_grpo.task
-    corpus = getattr(task, "corpus", None)
-    listed = (*getattr(task, "files", ()), corpus)
-    return [file for file in listed if file and not Path(file).exists()]
+    files = [*getattr(task, "files", ()), getattr(task, "corpus", None)]
+    return [file for file in files if file and not Path(file).exists()]
 
 
 def _is_prepared(file: str) -> bool:
+    """True if `nemo-grpo data prepare` writes a file of this name."""
     return Path(file).suffix == ".jsonl" and Path(file).stem in SOURCES
 
 
 def remedies(missing: Iterable[str]) -> Iterator[str]:
     """Yield one message for the files of a folder that `data prepare` writes, and one for each other file."""
-    folders: dict[str, list[str]] = {}
+    prepared: dict[str, list[str]] = {}
     for file in dict.fromkeys(missing):
+        path = Path(file)
+        model_remedy = _model_remedy(path)
         if _is_prepared(file):
-            folders.setdefault(str(Path(file).parent), []).append(Path(file).stem)
-        elif remedy := _model_remedy(Path(file)):
-            yield f"policy.model_name={file} is missing; {remedy}"
-        elif is_hub_name(file) and not Path(file).suffix:
+            prepared.setdefault(str(path.parent), []).append(path.stem)
+        elif model_remedy is not None:
+            yield f"policy.model_name={file} is missing; {model_remedy}"
+        elif is_hub_name(file) and not path.suffix:
             name = file.rpartition("/")[2]
             yield (
                 f"nemo_grpo.task: {file} is no file; of a data set on the Hub write one with datasets: "
@@ -232,7 +265,7 @@ def remedies(missing: Iterable[str]) -> Iterator[str]:
                 f"nemo_grpo.task: {file} is missing; correct the path, or write it: of problems, JSON lines "
                 "or Parquet with question and answer"
             )
-    for folder, names in folders.items():
+    for folder, names in prepared.items():
         yield (
             f"nemo_grpo.task: {len(names)} of its files are missing in {folder}; write them with "
             f"`nemo-grpo data prepare {' '.join(names)} --out {folder}`"

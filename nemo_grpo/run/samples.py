@@ -8,21 +8,21 @@ from nemo_grpo.run.groups import Group
 
 def sample_rows(step: int, groups: list[Group], num_samples: int, tokenizer: Any) -> list[dict[str, Any]]:
     """Make rows of samples.jsonl from the first responses of a step, each with its prompt as sampled."""
-    flat = [(group, one) for group in groups for one in group.responses]
+    responses = [(group, scored) for group in groups for scored in group.responses]
     return [
         {
             "step": step,
             "problem": group.problem.id,
             "question": group.problem.question,
             "prompt": tokenizer.decode(group.prompt, skip_special_tokens=False),
-            "response": one.response.text,
+            "response": scored.response.text,
             "answer": group.problem.answer,
-            "reward": one.reward,
-            "scores": one.scores,
-            "truncated": one.response.truncated,
-            "num_tokens": len(one.response.tokens),
+            "reward": scored.reward,
+            "scores": scored.scores,
+            "truncated": scored.response.truncated,
+            "num_tokens": len(scored.response.tokens),
         }
-        for group, one in flat[:num_samples]
+        for group, scored in responses[:num_samples]
     ]
 
 

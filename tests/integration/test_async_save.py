@@ -91,7 +91,7 @@ def test_a_failure_of_the_writer_is_raised_and_leaves_no_checkpoint(
 
     def save_and_go_on():
         saver.save(1, {})
-        saver._under_way[2]._thread.join()
+        saver._under_way.write._thread.join()
         saver.finish_if_written()
 
     monkeypatch.setattr("os.fsync", full)

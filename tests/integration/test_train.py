@@ -17,12 +17,14 @@ from typer.testing import CliRunner
 from checkpoints_conv.megatron_to_hf import megatron_to_hf
 from nemo_grpo import VARIANTS, UserError
 from nemo_grpo.cli import app
-from nemo_grpo.engine import steps
+from nemo_grpo.engine import rollout, steps
+from nemo_grpo.engine.learning import TrainingState
 from nemo_grpo.engine.loop import train
 from nemo_grpo.engine.rollout import Rollouts
 from nemo_grpo.engine.setup import validation_sampling
-from nemo_grpo.engine.steps import sample
-from nemo_grpo.engine.validation import is_due
+from nemo_grpo.engine.steps import reinforce, sample
+from nemo_grpo.engine.validation import is_due, validate
+from nemo_grpo.evaluate import sampling as evaluate_sampling
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.run.groups import Group, Scored
 from nemo_grpo.sampling.episodes import Response
@@ -150,7 +152,7 @@ def test_dynamic_sampling_draws_until_the_step_has_signal(recipe, monkeypatch, v
     for row, step in zip(rows(r.run_dir)[1:], sampled, strict=True):
         assert row["groups/valid_fraction"] >= (1.0 if variant == "dapo" else 0.6)
         assert row["rollout/num_prompts"] % 4 == 0
-        for prefix, groups in (("", step.drawn), ("kept/", step.groups)):
+        for prefix, groups in (("", step.all_groups), ("kept/", step.groups)):
             responses = [one for group in groups for one in group.responses]
             assert row[f"{prefix}reward/mean"] == pytest.approx(fmean(one.reward for one in responses))
             accuracies = [one.scores["accuracy"] for one in responses]
@@ -174,7 +176,7 @@ def test_dynamic_sampling_asks_for_a_response_that_overlong_filtering_leaves(
     groups = [Group(parts.rollouts.problems[0], [0], [right, right, wrong])] * 4
     monkeypatch.setattr(Rollouts, "draw", lambda *_: groups)
     sampled = sample(parts.rollouts, parts.learner)
-    assert (len(sampled.groups), len(sampled.drawn)) == (4, num_drawn)
+    assert (len(sampled.groups), len(sampled.all_groups)) == (4, num_drawn)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +219,33 @@ def test_validation_filters_as_training_where_nothing_else_is_said(recipe):
     assert (sampling.top_k, sampling.top_p, sampling.temperature) == (9, 0.7, 0.5)
     assert not sampling.greedy
     assert validation_sampling(recipe("++policy.generation.val_temperature=0.0"), [0]).greedy
+
+
+def test_validations_use_the_prompts_that_were_encoded_at_the_start(recipe, monkeypatch):
+    run = begin(recipe())
+
+    def refuse(*_arguments, **_options):
+        raise AssertionError("a prompt is encoded once more")
+
+    monkeypatch.setattr(rollout, "encode_prompts", refuse)
+    monkeypatch.setattr(evaluate_sampling, "encode_prompt", refuse)
+    metrics, samples = validate(run.rollouts, run.learner)
+    assert "validation/accuracy" in metrics
+    tokenizer = run.rollouts.tokenizer
+    prompt = tokenizer.decode(run.rollouts.validation_requests[0].tokens, skip_special_tokens=False)
+    assert samples[0]["prompt"] == prompt
+
+
+def test_sampling_leaves_the_learner_where_it_is(recipe):
+    run = begin(recipe())
+    sample(run.rollouts, run.learner)
+    assert run.learner.state == TrainingState()
+
+
+def test_learning_moves_the_learner_on(recipe):
+    run = begin(recipe())
+    reinforce(run.learner, sample(run.rollouts, run.learner), run.recorder.diagnostics)
+    assert run.learner.state.next_problem == 4
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from small_runs import NO_VALIDATION, QUICKSTART, arguments, begin, one_step, ro
 from toy_policies import assert_equal, weights_of
 
 from nemo_grpo import UserError, cli
-from nemo_grpo.engine import loop, steps
+from nemo_grpo.engine import steps, validation
 from nemo_grpo.engine.checkpoint_store import WEIGHTS
 from nemo_grpo.engine.loop import train
 from nemo_grpo.engine.run import run_recipe
@@ -206,7 +206,7 @@ def gone(error):
     ("broken", "attribute", "value", "error", "saved"),
     [
         (Scorer, "__call__", gone(RewardsFailed), RewardsFailed, 1),
-        (loop, "validate", gone(RetrieverError), RetrieverError, 2),
+        (validation, "validate", gone(RetrieverError), RetrieverError, 2),
         (RunFolder, "metrics", Path("/dev/full"), TrainingAborted, 2),
     ],
 )

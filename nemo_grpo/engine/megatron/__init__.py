@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 
+# Workarounds of megatron-core 0.16 to 0.19 (tests/unit/engine/test_upstream_faults.py).
 with ExitStack() as _importing:
     # On import megatron-core warns five times that it found no Transformer Engine; the engine warns once.
     _importing.enter_context(warnings.catch_warnings())

@@ -10,6 +10,9 @@ The complete list of what is replaced:
 - ``tensor_parallel.random._set_cuda_rng_state``, which goes through torch's C interface;
 - `_AS_CUDA`: functions that test ``Tensor.type() == 'torch.cuda...'`` or call ``Tensor.cuda()``; for the time
   of the call tensors answer as CUDA tensors would.
+
+megatron-core 0.16 to 0.19 need all of it; tests/unit/engine/test_upstream_faults.py fails when the oldest
+supported version no longer needs one of the functions.
 """
 
 import functools
@@ -42,6 +45,8 @@ MODULES = (
     "dist_checkpointing.strategies.state_dict_saver",
     "dist_checkpointing.strategies.torch",
 )
+"""Modules that the engine uses; they and all that they import get the stand-in."""
+
 _AS_CUDA = (
     ("optimizer.clip_grads", "clip_grad_by_total_norm_fp32"),
     ("optimizer.optimizer", "Float16OptimizerWithFloat16Params.__init__"),
@@ -50,12 +55,14 @@ _AS_CUDA = (
     ("models.common.language_module.language_module", "LanguageModule.setup_embeddings_and_output_layer"),
     ("models.common.embeddings.rope_utils", "get_pos_emb_on_this_cp_rank"),
 )
+"""(module, function) that ask tensors for CUDA."""
 
 
 def install() -> bool:
     """Make megatron-core usable without CUDA, once per process; call before building anything of it.
 
-    Returns: True if the stand-ins are active; False where CUDA is available, and then nothing was changed.
+    Returns:
+        True if the stand-ins are active; False where CUDA is available, and then nothing was changed.
     """
     if torch.cuda.is_available():
         return False
@@ -71,6 +78,7 @@ def install() -> bool:
 
 def patch_imported_modules() -> None:
     """Give the stand-in to modules of megatron-core imported since `install`; call after a late import."""
+    # A copy: looking an attribute up may import further modules.
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = _torch_for_cpu()  # type: ignore[attr-defined]
@@ -137,7 +145,7 @@ def _cuda_for_cpu() -> types.ModuleType:
 @contextmanager
 def _tensors_answer_as_cuda() -> Iterator[None]:
     """Make ``Tensor.type()`` name CUDA types and ``Tensor.cuda()`` return the tensor within the block."""
-    tensor: Any = torch.Tensor  # not its type, which lets no method be replaced
+    tensor: Any = torch.Tensor  # mypy lets no method of the type itself be replaced
     type_of = tensor.type
 
     def as_cuda(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -150,33 +158,34 @@ def _tensors_answer_as_cuda() -> Iterator[None]:
     try:
         yield
     finally:
-        del tensor.type, tensor.cuda  # both live on the base class
+        # Both methods live on the base class, so deleting the replacements brings them back.
+        del tensor.type, tensor.cuda
 
 
 def _wrap_as_cuda(module: types.ModuleType, attribute: str) -> None:
-    *owners, name = attribute.split(".")
-    owner = functools.reduce(getattr, owners, module)
+    *owner_names, name = attribute.split(".")
+    owner = functools.reduce(getattr, owner_names, module)
     original = getattr(owner, name)
     if getattr(original, "_answers_as_cuda", False):
         return
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if "type" in torch.Tensor.__dict__:  # already inside such a call
+        # One of these functions may call another one; the outer call restores the tensors.
+        if "type" in torch.Tensor.__dict__:
             return original(*args, **kwargs)
         with _tensors_answer_as_cuda():
             return original(*args, **kwargs)
 
     wrapped._answers_as_cuda = True  # type: ignore[attr-defined]
-    if owners:
+    if owner_names:
         setattr(owner, name, wrapped)
         return
-    for other in list(sys.modules.values()):  # a plain function: also where it was imported by name
-        if (
-            getattr(other, "__name__", "").startswith("megatron.core")
-            and getattr(other, name, None) is original
-        ):
-            setattr(other, name, wrapped)
+    # A plain function: modules that imported it by name hold it, too.
+    for importer in list(sys.modules.values()):
+        is_megatron = getattr(importer, "__name__", "").startswith("megatron.core")
+        if is_megatron and getattr(importer, name, None) is original:
+            setattr(importer, name, wrapped)
 
 
 def _replace_rng_setter() -> None:

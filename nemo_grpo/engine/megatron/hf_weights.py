@@ -12,8 +12,8 @@ from torch import Tensor
 from nemo_grpo.models import family_for
 from nemo_grpo.models.family import local_name
 
-# How each parallel layer's parameter is cut over the tensor-parallel ranks: the dimension, and into how many
-# blocks the whole tensor falls first (gate and up projections are stacked, and each is cut by itself).
+# Parameter of a parallel layer -> (dimension along which the tensor-parallel ranks cut it, number of blocks
+# that are stacked in it). Each block is cut by itself: gate and up projections are two.
 _CUTS = {
     "word_embeddings.weight": (0, 1),
     "output_layer.weight": (0, 1),
@@ -22,7 +22,7 @@ _CUTS = {
     "linear_fc1.weight": (0, 2),
     "linear_proj.weight": (1, 1),
     "linear_fc2.weight": (1, 1),
-    # LoRA: A (in) is cut where the layer's input is, B (out) where its output is
+    # LoRA: A (in) is cut where the layer's input is, B (out) where its output is.
     "linear_qkv.adapter.linear_out.weight": (0, 1),
     "linear_fc1.adapter.linear_out.weight": (0, 2),
     "linear_proj.adapter.linear_in.weight": (1, 1),
@@ -50,7 +50,7 @@ class HFWeights:
         for name, parameter in self.local_parameters():
             dim, blocks = cut_of(name)
             if dim is not None and not getattr(parameter, "tensor_model_parallel", False):
-                # not through megatron-core's setter: that refuses parameters on which one of the three is set
+                # Not through megatron-core's setter, which refuses a parameter that has one of the three.
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
                 parameter.partition_dim = dim  # type: ignore[attr-defined]
                 parameter.partition_stride = blocks  # type: ignore[attr-defined]
@@ -58,14 +58,16 @@ class HFWeights:
     @torch.no_grad()
     def load(self, hf_tensors: Mapping[str, Tensor]) -> None:
         """Copy Hugging Face tensors into the parameters; every rank calls it with all tensors."""
-        full = dict(self.family.to_megatron(hf_tensors))
+        whole_tensors = dict(self.family.to_megatron(hf_tensors))
+        embedding = whole_tensors["embedding.word_embeddings.weight"]
         for name, parameter in self.local_parameters():
             # Pipeline stages other than the first hold a tied output layer as a copy of the embedding.
-            source = full.get(local_name(name) or name, full["embedding.word_embeddings.weight"])
-            if _is_vocabulary(name):  # padded with rows of zeros to what the ranks divide
-                rows = parameter.shape[0] * parallel_state.get_tensor_model_parallel_world_size()
-                source = torch.nn.functional.pad(source, (0, 0, 0, rows - source.shape[0]))
-            parameter.copy_(own_part(name, source))
+            whole = whole_tensors.get(local_name(name) or name, embedding)
+            # The vocabulary is padded with rows of zeros, so that the ranks have equal numbers of rows.
+            if _is_vocabulary(name):
+                num_rows = parameter.shape[0] * parallel_state.get_tensor_model_parallel_world_size()
+                whole = torch.nn.functional.pad(whole, (0, 0, 0, num_rows - whole.shape[0]))
+            parameter.copy_(local_shard(name, whole))
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, tensor) of every weight, whole, on every rank; views where possible."""
@@ -74,12 +76,13 @@ class HFWeights:
     def local_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield (megatron name with the layer's number in the whole model, parameter) of this rank's part."""
         layers = self.model.decoder.layers
-        offset = layers[0].layer_number - 1 if len(layers) else 0
+        # megatron-core numbers layers from 1 in the whole model, and parameters from 0 in this stage.
+        first_layer = layers[0].layer_number - 1 if len(layers) else 0
         for name, parameter in self.model.named_parameters():
-            parts = name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
-                parts[2] = str(int(parts[2]) + offset)
-            yield ".".join(parts), parameter
+            words = name.split(".")
+            if words[:2] == ["decoder", "layers"]:
+                words[2] = str(int(words[2]) + first_layer)
+            yield ".".join(words), parameter
 
     @torch.no_grad()
     def gather(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -89,9 +92,10 @@ class HFWeights:
             return whole
         group = parallel_state.get_pipeline_model_parallel_group()
         stages: list[Any] = [None] * group.size()
-        dist.all_gather_object(stages, {name: t.cpu() for name, t in whole.items()}, group=group)
+        dist.all_gather_object(stages, {name: tensor.cpu() for name, tensor in whole.items()}, group=group)
         merged: dict[str, Tensor] = {}
-        for stage in reversed(stages):  # the first stage's embedding wins over the last stage's copy
+        # From the last stage to the first, whose embedding replaces the last stage's copy.
+        for stage in reversed(stages):
             merged |= stage
         if "output_layer.weight" in merged and self.model.share_embeddings_and_output_weights:
             del merged["output_layer.weight"]
@@ -103,8 +107,10 @@ class HFWeights:
         if dim is not None and group.size() > 1:
             parts = [torch.empty_like(part) for _ in range(group.size())]
             dist.all_gather(parts, part.contiguous(), group=group)
-            pieces = [p.chunk(blocks, dim) for p in parts]
-            part = torch.cat([piece[block] for block in range(blocks) for piece in pieces], dim)
+            blocks_of_ranks = [rank_part.chunk(blocks, dim) for rank_part in parts]
+            # Block after block, each joined from all ranks.
+            shards = [rank_blocks[block] for block in range(blocks) for rank_blocks in blocks_of_ranks]
+            part = torch.cat(shards, dim)
         if _is_vocabulary(name):
             part = part[: self.vocab_size]
         return part
@@ -112,18 +118,22 @@ class HFWeights:
 
 def cut_of(name: str) -> tuple[int | None, int]:
     """Return (dimension, blocks) of `_CUTS`; (None, 1): every tensor-parallel rank has it whole."""
-    return next((cut for end, cut in _CUTS.items() if name.endswith(end)), (None, 1))
+    for ending, cut in _CUTS.items():
+        if name.endswith(ending):
+            return cut
+    return None, 1
 
 
 def _is_vocabulary(name: str) -> bool:
     return name.endswith(("word_embeddings.weight", "output_layer.weight"))
 
 
-def own_part(name: str, full: Tensor) -> Tensor:
+def local_shard(name: str, whole: Tensor) -> Tensor:
     """Cut this tensor-parallel rank's part out of a whole tensor."""
-    dim, blocks = cut_of(name)
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    if dim is None or size == 1:
-        return full
+    dim, num_blocks = cut_of(name)
+    num_ranks = parallel_state.get_tensor_model_parallel_world_size()
+    if dim is None or num_ranks == 1:
+        return whole
     rank = parallel_state.get_tensor_model_parallel_rank()
-    return torch.cat([block.chunk(size, dim)[rank] for block in full.chunk(blocks, dim)], dim)
+    blocks = whole.chunk(num_blocks, dim)
+    return torch.cat([block.chunk(num_ranks, dim)[rank] for block in blocks], dim)

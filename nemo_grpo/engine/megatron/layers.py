@@ -34,8 +34,8 @@ def transformer_impl(dtype: torch.dtype) -> str:
 
     Transformer Engine's need CUDA, and its fused attention needs a 16-bit dtype.
     """
-    fits = torch.cuda.is_available() and dtype == torch.bfloat16
-    return "transformer_engine" if fits and transformer_engine_is_installed() else "local"
+    fits_machine = torch.cuda.is_available() and dtype == torch.bfloat16
+    return "transformer_engine" if fits_machine and transformer_engine_is_installed() else "local"
 
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
@@ -49,17 +49,22 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMS norm that also runs under sequence parallelism; megatron-core's wrapper of torch's refuses that."""
+    """RMS norm that also runs under sequence parallelism.
+
+    megatron-core's wrapper of torch's norm refuses that, 0.16 to 0.19
+    (tests/unit/engine/test_upstream_faults.py).
+    """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # finalize_model_grads sums the gradients of marked weights over the tensor-parallel ranks
+        # finalize_model_grads sums the gradients of marked weights over the tensor-parallel ranks, each of
+        # which has seen a share of the sequence.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]."""
+        """Normalise [..., h]."""
         if x.is_cuda:
             return super().forward(x)
         normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
@@ -70,6 +75,8 @@ class _RMSNorm(torch.autograd.Function):
     """u w with u = x / rms(x), on a CPU: torch has no kernel for it, and autograd passes over x many times.
 
     The gradient of w is sum g u and that of x (g w - u mean(g w u)) / rms(x), with g that of the result.
+    In place where it can be: a row of hidden states is read and written from memory at each operation, which
+    takes longer than the arithmetic.
     """
 
     @staticmethod
@@ -84,13 +91,16 @@ class _RMSNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        unit, of_weight = x * scale, None
+        unit = x * scale
         product = gradient * unit
         mean = (product @ weight.to(product.dtype))[..., None] / x.shape[-1]
+        weight_gradient = None
         if ctx.needs_input_grad[1]:
-            of_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
-        of_x = torch.mul(gradient, weight, out=product).addcmul_(unit, mean, value=-1).mul_(scale)
-        return of_x.to(x.dtype), of_weight, None
+            weight_gradient = product.flatten(0, -2).sum(0).to(weight.dtype)
+        # `product` has been read, so its memory takes the gradient of x.
+        x_gradient = torch.mul(gradient, weight, out=product)
+        x_gradient.addcmul_(unit, mean, value=-1).mul_(scale)
+        return x_gradient.to(x.dtype), weight_gradient, None
 
 
 class CausalAttention(MegatronModule):
@@ -125,45 +135,87 @@ class CausalAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
         **_unused: Any,
     ) -> Tensor:
-        """[S, B, H, D] queries, [S, B, G, D] keys and values -> [S, B, H x D]; S is this rank's share."""
+        """Attend from this rank's share of the sequences, or of a packed stream, to all that is before it.
+
+        Args:
+            query: [S, B, H, D], with S positions on this rank.
+            key: [S, B, G, D].
+            value: [S, B, G, D].
+
+        Returns:
+            [S, B, H x D].
+        """
         if packed_seq_params is not None:
             assert packed_seq_params.attention is not None
             return self._packed(query, key, value, packed_seq_params.attention)
         mask = None
         if self.context_size > 1:
             length = query.shape[0] * self.context_size
-            rows = zigzag(length, query.device)
-            key, value = gather_sequence(key, dim=0), gather_sequence(value, dim=0)
-            mask = rows[:, None] >= torch.arange(length, device=query.device)
+            positions = zigzag(length, query.device)
+            key = gather_sequence(key, dim=0)
+            value = gather_sequence(value, dim=0)
+            mask = positions[:, None] >= torch.arange(length, device=query.device)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         return self._attend(q, k, v, mask).transpose(0, 1).flatten(2)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
-        """[T, 1, H, D], [T, 1, G, D] -> [T, 1, H x D]; megatron-core leaves the 1 out in the thd format."""
-        stream = [gather_sequence(x.flatten(0, -3), dim=0) for x in (query, key, value)]
-        sizes = [*plan.num_tokens(), stream[0].shape[0] - sum(plan.num_tokens())]
-        prompts, responses, padding = zip(*(x.split(sizes) for x in stream), strict=True)
-        q, k, v = map(plan.prompts.lay_out, prompts)
-        out = [plan.prompts.collect(self._attend(q, k, v))]
+        """Attend within a packed stream.
+
+        Args:
+            query: [T, 1, H, D]; megatron-core leaves the 1 out in the thd format.
+            key: [T, 1, G, D].
+            value: [T, 1, G, D].
+
+        Returns:
+            [T, 1, H x D].
+        """
+        query, key, value = (gather_sequence(x.flatten(0, -3), dim=0) for x in (query, key, value))
+        num_in_prompts, num_in_responses = plan.num_tokens()
+        num_unused = len(query) - num_in_prompts - num_in_responses
+        sizes = [num_in_prompts, num_in_responses, num_unused]
+        q_prompt, q_response, padding = query.split(sizes)
+        k_prompt, k_response, _ = key.split(sizes)
+        v_prompt, v_response, _ = value.split(sizes)
+
+        q, k, v = (plan.prompts.lay_out(x) for x in (q_prompt, k_prompt, v_prompt))
+        outputs = [plan.prompts.collect(self._attend(q, k, v))]
         if plan.responses is not None:
             assert plan.prompt_of is not None
-            q, own_k, own_v = map(plan.responses.lay_out, responses)
-            k = torch.cat([k.index_select(0, plan.prompt_of), own_k], 1)
-            v = torch.cat([v.index_select(0, plan.prompt_of), own_v], 1)
-            out.append(plan.responses.collect(self._attend(q, k, v, plan.bias)))
-        whole = torch.cat([*out, padding[0]])
-        own = zigzag(len(whole), whole.device) if self.context_size > 1 else slice(None)
-        return whole[own].flatten(1)[:, None]
+            q, response_k, response_v = (
+                plan.responses.lay_out(x) for x in (q_response, k_response, v_response)
+            )
+            # Every response attends to a copy of its prompt's keys and values.
+            k = torch.cat([k.index_select(0, plan.prompt_of), response_k], 1)
+            v = torch.cat([v.index_select(0, plan.prompt_of), response_v], 1)
+            outputs.append(plan.responses.collect(self._attend(q, k, v, plan.bias)))
+        # Nobody reads the output of the unused tokens; it only has to be finite.
+        whole = torch.cat([*outputs, padding])
+        if self.context_size > 1:
+            whole = whole[zigzag(len(whole), whole.device)]
+        return whole.flatten(1)[:, None]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[B, S, H, D], [B, L, G, D] -> [B, S, H, D]; no mask: causal."""
+        """Attend by torch's kernel.
+
+        Args:
+            q: [B, S, H, D].
+            k: [B, L, G, D].
+            v: [B, L, G, D].
+            mask: [S, L] bool, or a bias [B, 1, S, L]; None: causal.
+
+        Returns:
+            [B, S, H, D].
+        """
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        if mask is not None and q.is_cuda:  # the fused kernel that takes a mask has no grouped heads
+        # torch's fused CUDA kernel that takes a mask has no grouped heads.
+        if mask is not None and q.is_cuda:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         dtype = q.dtype
-        if not q.is_cuda and dtype == torch.bfloat16:  # the kernel's backward pass takes twice FP32's time
-            q, k, v = q.float(), k.float(), v.float()
-            mask = mask.float() if mask is not None and mask.is_floating_point() else mask
+        # On a CPU the kernel's backward pass takes twice as long in BF16 as in FP32.
+        if not q.is_cuda and dtype == torch.bfloat16:
+            q, k, v = (x.float() for x in (q, k, v))
+            if mask is not None and mask.is_floating_point():
+                mask = mask.float()
         out = functional.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
         )
@@ -176,11 +228,13 @@ def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         num_experts=config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
     )
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.input_layernorm = RMSNorm
+    parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = CausalAttention
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
     )
@@ -195,14 +249,23 @@ def rotate(heads: Tensor, angles: Tensor, *flags: Any, mscale: float = 1.0, **op
     megatron-core's plain embedding computes cosines and sines of the same angles in every layer, for queries
     and for keys, and autograd stores what each operation needs.
 
-    Args:    heads: [S, B, H, D].  angles: [S, 1, 1, D] radians, equal in both halves.
-             flags, mscale, options: megatron-core's own; its function handles those that are set.
-    Returns: [S, B, H, D] in the dtype of ``heads``.
+    Args:
+        heads: [S, B, H, D].
+        angles: [S, 1, 1, D] radians, equal in both halves.
+        flags: megatron-core's own; its function handles those that are set.
+        mscale: factor of cosines and sines; megatron-core's function handles others than 1.
+        options: as ``flags``.
+
+    Returns:
+        [S, B, H, D] in the dtype of ``heads``.
     """
-    if any((*flags, *options.values())) or mscale != 1 or angles.shape[-1] != heads.shape[-1]:
-        plain: Tensor = _plain_rotary(heads, angles, *flags, mscale=mscale, **options)
-        return plain
-    turned: Tensor = _Rotate.apply(heads, *_cos_and_signed_sin(angles, heads.dtype))
+    has_options = any(flags) or any(options.values()) or mscale != 1
+    turns_a_part = angles.shape[-1] != heads.shape[-1]
+    if has_options or turns_a_part:
+        by_megatron: Tensor = _plain_rotary(heads, angles, *flags, mscale=mscale, **options)
+        return by_megatron
+    cos, signed_sin = _cos_and_signed_sin(angles, heads.dtype)
+    turned: Tensor = _Rotate.apply(heads, cos, signed_sin)
     return turned
 
 
@@ -211,18 +274,24 @@ def use_own_rotary() -> None:
     rope_utils._apply_rotary_pos_emb_bshd = rotate
 
 
-@functools.lru_cache(maxsize=1)  # by identity: all layers of a forward pass have the same tensor
+# Tensors hash by identity, and all layers of a forward pass have the same one. One entry: the next
+# microbatch has other angles.
+@functools.lru_cache(maxsize=1)
 def _cos_and_signed_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    sin = angles.sin()
-    sin[..., : sin.shape[-1] // 2].neg_()
-    return angles.cos().to(dtype), sin.to(dtype)
+    """Return cosines, and sines whose first half is negative: (-x2, x1) sin = (x2, x1) signed_sin."""
+    signed_sin = angles.sin()
+    signed_sin[..., : signed_sin.shape[-1] // 2].neg_()
+    return angles.cos().to(dtype), signed_sin.to(dtype)
 
 
 class _Rotate(torch.autograd.Function):
+    """x cos + (x2, x1) signed_sin; its gradient is the turn back."""
+
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, signed_sin)
-        return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), signed_sin)
+        swapped = heads.roll(heads.shape[-1] // 2, -1)
+        return torch.addcmul(heads * cos, swapped, signed_sin)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

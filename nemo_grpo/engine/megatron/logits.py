@@ -15,7 +15,9 @@ from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.model_folder import hf_config
 
 _PROMPT = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
+"""Token ids, taken modulo the vocabulary."""
 LOGITS_TOLERANCE = 1e-4
+"""Largest difference of logits in float32 between two implementations of one model."""
 
 
 def compare_logits(hf_model: Path, megatron_checkpoint: Path) -> float:
@@ -24,16 +26,17 @@ def compare_logits(hf_model: Path, megatron_checkpoint: Path) -> float:
     Both models are built whole, in memory. megatron-core takes the tensors under its own names, so this also
     tests the meaning of the names.
 
-    Returns: max |difference|; at most `LOGITS_TOLERANCE` for the same model.
+    Returns:
+        max |difference|; at most `LOGITS_TOLERANCE` for the same model.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM  # takes a second, which no other function here needs
 
     model = AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
     tokens = torch.tensor([[token % model.config.vocab_size for token in _PROMPT]])
     with torch.no_grad():
         expected = model(tokens).logits
-        found = _megatron_logits(hf_config(hf_model), megatron_checkpoint, tokens)
-    return float((expected - found).abs().max())
+        computed = _megatron_logits(hf_config(hf_model), megatron_checkpoint, tokens)
+    return float((expected - computed).abs().max())
 
 
 def check_computed(hf_model: Path) -> None:
@@ -46,15 +49,17 @@ def check_computed(hf_model: Path) -> None:
 
 def _megatron_logits(config: dict[str, Any], checkpoint: Path, tokens: Tensor) -> Tensor:
     cpu.install()
-    spec, layout = read_spec(config, among=COMPUTED), Layout()
+    spec = read_spec(config, among=COMPUTED)
+    layout = Layout()
     parallel.initialize(layout, torch.device("cpu"), seed=0)
     try:
         model = build_model(spec, transformer_config(spec, layout, torch.float32))
-        full = read_megatron(config, checkpoint)
+        tensors = read_megatron(config, checkpoint)
         for name, parameter in model.named_parameters():
-            parameter.copy_(full.pop(name))
-        if full:
-            raise UserError(f"megatron-core has no place for {', '.join(sorted(full))}")
+            parameter.copy_(tensors.pop(name))
+        if tensors:
+            raise UserError(f"megatron-core has no place for {', '.join(sorted(tensors))}")
+        # `PackableGPTModel` ends before its output layer.
         logits = model(tokens, None, None) @ model.output_weight.T
         return logits[..., : spec.vocab_size]
     finally:

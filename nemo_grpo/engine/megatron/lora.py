@@ -31,13 +31,15 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
-from nemo_grpo.engine.megatron.hf_weights import HFWeights, cut_of, own_part
+from nemo_grpo.engine.megatron.hf_weights import HFWeights, cut_of, local_shard
 from nemo_grpo.recipe.megatron_sections import LORA_LAYERS
 
-_A, _B = ".adapter.linear_in.weight", ".adapter.linear_out.weight"
+_A = ".adapter.linear_in.weight"
+_B = ".adapter.linear_out.weight"
 
-# (column parallel, sequence parallel) -> what the ranks do with A's output. The backward of each completes
-# the gradient that reaches A: a sum over the ranks for column layers, nothing or a gather for row layers.
+# (column parallel, sequence parallel) -> communication of A's output between the ranks. The backward of each
+# completes the gradient that reaches A: a sum over the ranks for column layers, nothing or a gather for row
+# layers.
 _BETWEEN = {
     (True, False): copy_to_tensor_model_parallel_region,
     (True, True): gather_from_sequence_parallel_region,
@@ -50,7 +52,10 @@ _BETWEEN = {
 class LoRASettings:
     """Rank, scale and place of the adapters.
 
-    Attributes: dim: rank.  alpha: B A is multiplied by alpha / dim.  targets: some of `LORA_LAYERS`.
+    Attributes:
+        dim: rank.
+        alpha: B A is multiplied by alpha / dim.
+        targets: some of `LORA_LAYERS`.
     """
 
     dim: int
@@ -65,33 +70,38 @@ class LoRASettings:
 class Adapter(torch.nn.Module):
     """x -> alpha / dim B A x beside one parallel linear layer; this rank's part of A and B.
 
-    Of the layer it needs ``sequence_parallel``, ``tp_group``, and ``weight`` with megatron-core's
-    ``partition_dim``.
+    The layer has ``sequence_parallel``, ``tp_group``, and ``weight`` with megatron-core's ``partition_dim``.
     """
 
     def __init__(self, linear: torch.nn.Module, settings: LoRASettings) -> None:
         super().__init__()
         weight: Any = linear.weight
         sequence_parallel = bool(linear.sequence_parallel)
-        column = weight.partition_dim == 0
+        is_column_parallel = weight.partition_dim == 0
         self.scale = settings.scale
         self.group = linear.tp_group
-        self.between = _BETWEEN[column, sequence_parallel]
+        self.between = _BETWEEN[is_column_parallel, sequence_parallel]
         self.linear_in = _linear_of(weight.new_zeros(settings.dim, weight.shape[1]))
         self.linear_out = _linear_of(weight.new_zeros(weight.shape[0], settings.dim))
-        a, b = self.linear_in.weight, self.linear_out.weight
-        cut, whole = (b, a) if column else (a, b)
+        if is_column_parallel:
+            cut = self.linear_out.weight
+            whole = self.linear_in.weight
+        else:
+            cut = self.linear_in.weight
+            whole = self.linear_out.weight
         # The gradient norm counts a parameter without these attributes on one rank only.
         set_tensor_model_parallel_attributes(cut, True, weight.partition_dim, weight.partition_stride)
-        # This rank saw its share of the sequence: finalize_model_grads adds up the others' gradients.
+        # This rank saw its share of the sequence; finalize_model_grads adds the other ranks' gradients.
         whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[S, B, in] -> [S, B, out], in the shards that the layer itself takes and gives."""
+        """Map [S, B, in] to [S, B, out], in the shards that the layer itself takes and gives."""
         return self.scale * self.linear_out(self.between(self.linear_in(x), group=self.group))
 
 
 def _linear_of(weight: Tensor) -> torch.nn.Linear:
+    """Make a linear layer with this weight."""
+    # On meta, because its constructor would draw random numbers for a weight that is replaced.
     linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = torch.nn.Parameter(weight)
     return linear
@@ -102,9 +112,11 @@ class Adapters:
 
     def __init__(self, weights: HFWeights, settings: LoRASettings, seed: int) -> None:
         """Freeze the model and give its layers adapters: A Xavier normal, alike at every layout; B zero."""
-        self.weights, self.settings = weights, settings
+        self.weights = weights
+        self.settings = settings
         self.active = True
         weights.model.requires_grad_(False)
+        # A list, because the loop adds modules.
         for name, layer in list(weights.model.named_modules()):
             if name.rpartition(".")[2] in settings.targets:
                 layer.adapter = Adapter(layer, settings)
@@ -118,22 +130,29 @@ class Adapters:
     def _add_output(
         self, layer: Any, inputs: tuple[Tensor, ...], output: tuple[Any, Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
-        (result, bias), multiplied = output, inputs[0]
+        """Add the adapter's output to the layer's; a forward hook."""
+        result, bias = output
         if _is_fused_with_its_norm(layer):
-            result, multiplied = result
-        return (result + layer.adapter(multiplied) if self.active else result), bias
+            result, layer_input = result
+        else:
+            layer_input = inputs[0]
+        if self.active:
+            result = result + layer.adapter(layer_input)
+        return result, bias
 
     @torch.no_grad()
     def _draw(self, seed: int) -> None:
         """Draw each whole A from its own generator, whatever the layout, and keep this rank's part."""
         for name, parameter in self.local_parameters().items():
-            if name.endswith(_A):
-                is_cut = cut_of(name)[0] is not None
-                ranks = parallel_state.get_tensor_model_parallel_world_size() if is_cut else 1
-                generator = torch.Generator().manual_seed((seed << 32) % 2**63 + zlib.crc32(name.encode()))
-                whole = torch.empty(self.settings.dim, parameter.shape[1] * ranks)
-                torch.nn.init.xavier_normal_(whole, generator=generator)
-                parameter.copy_(own_part(name, whole))
+            if not name.endswith(_A):
+                continue
+            dim, _ = cut_of(name)
+            num_parts = 1 if dim is None else parallel_state.get_tensor_model_parallel_world_size()
+            # Python's hash of a string differs between processes, CRC-32 does not.
+            generator = torch.Generator().manual_seed((seed << 32) % 2**63 + zlib.crc32(name.encode()))
+            whole = torch.empty(self.settings.dim, parameter.shape[1] * num_parts)
+            torch.nn.init.xavier_normal_(whole, generator=generator)
+            parameter.copy_(local_shard(name, whole))
 
     def local_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return this rank's adapter parameters by name, layers numbered in the whole model."""
@@ -156,22 +175,22 @@ class Adapters:
     def peft_tensors(self) -> dict[str, Tensor]:
         """Return the adapters under PEFT's names and shapes, per Hugging Face matrix, on every rank.
 
-        Matrices that megatron-core fuses share one A; B's rows are theirs.
+        Matrices that megatron-core fuses share one A, and each has rows of B.
         """
         whole = self.weights.gather({name: p.detach() for name, p in self.local_parameters().items()})
         family = self.weights.family
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for unit in family.units():
             layer = unit.megatron.removesuffix(".weight")
             if layer + _B not in whole:
                 continue
-            rows = whole[layer + _B][unit.row : unit.row + unit.shape[0]]
-            parts = unit.op.split(rows, [shape[0] for shape in unit.hf_shapes], family.dims)
-            for name, part in zip(unit.hf, parts, strict=True):
+            rows_of_b = whole[layer + _B][unit.row : unit.row + unit.shape[0]]
+            parts_of_b = unit.op.split(rows_of_b, [shape[0] for shape in unit.hf_shapes], family.dims)
+            for name, part_of_b in zip(unit.hf, parts_of_b, strict=True):
                 matrix = f"base_model.model.{name.removesuffix('.weight')}"
-                found[f"{matrix}.lora_A.weight"] = whole[layer + _A]
-                found[f"{matrix}.lora_B.weight"] = part
-        return found
+                tensors[f"{matrix}.lora_A.weight"] = whole[layer + _A]
+                tensors[f"{matrix}.lora_B.weight"] = part_of_b
+        return tensors
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return this rank's parts for `megatron.core.dist_checkpointing`, at any layout."""
@@ -191,7 +210,11 @@ def _is_fused_with_its_norm(layer: torch.nn.Module) -> bool:
 
 
 def _require_gradient(_embedding: Any, _inputs: Any, output: Tensor) -> None:
-    """torch's checkpointing gives a block no gradients at all unless its input requires one."""
+    """Make the model's input require a gradient; a forward hook of the embedding.
+
+    torch's reentrant checkpointing, which megatron-core uses, gives a block no gradients at all unless its
+    input requires one (tests/unit/engine/test_upstream_faults.py).
+    """
     output.requires_grad_()
 
 
@@ -199,13 +222,17 @@ class _Merged(Mapping[str, Tensor]):
     """The base's whole tensors by name, each merged with its adapter when it is asked for."""
 
     def __init__(self, whole: Mapping[str, Tensor], scale: float) -> None:
-        self.whole, self.scale = whole, scale
+        self.whole = whole
+        self.scale = scale
 
     def __getitem__(self, name: str) -> Tensor:
-        weight, layer = self.whole[name], name.removesuffix(".weight")
+        weight = self.whole[name]
+        layer = name.removesuffix(".weight")
         if layer + _A not in self.whole:
             return weight
-        a, b = self.whole[layer + _A], self.whole[layer + _B]
+        a = self.whole[layer + _A]
+        b = self.whole[layer + _B]
+        # In float32, and rounded once.
         return torch.addmm(weight.float(), b.float(), a.float(), alpha=self.scale).to(weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
@@ -216,12 +243,16 @@ class _Merged(Mapping[str, Tensor]):
 
 
 def _sharded(name: str, parameter: torch.nn.Parameter, num_layers: int) -> Any:
-    """A part of the tensor that stacks all layers', under its name without the layer's number."""
-    dim, blocks = cut_of(name)
-    decoder, layers, number, *rest = name.split(".")
-    key, stack = ".".join((decoder, layers, *rest)), ((0, int(number), num_layers),)
+    """Describe a parameter as a part of one tensor that stacks all layers.
+
+    Its name in the checkpoint lacks the layer's number.
+    """
+    dim, num_blocks = cut_of(name)
+    decoder, layers, number, *words = name.split(".")
+    key = ".".join([decoder, layers, *words])
+    offsets = ((0, int(number), num_layers),)
     if dim is None:
-        return make_sharded_tensor_for_checkpoint(parameter, key, prepend_offsets=stack)
-    tensor = make_tp_sharded_tensor_for_checkpoint(parameter, key, tp_axis=dim, prepend_offsets=stack)
-    # gate and up rows are cut by themselves, so a rank's rows are not one block of the whole
-    return apply_swiglu_sharded_factory(tensor, stack) if blocks == 2 else tensor
+        return make_sharded_tensor_for_checkpoint(parameter, key, prepend_offsets=offsets)
+    tensor = make_tp_sharded_tensor_for_checkpoint(parameter, key, tp_axis=dim, prepend_offsets=offsets)
+    # Gate and up rows are cut by themselves, so a rank's rows are not one block of the whole.
+    return apply_swiglu_sharded_factory(tensor, offsets) if num_blocks == 2 else tensor

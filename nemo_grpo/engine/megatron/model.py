@@ -19,7 +19,7 @@ from nemo_grpo.engine.megatron.packing import SHARED, PackedSequences
 from nemo_grpo.models import ModelSpec, refuse_uncomputed
 from nemo_grpo.recipe.layout import Layout
 
-# Fusions that need CUDA kernels of Apex or trigger torch.compile, once for every length of the microbatches.
+# Fusions that need CUDA kernels of Apex, or trigger torch.compile, once for every length of the microbatches.
 _NO_FUSIONS = dict.fromkeys(
     (
         "bias_activation_fusion",
@@ -33,6 +33,7 @@ _NO_FUSIONS = dict.fromkeys(
 )
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Numbers of Llama 3's rotary scaling in a config."""
 
 
 def transformer_config(
@@ -40,7 +41,9 @@ def transformer_config(
 ) -> TransformerConfig:
     """Build megatron-core's configuration of a dense decoder.
 
-    Args: spec: of a family that the engine computes.  overrides: fields of TransformerConfig.
+    Args:
+        spec: of a family that the engine computes.
+        overrides: fields of TransformerConfig.
     """
     refuse_uncomputed(spec)
     fields: dict[str, Any] = {
@@ -71,19 +74,24 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "transformer_impl": transformer_impl(dtype),
         "use_cpu_initialization": not torch.cuda.is_available(),
-        "perform_initialization": False,  # weights are always loaded, strictly
+        # Weights are always loaded, strictly.
+        "perform_initialization": False,
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",  # variable_seq_lengths insists, even without experts
+        # megatron-core 0.16 to 0.19 refuse variable_seq_lengths with the default, even without experts
+        # (tests/unit/engine/test_upstream_faults.py).
+        "moe_token_dispatcher_type": "alltoall",
         "batch_p2p_comm": False,
         **_NO_FUSIONS,
     }
-    with warnings.catch_warnings():  # about the default of an option that is not used here, and a hint
+    fields |= overrides
+    # In the thd format the plain rotary embedding waits for the GPU in every layer.
+    fields.setdefault("apply_rope_fusion", fields["transformer_impl"] == "transformer_engine")
+    with warnings.catch_warnings():
+        # megatron-core 0.16 warns of the default of an option that is not used here, and gives a hint
+        # (tests/unit/engine/test_upstream_faults.py).
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         warnings.filterwarnings("ignore", message="If you are using transformer_engine")
-        fields |= overrides
-        # In the thd format the plain rotary embedding waits for the GPU in every layer.
-        fused_rope = {"apply_rope_fusion": fields["transformer_impl"] == "transformer_engine"}
-        return TransformerConfig(**(fused_rope | fields))
+        return TransformerConfig(**fields)
 
 
 class PackableGPTModel(GPTModel):
@@ -95,10 +103,11 @@ class PackableGPTModel(GPTModel):
         """Preprocess as the base class, but with rotary embeddings by position, which tokens may share."""
         if packed_seq_params is None or packed_seq_params.qkv_format != SHARED:
             return super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
-        decoder_input, _, *others = super()._preprocess(*args, **kwargs)
-        positions = packed_seq_params.positions[packed_seq_params.own]
+        # Without packed_seq_params, whose format the base class does not know.
+        decoder_input, _rotary_by_place, *further_inputs = super()._preprocess(*args, **kwargs)
+        positions = packed_seq_params.positions[packed_seq_params.local_places]
         rotary = self.rotary_pos_emb.get_emb(packed_seq_params.max_seqlen_q)[positions]
-        return (decoder_input, rotary, *others)
+        return (decoder_input, rotary, *further_inputs)
 
     def _postprocess(
         self,
@@ -127,19 +136,24 @@ class PackableGPTModel(GPTModel):
 
     @property
     def output_weight(self) -> Tensor:
-        """[V, h] of the output layer, on the last stage; this tensor-parallel rank's rows."""
-        is_shared = self.share_embeddings_and_output_weights
-        weight: Tensor = self.shared_embedding_or_output_weight() if is_shared else self.output_layer.weight
+        """Weight [V, h] of the output layer, on the last stage; this tensor-parallel rank's rows."""
+        weight: Tensor
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        else:
+            weight = self.output_layer.weight
         return weight
 
 
 def build_model(spec: ModelSpec, config: TransformerConfig) -> PackableGPTModel:
     """Build this rank's part of the model, with uninitialised weights."""
     use_own_rotary()
+    # Padded, so that the tensor-parallel ranks have equal numbers of rows.
+    vocab_size = spec.vocab_size + -spec.vocab_size % config.tensor_model_parallel_size
     model = PackableGPTModel(
         config,
         block_spec(config),
-        vocab_size=spec.vocab_size + -spec.vocab_size % config.tensor_model_parallel_size,  # padded
+        vocab_size=vocab_size,
         max_sequence_length=spec.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -149,7 +163,9 @@ def build_model(spec: ModelSpec, config: TransformerConfig) -> PackableGPTModel:
         rotary_base=spec.rope["rope_theta"],
     )
     if spec.rope["rope_type"] == "llama3":
-        # the constructor takes only the factor; its other numbers are Llama 3.1's
-        embedding, scaling = model.rotary_pos_emb, {name: spec.rope[name] for name in _LLAMA3}
+        # The constructor of megatron-core 0.16 to 0.19 takes only the factor; its other numbers are Llama
+        # 3.1's (tests/unit/engine/test_upstream_faults.py).
+        embedding = model.rotary_pos_emb
+        scaling = {name: spec.rope[name] for name in _LLAMA3}
         embedding.inv_freq = embedding._apply_scaling(embedding.inv_freq, **scaling)
     return model

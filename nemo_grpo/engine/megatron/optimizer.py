@@ -29,8 +29,13 @@ def with_optimizer(
 ) -> tuple[DistributedDataParallel, Any, OptimizerParamScheduler]:
     """Wrap a model that has its weights, and build the optimizer on its trainable parameters.
 
-    Args:    section, schedule: the recipe's; ``lr_decay_iters`` is a number.
-    Returns: (wrapped model, megatron-core's optimizer, its schedule).
+    Args:
+        model: with its weights, which the optimizer copies in 16 bits.
+        section: the recipe's.
+        schedule: the recipe's; ``lr_decay_iters`` is a number.
+
+    Returns:
+        (wrapped model, megatron-core's optimizer, its schedule).
     """
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=section.use_distributed_optimizer, grad_reduce_in_fp32=True
@@ -51,7 +56,8 @@ def with_optimizer(
     optimizer = get_megatron_optimizer(optimizer_config, [wrapped], use_gloo_process_groups=False)
     for part in _parts(optimizer):
         if isinstance(part.optimizer, FusedLayoutAdam):
-            part.optimizer.fill_state()  # a checkpoint before the first update has moments, too
+            # A checkpoint before the first update has moments, too.
+            part.optimizer.fill_state()
     return wrapped, optimizer, _schedule(optimizer, section, schedule)
 
 
@@ -65,6 +71,7 @@ def clip_and_step(optimizer: Any, grad_norm: float) -> None:
 
 
 def _parts(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers that megatron-core chains, or the only one."""
     yield from getattr(optimizer, "chained_optimizers", [optimizer])
 
 
@@ -79,7 +86,8 @@ def _schedule(
         lr_warmup_steps=schedule.lr_warmup_iters,
         lr_decay_steps=schedule.lr_decay_iters,
         lr_decay_style=schedule.lr_decay_style,
-        override_opt_param_scheduler=True,  # on resume the recipe's schedule holds, not the checkpoint's
+        # On resume the recipe's schedule holds, not the checkpoint's: a run may become longer.
+        override_opt_param_scheduler=True,
         use_checkpoint_opt_param_scheduler=False,
         start_wd=section.weight_decay,
         end_wd=section.weight_decay,
@@ -90,12 +98,17 @@ def _schedule(
 
 def install_adam() -> None:
     """Make megatron-core use the functions below if it found neither Transformer Engine nor Apex."""
-    if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
-        megatron_optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdam
-        megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
-        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
-        clip_grads.l2_norm_impl = _l2_norm
-        clip_grads.multi_tensor_scale_impl = megatron_optimizer.optimizer.multi_tensor_scale_impl = _scale
+    if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        return
+    megatron_optimizer.Adam = FusedLayoutAdam
+    distrib_optimizer.Adam = FusedLayoutAdam
+    # Its state is laid out as Apex's, so megatron-core has to save and load it as that.
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    distrib_optimizer.USING_APEX_OPTIMIZER = True
+    clip_grads.l2_norm_impl = _l2_norm
+    clip_grads.multi_tensor_scale_impl = _scale
+    megatron_optimizer.optimizer.multi_tensor_scale_impl = _scale
 
 
 def _l2_norm(
@@ -109,7 +122,8 @@ def _scale(_chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], factor: 
     """Write the first list times a factor into the second; megatron-core's own makes a copy in between."""
     sources, targets = tensors
     with torch.no_grad():
-        torch._foreach_copy_(targets, sources)  # clipping copies gradients onto themselves
+        # The two lists may be the same: clipping copies gradients onto themselves.
+        torch._foreach_copy_(targets, sources)
         if factor != 1:
             torch._foreach_mul_(targets, factor)
 
@@ -162,17 +176,19 @@ class FusedLayoutAdam(torch.optim.Optimizer):
             if not group["params"]:
                 continue
             group["step"] = int(group.get("step") or 0) + 1
-            parameters = [p for p in group["params"] if p.grad is not None]
-            states = [self._state_of(p) for p in parameters]
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            states = [self._state_of(parameter) for parameter in parameters]
+            # adamw increments the steps that it gets. Filled, because torch.tensor would wait for the GPU.
+            steps = [torch.full((), group["step"] - 1.0, device=p.device) for p in parameters]
+            max_second_moments: list[Tensor] = []  # of amsgrad
             beta1, beta2 = group["betas"]
             adamw(
                 parameters,
-                [p.grad for p in parameters],
+                [parameter.grad for parameter in parameters],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
-                [],
-                # adamw increments the step that it gets; torch.tensor would wait for the GPU
-                [torch.full((), group["step"] - 1.0, device=p.device) for p in parameters],
+                max_second_moments,
+                steps,
                 fused=True,
                 lr=group["lr"],
                 beta1=beta1,

@@ -34,9 +34,10 @@ def fp8_alignment(recipe: str | None) -> int:
 class Machine:
     """GPU and Transformer Engine, as far as FP8 depends on them.
 
-    Attributes: capability: (major, minor) of the GPU, None without CUDA.
-                transformer_engine: it is installed.
-                cuda: (major, minor) of the CUDA that torch was built with, None without.
+    Attributes:
+        capability: (major, minor) of the GPU, None without CUDA.
+        transformer_engine: it is installed.
+        cuda: (major, minor) of the CUDA that torch was built with, None without.
     """
 
     capability: tuple[int, int] | None
@@ -61,13 +62,15 @@ def _recompute_fields(megatron: Megatron) -> dict[str, Any]:
     if not megatron.activation_checkpointing:
         return {}
     if megatron.recompute_granularity == "selective":
+        # megatron-core's default.
         modules = megatron.recompute_modules or ["core_attn"]
         return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _fp8_fields(megatron: Megatron) -> dict[str, Any]:
-    fp8, overrides = megatron.fp8_in_use, megatron.model_overrides
+    fp8 = megatron.fp8_in_use
+    overrides = megatron.model_overrides
     if fp8 is None:
         return {}
     fields: dict[str, Any] = {"fp8": fp8.fp8, "fp8_recipe": fp8.fp8_recipe, "fp8_param": fp8.fp8_param}
@@ -85,27 +88,26 @@ def fp8_refusals(megatron: Megatron, machine: Machine) -> Iterator[str]:
     fp8 = megatron.fp8_in_use
     if fp8 is None:
         return
-    what = "policy.megatron_cfg.fp8_cfg.enabled=true"
+    setting = "policy.megatron_cfg.fp8_cfg.enabled=true"
     if machine.capability is None:
-        yield f"{what}: FP8 needs a CUDA GPU and torch finds none; use false for BF16"
+        yield f"{setting}: FP8 needs a CUDA GPU and torch finds none; use false for BF16"
         return
     if not machine.transformer_engine:
         yield (
-            f"{what}: FP8 needs Transformer Engine and it is not installed; run "
+            f"{setting}: FP8 needs Transformer Engine and it is not installed; run "
             "scripts/install_transformer_engine.sh, or use false for BF16"
         )
-    needed = FP8_CAPABILITY[fp8.fp8_recipe]
-    if machine.capability < needed:
-        have = _dotted(machine.capability)
-        others = [name for name, least in FP8_CAPABILITY.items() if least <= machine.capability]
-        remedy = f"use fp8_recipe={' or '.join(others)}" if others else "use false for BF16"
+    lowest = FP8_CAPABILITY[fp8.fp8_recipe]
+    if machine.capability < lowest:
+        usable = [name for name, capability in FP8_CAPABILITY.items() if capability <= machine.capability]
+        remedy = f"use fp8_recipe={' or '.join(usable)}" if usable else "use false for BF16"
         yield (
-            f"{what}: fp8_recipe={fp8.fp8_recipe} needs compute capability {needed[0]}.{needed[1]} and this "
-            f"GPU has {have}; {remedy}"
+            f"{setting}: fp8_recipe={fp8.fp8_recipe} needs compute capability {_dotted(lowest)} and this "
+            f"GPU has {_dotted(machine.capability)}; {remedy}"
         )
     elif fp8.fp8_recipe == "blockwise" and machine.cuda is not None and machine.cuda < _BLOCKWISE_CUDA:
         yield (
-            f"{what}: fp8_recipe=blockwise needs a torch for CUDA {_dotted(_BLOCKWISE_CUDA)} or newer and "
+            f"{setting}: fp8_recipe=blockwise needs a torch for CUDA {_dotted(_BLOCKWISE_CUDA)} or newer and "
             f"this one is for {_dotted(machine.cuda)}; use fp8_recipe=delayed or tensorwise"
         )
 
@@ -127,11 +129,14 @@ def fp8_hint(megatron: Megatron) -> str | None:
 
 def fp8_width_refusals(spec: ModelSpec, layout: Layout, recipe: str) -> Iterator[str]:
     """Yield a message for each width of the model that FP8 matrix products do not take at this layout."""
-    tensor_parallel, least = layout.tensor, fp8_alignment("tensorwise")
+    tensor_parallel = layout.tensor
+    alignment = fp8_alignment("tensorwise")
+    # With sequence parallelism Transformer Engine refuses blocks that are not whole.
+    hidden_alignment = fp8_alignment(recipe) if layout.sequence_parallel else alignment
     for name, width, multiple in (
-        ("hidden_size", spec.hidden_size, fp8_alignment(recipe) if layout.sequence_parallel else least),
-        ("intermediate_size / TP", spec.ffn_size // tensor_parallel, least),
-        ("num_attention_heads x head_dim / TP", spec.query_size // tensor_parallel, least),
+        ("hidden_size", spec.hidden_size, hidden_alignment),
+        ("intermediate_size / TP", spec.ffn_size // tensor_parallel, alignment),
+        ("num_attention_heads x head_dim / TP", spec.query_size // tensor_parallel, alignment),
     ):
         if width % multiple:
             yield (

@@ -24,17 +24,20 @@ from torch.nn import functional
 from nemo_grpo.core.batch import Sequences, on_device
 from nemo_grpo.engine.megatron.parallel import zigzag, zigzag_multiple
 
-SHARED, THD = "shared prompts", "thd"
-"""Values of `PackedSequences.qkv_format`; megatron-core knows the second one."""
+SHARED = "shared prompts"
+"""Value of `PackedSequences.qkv_format` that megatron-core does not know; `layers` and `model` do."""
+THD = "thd"
+"""Value of `PackedSequences.qkv_format`: megatron-core's format of whole sequences."""
 
 
 @dataclass(frozen=True)
 class PaddedRows:
     """Positions of a stream's tokens in padded rows, and back.
 
-    Attributes: inside: [R, L] bool, False in padding.
-                token: [R x L] int64, the token at each place; arbitrary in padding.
-                place: [number of tokens] int64, each token's place.
+    Attributes:
+        inside: [R, L] bool, False in padding.
+        token: [R x L] int64, the token at each place; arbitrary in padding.
+        place: [number of tokens] int64, each token's place.
     """
 
     inside: Tensor
@@ -46,7 +49,9 @@ class PaddedRows:
         """Lay out consecutive rows of these lengths."""
         inside = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
         flat = inside.flatten()
-        return cls(inside, (flat.cumsum(0) - 1).clamp(min=0), flat.nonzero()[:, 0])
+        token = (flat.cumsum(0) - 1).clamp(min=0)
+        place = flat.nonzero()[:, 0]
+        return cls(inside, token, place)
 
     def lay_out(self, x: Tensor) -> Tensor:
         """Move [tokens, ...] to [R, L, ...]; padding holds finite values, whose gradient is dropped."""
@@ -59,20 +64,30 @@ class PaddedRows:
 
 
 class _Move(torch.autograd.Function):
-    """x[there]; each row of x that matters is taken exactly once, so the gradient is a lookup by ``back``."""
+    """Lookup x[source], where each row of x that matters moves to exactly one place.
+
+    So the gradient is a lookup, too; autograd's gradient of an index would add rows up.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor, without: Tensor | None) -> Tensor:
-        ctx.save_for_backward(back, without)
-        return x.index_select(0, there)
+    def forward(ctx: Any, x: Tensor, source: Tensor, destination: Tensor, padding: Tensor | None) -> Tensor:
+        """Move rows of x.
+
+        Args:
+            source: row of x for each row of the result.
+            destination: row of the result for each row of x.
+            padding: [rows of x] bool, rows whose gradient is 0; None: none of them.
+        """
+        ctx.save_for_backward(destination, padding)
+        return x.index_select(0, source)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        back, without = ctx.saved_tensors
-        found = gradient.index_select(0, back)
-        if without is not None:
-            found.masked_fill_(without.view(-1, *[1] * (found.dim() - 1)), 0.0)
-        return found, None, None, None
+        destination, padding = ctx.saved_tensors
+        of_x = gradient.index_select(0, destination)
+        if padding is not None:
+            of_x.masked_fill_(padding.view(-1, *[1] * (of_x.dim() - 1)), 0.0)
+        return of_x, None, None, None
 
 
 @dataclass(frozen=True)
@@ -99,15 +114,17 @@ class AttentionPlan:
             return cls(prompts)
         responses = PaddedRows.of(lengths)
         column = torch.arange(responses.inside.shape[1], device=lengths.device)
-        causal = (column[:, None] >= column).expand(len(lengths), -1, -1)
-        prompt = prompts.inside[prompt_of][:, None].expand(-1, len(column), -1)
-        may = torch.cat([prompt, causal], 2)[:, None]
-        bias = torch.zeros(may.shape, dtype=dtype, device=may.device).masked_fill_(~may, -torch.inf)
+        attends_to_response = (column[:, None] >= column).expand(len(lengths), -1, -1)
+        attends_to_prompt = prompts.inside[prompt_of][:, None].expand(-1, len(column), -1)
+        attends = torch.cat([attends_to_prompt, attends_to_response], 2)[:, None]
+        bias = torch.zeros(attends.shape, dtype=dtype, device=attends.device)
+        bias.masked_fill_(~attends, -torch.inf)
         return cls(prompts, responses, prompt_of, bias)
 
     def num_tokens(self) -> tuple[int, int]:
         """Count the tokens in prompts and in responses."""
-        return len(self.prompts.place), 0 if self.responses is None else len(self.responses.place)
+        num_in_responses = 0 if self.responses is None else len(self.responses.place)
+        return len(self.prompts.place), num_in_responses
 
 
 @dataclass(kw_only=True)
@@ -117,16 +134,18 @@ class PackedSequences(PackedSeqParams):
     Attributes:
         input_ids: [1, T] int64.
         positions: [T] int64.
-        own: [T / CP] int64, the places in the stream that this context-parallel rank computes.
+        local_places: [T / CP] int64, the places in the stream that this context-parallel rank computes.
         attention: for `layers.CausalAttention`; Transformer Engine's goes by ``cu_seqlens_*``.
         predicting: [N] int64, the places in this rank's share of the stream whose logits are needed.
         targets: [N] int64, the tokens that they predict.
-        rows, columns: [N] int64, where results go in the microbatch's [B, T] tensors.
+        rows: [N] int64, rows of the microbatch's [B, T] tensors to which the results go.
+        columns: [N] int64, columns of those tensors.
     """
 
     input_ids: Tensor
     positions: Tensor
-    own: Tensor = None  # type: ignore[assignment]  # known when the stream is laid out
+    # None until the stream is laid out, which needs the other fields.
+    local_places: Tensor = None  # type: ignore[assignment]
     attention: AttentionPlan | None = None
     predicting: Tensor
     targets: Tensor
@@ -139,24 +158,28 @@ def pack(
 ) -> PackedSequences:
     """Pack sequences into a stream, each without its last token, which predicts nothing.
 
-    Args: multiple: divides T; unused tokens at the end fill the stream up.
-          share_prompts: False for the ``thd`` format.  dtype: of the attention's bias.
+    Args:
+        multiple: divides T; unused tokens at the end fill the stream up.
+        share_prompts: False for the ``thd`` format.
+        dtype: of the attention's bias.
+        device: to which the result is moved.
     """
-    ids, lengths = sequences.input_ids, sequences.lengths
-    starts = sequences.prompt_lengths if share_prompts else lengths - 1
-    first, prompt_of = _first_rows(sequences.prompt_ids if share_prompts else torch.arange(len(lengths)))
+    ids = sequences.input_ids
+    num_inputs = sequences.lengths - 1
+    # Where prompts are not shared, each whole sequence takes a prompt's place in the stream, and no response
+    # follows it.
+    prompt_lengths = sequences.prompt_lengths if share_prompts else num_inputs
+    prompt_ids = sequences.prompt_ids if share_prompts else torch.arange(len(num_inputs))
+    first_rows, prompt_of = _first_rows(prompt_ids)
+
     column = torch.arange(ids.shape[1])
-    in_prompt = column < starts[first, None]
-    in_response = (column >= starts[:, None]) & (column < lengths[:, None] - 1)
-    stream = torch.cat([ids[first][in_prompt], ids[in_response]])
+    in_prompt = column < prompt_lengths[first_rows, None]
+    in_response = (column >= prompt_lengths[:, None]) & (column < num_inputs[:, None])
+    stream = torch.cat([ids[first_rows][in_prompt], ids[in_response]])
     positions = torch.cat([in_prompt.nonzero()[:, 1], in_response.nonzero()[:, 1]])
-    # the place of each row's token in the stream, whether in its prompt or in its response
-    place = torch.zeros_like(ids)
-    place[in_response] = torch.arange(len(stream) - int(in_response.sum()), len(stream))
-    in_prompts = torch.zeros_like(in_prompt, dtype=torch.int64)
-    in_prompts[in_prompt] = torch.arange(int(in_prompt.sum()))
-    place = torch.where(column < starts[:, None], in_prompts[prompt_of], place)
-    predicts = (column >= sequences.prompt_lengths[:, None] - 1) & (column < lengths[:, None] - 1)
+
+    place = _places(in_prompt, in_response, prompt_lengths, prompt_of)
+    predicts = (column >= sequences.prompt_lengths[:, None] - 1) & (column < num_inputs[:, None])
     rows, columns = predicts.nonzero().unbind(1)
     packed = PackedSequences(
         input_ids=stream[None],
@@ -166,15 +189,40 @@ def pack(
         rows=rows,
         columns=columns,
     )
-    packed.attention = AttentionPlan.shared(starts[first], prompt_of, lengths - 1 - starts, dtype)
+    packed.attention = AttentionPlan.shared(
+        prompt_lengths[first_rows], prompt_of, num_inputs - prompt_lengths, dtype
+    )
     if share_prompts:
         packed.qkv_format = SHARED
-        packed.max_seqlen_q = packed.max_seqlen_kv = int(lengths.max()) - 1
+        longest = int(num_inputs.max())
+        packed.max_seqlen_q = longest
+        packed.max_seqlen_kv = longest
         _pad(packed, torch.arange(len(stream)), len(stream) + -len(stream) % multiple)
-        packed.own = zigzag(packed.input_ids.shape[1])
+        packed.local_places = zigzag(packed.input_ids.shape[1])
     else:
-        _lay_out_as_thd(packed, lengths - 1, multiple)
-    return on_device(_own_share(packed), device)  # planning on a GPU would synchronise many times
+        _lay_out_as_thd(packed, num_inputs, multiple)
+    # Planned on the host: on a GPU each of these sizes would wait for it.
+    return on_device(_local_share(packed), device)
+
+
+def _places(in_prompt: Tensor, in_response: Tensor, prompt_lengths: Tensor, prompt_of: Tensor) -> Tensor:
+    """Return the place in the stream of each row's tokens, [B, S] int64; arbitrary in padding.
+
+    Args:
+        in_prompt: [prompts, S] bool.
+        in_response: [B, S] bool.
+        prompt_lengths: [B].
+        prompt_of: [B], each row's prompt.
+    """
+    num_in_prompts = int(in_prompt.sum())
+    num_in_responses = int(in_response.sum())
+    prompt_place = torch.zeros(in_prompt.shape, dtype=torch.int64)
+    prompt_place[in_prompt] = torch.arange(num_in_prompts)
+    response_place = torch.zeros(in_response.shape, dtype=torch.int64)
+    # Responses follow all prompts in the stream.
+    response_place[in_response] = torch.arange(num_in_prompts, num_in_prompts + num_in_responses)
+    column = torch.arange(in_response.shape[1])
+    return torch.where(column < prompt_lengths[:, None], prompt_place[prompt_of], response_place)
 
 
 def _pad(packed: PackedSequences, places: Tensor, length: int) -> None:
@@ -186,36 +234,47 @@ def _pad(packed: PackedSequences, places: Tensor, length: int) -> None:
 
 def _lay_out_as_thd(packed: PackedSequences, lengths: Tensor, multiple: int) -> None:
     """Lay out whole sequences, each padded for context parallelism; further padding is one more sequence."""
-    padded = lengths + -lengths % zigzag_multiple()
-    if rest := -int(padded.sum()) % multiple:
-        padded = torch.cat([padded, padded.new_tensor([rest])])
-    ends = functional.pad(padded.cumsum(0), (1, 0))
-    starts = ends[: len(lengths)].repeat_interleave(lengths)
-    _pad(packed, starts + packed.positions, int(ends[-1]))
+    padded_lengths = lengths + -lengths % zigzag_multiple()
+    num_filling = -int(padded_lengths.sum()) % multiple
+    if num_filling:
+        padded_lengths = torch.cat([padded_lengths, padded_lengths.new_tensor([num_filling])])
+    # [0, end of the first sequence, end of the second one, ...]
+    boundaries = functional.pad(padded_lengths.cumsum(0), (1, 0))
+    sequence_starts = boundaries[: len(lengths)].repeat_interleave(lengths)
+    _pad(packed, sequence_starts + packed.positions, int(boundaries[-1]))
     packed.qkv_format = THD
-    packed.own = torch.cat([zigzag(int(n)) + start for n, start in zip(padded, ends[:-1], strict=True)])
-    packed.cu_seqlens_q = packed.cu_seqlens_kv = ends.to(torch.int32)
-    packed.max_seqlen_q = packed.max_seqlen_kv = int(padded.max())  # the padding may be the longest
+    # Each sequence is cut over the context-parallel ranks by itself.
+    local_places = [
+        zigzag(int(length)) + start for length, start in zip(padded_lengths, boundaries[:-1], strict=True)
+    ]
+    packed.local_places = torch.cat(local_places)
+    cu_seqlens = boundaries.to(torch.int32)
+    packed.cu_seqlens_q = cu_seqlens
+    packed.cu_seqlens_kv = cu_seqlens
+    # With the filling, which may be longer than any sequence.
+    longest = int(padded_lengths.max())
+    packed.max_seqlen_q = longest
+    packed.max_seqlen_kv = longest
 
 
 def _first_rows(prompt_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return (one row of each prompt, each row's prompt)."""
     _, prompt_of = prompt_ids.unique(return_inverse=True)
-    first = torch.empty(int(prompt_of.max()) + 1, dtype=torch.int64)
-    first[prompt_of] = torch.arange(len(prompt_of))
-    return first, prompt_of
+    first_rows = torch.empty(int(prompt_of.max()) + 1, dtype=torch.int64)
+    first_rows[prompt_of] = torch.arange(len(prompt_of))
+    return first_rows, prompt_of
 
 
-def _own_share(packed: PackedSequences) -> PackedSequences:
-    """Keep the predictions of this context-parallel rank, at places in its own share of the stream."""
-    own, length = packed.own, packed.input_ids.shape[1]
-    if len(own) == length:
+def _local_share(packed: PackedSequences) -> PackedSequences:
+    """Keep the predictions of this context-parallel rank, at places in its share of the stream."""
+    length = packed.input_ids.shape[1]
+    if len(packed.local_places) == length:
         return packed
-    place = torch.full((length,), -1)
-    place[own] = torch.arange(len(own))
-    mine = place[packed.predicting] >= 0
-    packed.predicting = place[packed.predicting][mine]
-    packed.targets, packed.rows, packed.columns = (
-        x[mine] for x in (packed.targets, packed.rows, packed.columns)
-    )
+    local_place = torch.full((length,), -1)
+    local_place[packed.local_places] = torch.arange(len(packed.local_places))
+    is_local = local_place[packed.predicting] >= 0
+    packed.predicting = local_place[packed.predicting][is_local]
+    packed.targets = packed.targets[is_local]
+    packed.rows = packed.rows[is_local]
+    packed.columns = packed.columns[is_local]
     return packed

@@ -14,6 +14,7 @@ from nemo_grpo.engine.megatron.optimizer import install_adam
 from nemo_grpo.recipe.layout import Layout
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""Time that a rank waits for the others in a collective, before the run ends."""
 
 
 def is_launched() -> bool:
@@ -29,26 +30,31 @@ def initialize(layout: Layout, device: torch.device, seed: int) -> None:
     cpu.install()
     install_adam()
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # megatron-core allocates on the current device
+        # megatron-core allocates on the current device.
+        torch.cuda.set_device(device)
         # cuDNN's attention makes a plan for every length, which takes longer than the attention.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if parallel_state.model_parallel_is_initialized():
-        current = (
+        # A process may build policies of several layouts one after the other.
+        current_sizes = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
             parallel_state.get_context_parallel_world_size(),
         )
-        if current != layout.sizes:
+        if current_sizes != layout.sizes:
             shut_down()
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        world: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **({} if is_launched() else world))
+        # A store in memory: one process needs no port.
+        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        world = {} if is_launched() else alone
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **world)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
             context_parallel_size=layout.context,
+            # The engine uses no gloo groups beside NCCL's.
             create_gloo_process_groups=False,
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -68,9 +74,11 @@ def zigzag(length: int, device: torch.device | None = None) -> Tensor:
     The sequence is cut into 2 CP slices; rank r has slices r and 2 CP - 1 - r, so that causal attention
     costs every rank the same. megatron-core's rotary embedding uses the same order.
 
-    Args: length: a multiple of `zigzag_multiple`.
+    Args:
+        length: a multiple of `zigzag_multiple`.
     """
-    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    size = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
     return zigzag_positions(length, size, rank, device)
 
 
@@ -94,27 +102,31 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sum_gradients: bool) -> Tensor:
         group = parallel_state.get_context_parallel_group()
-        parts = [torch.empty_like(x) for _ in range(group.size())]
+        size = group.size()
+        parts = [torch.empty_like(x) for _ in range(size)]
         dist.all_gather(parts, x.contiguous(), group=group)
-        length = x.shape[dim] * group.size()
-        ranks = range(group.size())
-        order = torch.cat([zigzag_positions(length, group.size(), rank, x.device) for rank in ranks])
-        ctx.dim, ctx.sum_gradients, ctx.own = dim, sum_gradients, zigzag(length, x.device)
-        return torch.cat(parts, dim).index_select(dim, order.argsort())
+        length = x.shape[dim] * size
+        positions = torch.cat([zigzag_positions(length, size, rank, x.device) for rank in range(size)])
+        ctx.dim = dim
+        ctx.sum_gradients = sum_gradients
+        ctx.local_positions = zigzag(length, x.device)
+        return torch.cat(parts, dim).index_select(dim, positions.argsort())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if ctx.sum_gradients:
+            # A copy: autograd may give the same tensor to others.
             gradient = gradient.contiguous().clone()
             dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
-        return gradient.index_select(ctx.dim, ctx.own), None, None
+        return gradient.index_select(ctx.dim, ctx.local_positions), None, None
 
 
 def gather_sequence(x: Tensor, dim: int, *, replicated: bool = False) -> Tensor:
     """Gather the whole sequence from every context-parallel rank's `zigzag` share along ``dim``.
 
-    Args: replicated: every rank computes the same thing with the result (a loss, say), so each one's own
-          gradient is complete; otherwise the ranks' gradients are summed.
+    Args:
+        replicated: every rank computes the same with the result (a loss, say), so each rank's gradient is
+            complete; otherwise the ranks' gradients are summed.
     """
     if parallel_state.get_context_parallel_world_size() == 1:
         return x
@@ -126,9 +138,9 @@ class _SumOverContext(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=parallel_state.get_context_parallel_group())
-        return x
+        total = x.clone()
+        dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+        return total
 
     @staticmethod
     def backward(_ctx: Any, gradient: Tensor) -> Tensor:
@@ -144,6 +156,7 @@ def sum_over_context_parallel(x: Tensor) -> Tensor:
 
 def sum_of_last_stages(x: Tensor) -> None:
     """Sum the last pipeline stages' tensors over data-parallel (not context-parallel) ranks, in place."""
+    # Only a last stage has computed anything; the broadcast replaces the zeros of the others.
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(x, source, group=parallel_state.get_pipeline_model_parallel_group())

@@ -22,17 +22,12 @@ from nemo_grpo.engine.megatron.microbatches import (
     Part,
     Scores,
     UpdateResult,
-    by_gradient,
-    own_share,
-    plan_bins,
-    plan_groups,
-    plan_parts,
-    plan_rows,
+    data_parallel_share,
 )
 from nemo_grpo.engine.megatron.model import build_model, transformer_config
 from nemo_grpo.engine.megatron.optimizer import SHARDING, clip_and_step, with_optimizer
 from nemo_grpo.engine.megatron.options import fp8_alignment
-from nemo_grpo.engine.megatron.packing import pack
+from nemo_grpo.engine.megatron.planner import Planner
 from nemo_grpo.engine.megatron.schedule import Loss, Pass
 from nemo_grpo.models import COMPUTED, read_spec
 from nemo_grpo.recipe.layout import Layout
@@ -40,7 +35,8 @@ from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronSchedu
 
 log = logging.getLogger(__name__)
 
-_CONSTANT = MegatronScheduler(lr_decay_iters=1000)  # the number has no effect
+# megatron-core wants a number of decay steps; a constant learning rate does not depend on it.
+_CONSTANT = MegatronScheduler(lr_decay_iters=1000)
 
 
 class MegatronPolicy:
@@ -61,35 +57,44 @@ class MegatronPolicy:
     ) -> None:
         """Build the model of a transformers config; `load_weights` must follow.
 
-        Args: hf: transformers config object.  optimizer, schedule: the recipe's sections.
-              layout: model-parallel sizes.
-              lora: train adapters only; the reference policy is then the model without them.
-              config_fields: further fields of `TransformerConfig` (`options.config_fields`).
+        Args:
+            hf: transformers config object.
+            optimizer: the recipe's section.
+            schedule: the recipe's section.
+            layout: model-parallel sizes.
+            lora: train adapters only; the reference policy is then the model without them.
+            config_fields: further fields of `TransformerConfig` (`options.config_fields`).
         """
         self.device = device or torch.device("cpu")
         self.layout = layout or Layout()
         parallel.initialize(self.layout, self.device, seed)
-        self.hf, self.sections = hf, (optimizer, schedule)
+        self.hf = hf
+        self.sections = (optimizer, schedule)
         spec = read_spec(hf.to_dict(), among=COMPUTED)
         self.config = transformer_config(spec, self.layout, dtype, **config_fields)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.model = build_model(spec, self.config).to(self.device)
         self.weights = HFWeights(hf.to_dict(), self.model)
         self.reference: dict[str, Tensor] | None = None
-        self.lora, self.seed = lora, seed
+        self.lora = lora
+        self.seed = seed
         self.adapters: Adapters | None = None
-        self.share_prompts = self.config.transformer_impl == "local"  # when sequences are packed
+        # Transformer Engine's attention has no shared prompts, so its packed sequences repeat them.
+        self.share_prompts = self.config.transformer_impl == "local"
 
     def load_weights(self, hf_tensors: Mapping[str, Tensor], *, keep_reference: bool) -> None:
         """Load Hugging Face tensors and set up the optimizer on them.
 
-        Args: keep_reference: also keep them, on the host, as the reference policy; LoRA needs no copy.
+        Args:
+            keep_reference: also keep them, on the host, as the reference policy; LoRA needs no copy.
         """
         self.weights.load(hf_tensors)
         if self.lora is not None:
             self.adapters = Adapters(self.weights, self.lora, self.seed)
         elif keep_reference:
             self.reference = {name: _host_copy(p) for name, p in self.model.named_parameters()}
+        # Last: in 16 bits the optimizer copies the weights to float32 when it is built, and with LoRA it
+        # takes only the adapters.
         self.wrapped, self.optimizer, self.scheduler = with_optimizer(self.model, self.config, *self.sections)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -130,14 +135,18 @@ class MegatronPolicy:
     ) -> Scores:
         """Compute logprob and entropy of every next token under the current weights, without gradient.
 
-        Args: micro_batch_size: sequences computed at once.  mb_tokens: instead of that, pack sequences
-                  into microbatches of at most this many tokens.
-              temperature: divides the logits for the logprobs, as it did when the tokens were sampled.
+        Args:
+            micro_batch_size: sequences computed at once.
+            temperature: divides the logits for the logprobs, as it did when the tokens were sampled.
+            mb_tokens: instead of ``micro_batch_size``, pack sequences into microbatches of at most this many
+                tokens.
+            with_entropies: compute entropies, too.
         """
-        plan = self._plan(sequences, micro_batch_size, mb_tokens)
+        plan = self.planner.plan(sequences, micro_batch_size, mb_tokens)
 
         def keep(part: Part, logprobs: Tensor, entropies: Tensor | None) -> Tensor:
             part.keep(logprobs, entropies)
+            # megatron-core's schedule wants a loss from every microbatch; nobody reads this one.
             return logprobs.sum()
 
         with torch.no_grad():
@@ -155,110 +164,98 @@ class MegatronPolicy:
         mb_tokens: int | None = None,
         scoring: bool = False,
     ) -> UpdateResult:
-        """Make one optimizer step on the given rows; loss and gradient do not depend on the microbatches.
+        """Make one optimizer step on these rows; loss and gradient do not depend on the microbatches.
 
         Rows without a gradient are left out of the model's passes. They count in every denominator, and in
         the metrics as if their logprobs were still ``prev_logprobs``.
 
-        Args: micro_batch_size, mb_tokens: as in `score`.
-              scoring: no `score` has been made since the last update. The current logprobs are then the
-                  previous ones too (their ratio is 1, its gradient is not 0), and the result has `Scores`.
+        Args:
+            micro_batch_size: as in `score`.
+            temperature: as in `score`.
+            mb_tokens: as in `score`.
+            scoring: no `score` has been made since the last update. The current logprobs are then the
+                previous ones too (their ratio is 1, its gradient is not 0), and the result has `Scores`.
         """
-        if objective.whole_groups_per_loss_call:
-            groups = plan_groups(prepared.batch.group_ids, own_share())
-            rows, rest = torch.arange(len(sequences.lengths)), torch.arange(0)
-            plan = self._microbatches(sequences, groups, mb_tokens, whole=True)
-        else:
-            learns = objective.rows_with_gradient(prepared.advantages, prepared.batch.mask)
-            rows, rest = by_gradient(learns, own_share())
-            plan = self._plan(sequences, micro_batch_size, mb_tokens, rows)
-        prepared = prepared.to(self.device)  # whole, once: the loss of a microbatch then waits for no copy
-        valid_toks, valid_seqs = prepared.batch.mask.sum(), prepared.batch.sample_mask.sum()
+        plan, computed_rows, skipped_rows = self.planner.plan_update(
+            objective, prepared, sequences, micro_batch_size, mb_tokens
+        )
+        # The whole batch moves once: the loss of a microbatch then waits for no copy.
+        prepared = prepared.to(self.device)
+        valid_toks = prepared.batch.mask.sum()
+        valid_seqs = prepared.batch.sample_mask.sum()
+        shares_of_metrics: list[dict[str, Tensor]] = []
+
+        def share_of_loss(rows: PreparedBatch) -> Tensor:
+            loss, metrics = objective.loss(rows, global_valid_toks=valid_toks, global_valid_seqs=valid_seqs)
+            shares_of_metrics.append(metrics)
+            return loss
+
         # The schedule divides by the number of microbatches and DDP averages over data-parallel ranks; our
         # loss is a sum of shares. (For context-parallel ranks the schedule's own factor does it.)
         scale = len(plan) * parallel_state.get_data_parallel_world_size()
-        shares: list[dict[str, Tensor]] = []
 
-        def share(part: PreparedBatch) -> Tensor:
-            value, metrics = objective.loss(part, global_valid_toks=valid_toks, global_valid_seqs=valid_seqs)
-            shares.append(metrics)
-            return value * scale
-
-        def loss(part: Part, logprobs: Tensor, entropies: Tensor | None) -> Tensor:
-            chosen = prepared.select(part.rows, next_token_logprobs=logprobs, length=part.length - 1)
+        def loss_of_part(part: Part, logprobs: Tensor, entropies: Tensor | None) -> Tensor:
+            rows = prepared.select(part.rows, next_token_logprobs=logprobs, length=part.length - 1)
             if scoring:
-                chosen = chosen.on_policy()
+                rows = rows.on_policy()
                 part.keep(logprobs.detach(), entropies)
-            return share(chosen)
+            return share_of_loss(rows) * scale
 
         self.wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._run(sequences, plan, loss, temperature, with_entropies=scoring, forward_only=False)
-        rank, num_ranks = own_share()
-        if len(own := rest[rank::num_ranks].to(self.device)):
-            share(prepared.select(own, next_token_logprobs=prepared.batch.prev_logprobs[own]))
-        metrics = self._add_up(shares)
+        self._run(sequences, plan, loss_of_part, temperature, with_entropies=scoring, forward_only=False)
+
+        # Rows that were left out have no gradient, but count in the metrics; the ranks share them.
+        rank, num_ranks = data_parallel_share()
+        local_skipped_rows = skipped_rows[rank::num_ranks].to(self.device)
+        if len(local_skipped_rows):
+            unchanged = prepared.batch.prev_logprobs[local_skipped_rows]
+            share_of_loss(prepared.select(local_skipped_rows, next_token_logprobs=unchanged))
+        metrics = self._sum_metrics(shares_of_metrics)
+
         lr = self.optimizer.param_groups[0]["lr"]
-        grad_norm, stepped = self._step_if_finite(metrics)
+        grad_norm, has_stepped = self._step_if_finite(metrics)
         scores = self._collect(sequences, plan, True) if scoring else None
-        computed = torch.zeros(len(sequences.lengths), dtype=torch.bool).index_fill_(0, rows, True)
-        return UpdateResult(metrics, grad_norm, lr, skipped=not stepped, scores=scores, computed=computed)
+        computed = torch.zeros(len(sequences.lengths), dtype=torch.bool).index_fill_(0, computed_rows, True)
+        return UpdateResult(metrics, grad_norm, lr, skipped=not has_stepped, scores=scores, computed=computed)
 
     def _step_if_finite(self, metrics: dict[str, float]) -> tuple[float, bool]:
+        """Clip the gradient and step, unless gradient or loss is not finite.
+
+        Returns:
+            (norm of the gradient before clipping, True if the step was made).
+        """
         overflow = self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        if overflow or not math.isfinite(grad_norm) or not math.isfinite(metrics.get("loss/total", 0.0)):
+        is_finite = math.isfinite(grad_norm) and math.isfinite(metrics.get("loss/total", 0.0))
+        if overflow or not is_finite:
             log.warning("loss %s or gradient norm %s is not finite: step skipped", metrics, grad_norm)
             return grad_norm, False
         clip_and_step(self.optimizer, grad_norm)
         self.scheduler.step(1)
         return grad_norm, True
 
-    def _plan(
-        self, sequences: Sequences, size: int, mb_tokens: int | None, rows: Tensor | None = None
-    ) -> list[Microbatch]:
-        """Plan this rank's microbatches, of all rows if none are given."""
-        rows = torch.arange(len(sequences.lengths)) if rows is None else rows
-        if not len(rows):
-            return []
-        part = sequences.select(rows)
-        if mb_tokens is None:
-            plan = plan_rows(part.lengths, size, own_share())
-        else:
-            plan = plan_bins(part, mb_tokens, own_share(), share_prompts=self.share_prompts)
-        return self._microbatches(sequences, [rows[own] for own in plan], mb_tokens)
-
-    def _microbatches(
-        self, sequences: Sequences, plan: list[Tensor], mb_tokens: int | None, *, whole: bool = False
-    ) -> list[Microbatch]:
-        """Build the planned microbatches.  Args: whole: the loss needs all rows of one at once."""
-        found = []
-        for rows in plan:
-            lengths, length = sequences.lengths[rows], int(sequences.lengths[rows].max())
-            packed, counts = None, [length - 1] * len(rows)
-            if mb_tokens is not None:
-                packed = pack(
-                    sequences.select(rows),
-                    multiple=self.sequence_multiple,
-                    share_prompts=self.share_prompts,
-                    dtype=self.config.params_dtype,
-                    device=self.device,
-                )
-                counts = (lengths - sequences.prompt_lengths[rows]).tolist()
-            sizes = [len(rows)] if whole else plan_parts(counts, self.most_tokens)
-            rows = rows.to(self.device)
-            found.append(Microbatch(rows, length, [Part(own, length) for own in rows.split(sizes)], packed))
-        return found
+    @property
+    def planner(self) -> Planner:
+        """Planner of this rank's microbatches."""
+        return Planner(
+            multiple=self.sequence_multiple,
+            max_tokens=self.max_tokens,
+            share_prompts=self.share_prompts,
+            dtype=self.config.params_dtype,
+            device=self.device,
+        )
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """Most tokens whose logits are in memory at a time."""
         return self.layout.tokens_at_once(self.hf.vocab_size, self.device.type)
 
     @property
     def sequence_multiple(self) -> int:
         """Multiple to which the columns of a microbatch are padded."""
-        return self.layout.sequence_multiple * fp8_alignment(self.config.fp8 and self.config.fp8_recipe)
+        fp8_recipe = self.config.fp8_recipe if self.config.fp8 else None
+        return self.layout.sequence_multiple * fp8_alignment(fp8_recipe)
 
     def _run(
         self,
@@ -270,29 +267,40 @@ class MegatronPolicy:
         with_entropies: bool,
         forward_only: bool,
     ) -> None:
-        multiple, most = self.sequence_multiple, self.most_tokens
-        run = Pass(temperature, with_entropies, forward_only, multiple, self.hf.vocab_size, most)
-        run.run(self.wrapped, sequences.input_ids.to(self.device), plan, loss)
+        schedule = Pass(
+            temperature=temperature,
+            with_entropies=with_entropies,
+            forward_only=forward_only,
+            multiple=self.sequence_multiple,
+            vocab_size=self.hf.vocab_size,
+            max_tokens=self.max_tokens,
+        )
+        schedule.run(self.wrapped, sequences.input_ids.to(self.device), plan, loss)
 
     def _collect(self, sequences: Sequences, plan: list[Microbatch], with_entropies: bool) -> Scores:
         """Gather on every rank the results that the microbatches kept."""
-        shape = (sequences.input_ids.shape[0], sequences.input_ids.shape[1] - 1)
-        found = torch.zeros(1 + with_entropies, *shape, device=self.device)
-        for part in (part for micro in plan for part in micro.parts):
-            for number, output in enumerate(part.outputs):
-                found[number][part.rows, : part.length - 1] = output.float()
-        parallel.sum_of_last_stages(found)
-        in_padding = torch.arange(shape[1]) >= sequences.lengths[:, None] - 1
-        return Scores(*found.cpu().masked_fill_(in_padding, 0.0))
+        num_rows, num_columns = sequences.input_ids.shape
+        num_kinds = 2 if with_entropies else 1
+        results = torch.zeros(num_kinds, num_rows, num_columns - 1, device=self.device)
+        for microbatch in plan:
+            for part in microbatch.parts:
+                for kind, output in enumerate(part.outputs):
+                    results[kind][part.rows, : part.length - 1] = output.float()
+        # Each row was computed by one data-parallel rank and is 0 on the others.
+        parallel.sum_of_last_stages(results)
+        in_padding = torch.arange(num_columns - 1) >= sequences.lengths[:, None] - 1
+        results = results.cpu().masked_fill_(in_padding, 0.0)
+        return Scores(results[0], results[1] if with_entropies else None)
 
-    def _add_up(self, shares: list[dict[str, Tensor]]) -> dict[str, float]:
+    def _sum_metrics(self, shares: list[dict[str, Tensor]]) -> dict[str, float]:
         """Sum each metric over microbatches and data-parallel ranks; one copy to the host for all of them."""
         names: list[Any] = [list(shares[0]) if shares else None]
-        if self.layout.pipeline > 1:  # the last stage has them
+        # Only the last pipeline stage computes a loss, so the other stages do not know its metrics' names.
+        if self.layout.pipeline > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
-            dist.broadcast_object_list(
-                names, parallel_state.get_pipeline_model_parallel_last_rank(), group=group
-            )
+            last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(names, last_rank, group=group)
+        # In float64: the split into microbatches must not show in the metrics.
         total = torch.zeros(len(names[0]), dtype=torch.float64, device=self.device)
         for share in shares:
             total += torch.stack([share[name].double() for name in names[0]])
@@ -317,7 +325,10 @@ class MegatronPolicy:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `dist_checkpointing.load` filled in."""
-        (self.adapters or self.model).load_state_dict(state["model"])
+        if self.adapters is not None:
+            self.adapters.load_state_dict(state["model"])
+        else:
+            self.model.load_state_dict(state["model"])
         with torch.no_grad():
             self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["opt_param_scheduler"])

@@ -38,13 +38,11 @@ from nemo_grpo.support.errors import UserError, first_line
 
 log = logging.getLogger(__name__)
 
-# Versions that have several writers default to one that is another package.
-_STRATEGY: dict[str, Any] = (
-    {"async_strategy": "mcore"}
-    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
-    else {}
-)
-
+# Versions of megatron-core that have several writers default to one that is another package
+# (tests/unit/engine/test_upstream_faults.py).
+_STRATEGY: dict[str, Any] = {}
+if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
+    _STRATEGY["async_strategy"] = "mcore"
 
 _WRITERS = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
 """megatron-core's writer of a rank's files before 0.19, and since."""
@@ -54,34 +52,34 @@ class PendingWrite:
     """A checkpoint whose tensors are being written. Every rank makes one and calls its methods alike."""
 
     def __init__(self, request: Any, *, asynchronous: bool) -> None:
-        """Start.
+        """Start to write.
 
-        Args: request: what `dist_checkpointing.save` returned.
-              asynchronous: return at once, with copies of the tensors; else when this rank's are written.
+        Args:
+            request: what `dist_checkpointing.save` returned.
+            asynchronous: return at once, with copies of the tensors; else when this rank's are written.
         """
         self._request = request
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        if request.async_fn is None:  # nothing to write on this rank
-            return
+        if request.async_fn is None:
+            return  # nothing to write on this rank
         arguments = list(request.async_fn_args)
         if request.preload_fn is not None:
             arguments[1] = request.preload_fn()
         if not asynchronous:
             request.async_fn(*arguments, **request.async_fn_kwargs)
             return
-        if not torch.cuda.is_available():  # from a GPU these are copies already
-            arguments[1] = [
-                (file, key, (objects, [(item, tensor.clone()) for item, tensor in tensors]))
-                for file, key, (objects, tensors) in arguments[1]
-            ]
+        # From a GPU these are copies already; on a CPU they are the weights, which the next update changes.
+        if not torch.cuda.is_available():
+            arguments[1] = [_copied(bucket) for bucket in arguments[1]]
 
         def write() -> None:
             try:
                 request.async_fn(*arguments, **request.async_fn_kwargs)
             except BaseException as error:
-                self._error = error
+                self._error = error  # `finish` reports it
 
+        # A daemon: a trainer that ends for another reason does not wait for it.
         self._thread = threading.Thread(target=write, daemon=True)
         self._thread.start()
 
@@ -93,10 +91,18 @@ class PendingWrite:
         """Wait for this rank's tensors, then, with the other ranks, write the metadata."""
         if self._thread is not None:
             self._thread.join()
+        # Through megatron-core's queue, so that all ranks fail together in its own exchange of results.
         if self._error is not None:
             filesystem_async._results_queue.put(self._error)
         for finalize in self._request.finalize_fns:
             finalize()
+
+
+def _copied(bucket: tuple[Any, Any, tuple[Any, list[tuple[Any, torch.Tensor]]]]) -> tuple[Any, Any, Any]:
+    """Copy the tensors of a bucket of megatron-core's writer: (file, key, (objects, tensors))."""
+    file, key, (objects, tensors) = bucket
+    copies = [(item, tensor.clone()) for item, tensor in tensors]
+    return file, key, (objects, copies)
 
 
 def begin_save(
@@ -107,7 +113,11 @@ def begin_save(
     Every rank of the policy calls it. With LoRA the model is its adapters, under Megatron-Bridge's names,
     with their scale in `RUN_CONFIG`.
 
-    Args: asynchronous: write the tensors in the background.
+    Args:
+        policy: every rank's.
+        folder: for the checkpoint.
+        iteration: step of the run.
+        asynchronous: write the tensors in the background.
     """
     write_in_this_process()
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,8 +146,9 @@ def _write_files(
     transforms: list[Any], _use_msc: bool, _rank: int, buckets: list[Any], results: queue.Queue[Any]
 ) -> None:
     """Write and flush one file per bucket; the results, or what was raised, go into the queue."""
-    written: dict[int, Any] = {}
-    processes = SimpleNamespace(get=lambda: None, task_done=lambda: None)  # the writer counts them
+    outcomes: dict[int, Any] = {}
+    # megatron-core's writer counts its processes in a queue; here there are none to count.
+    processes = SimpleNamespace(get=lambda: None, task_done=lambda: None)
     for number, bucket in enumerate(buckets):
         result: queue.Queue[Any] = queue.Queue()
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(
@@ -147,8 +158,8 @@ def _write_files(
         if isinstance(outcome, Exception):
             results.put(outcome)
             return
-        written[number] = outcome
-    results.put(written)
+        outcomes[number] = outcome
+    results.put(outcomes)
 
 
 def check_readable(folder: Path) -> None:
@@ -156,7 +167,7 @@ def check_readable(folder: Path) -> None:
     try:
         load_sharded_metadata(str(folder))
         dist_checkpointing.load_common_state_dict(str(folder))
-    except Exception as error:  # whatever two packages that do not fit raise
+    except Exception as error:  # two packages that do not fit may raise anything
         installed = " and ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
         raise UserError(
             f"{folder} was written and cannot be read back: no run could resume from it. {installed} do not "
@@ -167,7 +178,8 @@ def check_readable(folder: Path) -> None:
 
 def load_policy(policy: MegatronPolicy, folder: Path) -> None:
     """Read what `begin_save` wrote, at this policy's layout. The policy must have its optimizer already."""
-    with closing(TorchDistReader(folder)) as reader:  # refuses metadata that would run code
+    # Our reader first: it refuses metadata that would run code.
+    with closing(TorchDistReader(folder)) as reader:
         if reader.folder != folder:
             raise UserError(f"{folder} has no {METADATA}, a folder in it has; copy the checkpoint again")
     with _data_alone():
@@ -175,27 +187,33 @@ def load_policy(policy: MegatronPolicy, folder: Path) -> None:
 
 
 def _load_policy(policy: MegatronPolicy, folder: Path) -> None:
-    common, wanted = dist_checkpointing.load_common_state_dict(str(folder)), _lora_of(policy)
-    if (saved := common.get("lora")) != wanted:
+    recorded_lora = dist_checkpointing.load_common_state_dict(str(folder)).get("lora")
+    if recorded_lora != _lora_of(policy):
         raise UserError(
-            f"{folder} was written with LoRA settings {saved}, policy.megatron_cfg.peft says {wanted}; "
-            "resume with the same ones (None: peft.enabled=false)"
+            f"{folder} was written with LoRA settings {recorded_lora}, policy.megatron_cfg.peft says "
+            f"{_lora_of(policy)}; resume with the same ones (None: peft.enabled=false)"
         )
     state = policy.sharded_state_dict(loading=True)
     absent = _absent_extra_states(state["model"], folder)
     for name in absent:
         del state["model"][name]
-    with warnings.catch_warnings():  # about how megatron-core calls torch
+    with warnings.catch_warnings():
+        # megatron-core 0.16 calls torch's functions by their deprecated names
+        # (tests/unit/engine/test_upstream_faults.py).
         warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
         loaded = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
-    loaded["model"] |= dict.fromkeys(absent)  # None: the layer keeps what it has
+    # None: the layer keeps the state that it was built with.
+    loaded["model"] |= dict.fromkeys(absent)
     policy.load_state_dict(loaded)
 
 
 @contextmanager
 def _data_alone() -> Iterator[None]:
-    """Make ``torch.load`` run no pickled code within the block; torch's checkpoint reader would let it."""
+    """Make ``torch.load`` run no pickled code within the block.
+
+    torch's checkpoint reader would let it, as of torch 2.13 (tests/unit/engine/test_upstream_faults.py).
+    """
     load = torch.load
 
     def restricted(*args: Any, **kwargs: Any) -> Any:
@@ -203,7 +221,8 @@ def _data_alone() -> Iterator[None]:
 
     torch.load = restricted
     try:
-        with torch.serialization.safe_globals([io.BytesIO]):  # FP8's scaling history
+        # Transformer Engine keeps FP8's scaling history in a BytesIO.
+        with torch.serialization.safe_globals([io.BytesIO]):
             yield
     except pickle.UnpicklingError as error:
         raise UserError(
@@ -218,13 +237,15 @@ def _absent_extra_states(model: dict[str, Any], folder: Path) -> list[str]:
 
     They hold FP8's scaling history, which layers rebuild. Anything else that is missing is an error on load.
     """
-    asked = {
+    keys = {
         name: part.unique_key
         for name, part in model.items()
         if isinstance(part, ShardedObject) and name.endswith("._extra_state")
     }
-    there = load_sharded_metadata(str(folder)) if asked else {}
-    absent = [name for name, key in asked.items() if key not in there]
+    if not keys:
+        return []
+    metadata = load_sharded_metadata(str(folder))
+    absent = [name for name, key in keys.items() if key not in metadata]
     if absent:
         log.info("%s was written by other layers: %d FP8 states begin anew", folder, len(absent))
     return absent

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -15,36 +15,95 @@ from torch.nn import functional
 from nemo_grpo.core.logprobs import logprobs_and_entropy, next_token_logprobs
 from nemo_grpo.engine.megatron import output_layer, parallel
 from nemo_grpo.engine.megatron.microbatches import Microbatch, Part
-from nemo_grpo.engine.megatron.output_layer import Numbers, loss_in_parts
+from nemo_grpo.engine.megatron.output_layer import TokenScores, loss_in_parts
 from nemo_grpo.engine.megatron.packing import PackedSequences
 
 Loss = Callable[[Part, Tensor, Tensor | None], Tensor]
 """(rows of a microbatch, logprobs [B, T], entropies [B, T] or None) -> 0-d; on the last pipeline stage."""
 
 
-@dataclass(frozen=True)
-class _Tokens:
+class _Tokens(Protocol):
     """The tokens of a microbatch that have logits on this rank, row after row.
 
-    Attributes: targets: [N] int64, what they predict.
-                firsts: places of rows in the microbatch -> first token of each; the end -> N.
-                spread: ([n] numbers of a part's tokens; place of its first ``row``, ``num_rows``, ``first``
-                    token) -> [B, T].
+    Attributes:
+        targets: [N] int64, the tokens that they predict.
+    """
+
+    @property
+    def targets(self) -> Tensor: ...
+
+    def first_tokens(self, rows: list[int]) -> list[int]:
+        """Return the number of each row's first token; of the row after the last one, N."""
+        ...
+
+    def to_rows(self, x: Tensor, first_row: int, num_rows: int, first_token: int) -> Tensor:
+        """Lay [n] numbers of consecutive rows' tokens out as [num_rows, T], gathered from all ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class _PaddedTokens:
+    """Tokens of rows that are padded to one length.
+
+    Attributes:
+        targets: [N] int64.
+        num_columns: tokens of each row on this context-parallel rank.
+        length: columns of the microbatch, of which one less is predicted.
     """
 
     targets: Tensor
-    firsts: Callable[[list[int]], list[int]]
-    spread: Callable[..., Tensor]
+    num_columns: int
+    length: int
+
+    def first_tokens(self, rows: list[int]) -> list[int]:
+        return [row * self.num_columns for row in rows]
+
+    def to_rows(self, x: Tensor, first_row: int, num_rows: int, first_token: int) -> Tensor:
+        whole = parallel.gather_sequence(x.view(num_rows, -1), 1, replicated=True)
+        return whole[:, : self.length - 1]
+
+
+@dataclass(frozen=True)
+class _PackedTokens:
+    """Tokens of a stream of packed sequences.
+
+    Attributes:
+        packed: the stream, with the row and column of each token.
+        length: columns of the microbatch, of which one less is predicted.
+    """
+
+    packed: PackedSequences
+    length: int
+
+    @property
+    def targets(self) -> Tensor:
+        return self.packed.targets
+
+    def first_tokens(self, rows: list[int]) -> list[int]:
+        # One part: it has all tokens, and nothing has to wait for a GPU.
+        if len(rows) == 2:
+            return [0, len(self.packed.rows)]
+        return torch.searchsorted(self.packed.rows, self.packed.rows.new_tensor(rows)).tolist()
+
+    def to_rows(self, x: Tensor, first_row: int, num_rows: int, first_token: int) -> Tensor:
+        tokens = slice(first_token, first_token + len(x))
+        places = (self.packed.rows[tokens] - first_row, self.packed.columns[tokens])
+        whole = x.new_zeros(num_rows, self.length - 1).index_put(places, x)
+        # The ranks have different tokens of a row, and 0 in the places of the others.
+        return parallel.sum_over_context_parallel(whole)
 
 
 @dataclass(frozen=True)
 class Pass:
     """One pass over some microbatches.
 
-    Attributes: temperature: divides the logits for the logprobs.  with_entropies: also give the loss every
-                token's entropy at temperature 1, without gradient.  forward_only: no gradients.
-                multiple: divisor of padded rows' lengths.  vocab_size: without padding.
-                most: tokens whose logits are in memory at a time.
+    Attributes:
+        temperature: divides the logits for the logprobs.
+        with_entropies: also give the loss every token's entropy at temperature 1, without gradient.
+        forward_only: compute no gradients.
+        multiple: divisor of padded rows' lengths.
+        vocab_size: without padding.
+        max_tokens: most tokens whose logits are in memory at a time.
     """
 
     temperature: float
@@ -52,100 +111,134 @@ class Pass:
     forward_only: bool
     multiple: int
     vocab_size: int
-    most: int
+    max_tokens: int
 
     def run(self, model: torch.nn.Module, input_ids: Tensor, plan: Sequence[Microbatch], loss: Loss) -> None:
         """Run the schedule; gradients are left in the model.
 
-        Args: model: as `optimizer.with_optimizer` wraps it.
-              input_ids: [B, S], of all rows in the plan; packed microbatches have their own.
+        Args:
+            model: as `optimizer.with_optimizer` wraps it.
+            input_ids: [B, S], of all rows in the plan; packed microbatches have their own.
+            plan: this rank's microbatches, at least one.
+            loss: of the rows of one part of a microbatch.
         """
 
-        def forward_step(batches: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
-            micro = next(batches)
-            output, tokens = (
-                self._padded(model, input_ids, micro)
-                if micro.packed is None
-                else self._packed(model, micro, micro.packed)
-            )
+        def forward_step(microbatches: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
+            microbatch = next(microbatches)
+            if microbatch.packed is None:
+                output, tokens = self._padded(model, input_ids, microbatch)
+            else:
+                output, tokens = self._packed(model, microbatch, microbatch.packed)
 
-            def on_last_stage(hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                weight, numbers = model.module.output_weight, partial(self._numbers, tokens.targets)
-                parts = list(_parts(micro, tokens, loss))
-                return loss_in_parts(hidden.flatten(0, 1), weight, parts, numbers, self.most), {}
+            # megatron-core calls this on the last pipeline stage alone; `output` goes to the next one.
+            def loss_of_microbatch(hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                weight = model.module.output_weight
+                parts = list(_parts(microbatch, tokens, loss))
+                score = partial(self._score_tokens, tokens.targets)
+                total = loss_in_parts(hidden.flatten(0, 1), weight, parts, score, self.max_tokens)
+                return total, {}
 
-            return output, on_last_stage
+            return output, loss_of_microbatch
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(plan),
             model=[model],
             num_microbatches=len(plan),
-            seq_length=self._padded_length(max(micro.length for micro in plan)),
-            micro_batch_size=max(len(micro.rows) for micro in plan),
+            # Required; with variable_seq_lengths the stages tell each other the shapes instead.
+            seq_length=self._padded_length(max(microbatch.length for microbatch in plan)),
+            micro_batch_size=max(len(microbatch.rows) for microbatch in plan),
             forward_only=self.forward_only,
         )
 
     def _padded_length(self, length: int) -> int:
         """Round the number of predicted columns up to the next multiple."""
-        return length - 1 + -(length - 1) % self.multiple
+        num_predicted = length - 1
+        return num_predicted + -num_predicted % self.multiple
 
-    def _padded(self, model: torch.nn.Module, input_ids: Tensor, micro: Microbatch) -> tuple[Tensor, _Tokens]:
-        ids = input_ids[micro.rows, : micro.length]
-        ids = functional.pad(ids, (0, self._padded_length(micro.length) + 1 - micro.length))
-        own = parallel.zigzag(ids.shape[1] - 1, ids.device)
+    def _padded(
+        self, model: torch.nn.Module, input_ids: Tensor, microbatch: Microbatch
+    ) -> tuple[Tensor, _Tokens]:
+        """Run the model on rows that are padded to one length.
 
-        def spread(x: Tensor, row: int, num_rows: int, first: int) -> Tensor:
-            whole = parallel.gather_sequence(x.view(num_rows, -1), 1, replicated=True)
-            return whole[:, : micro.length - 1]
-
-        tokens = _Tokens(ids[:, 1:][:, own].flatten(), lambda rows: [row * len(own) for row in rows], spread)
-        return model(ids[:, :-1][:, own], position_ids=None, attention_mask=None), tokens
+        Returns:
+            (the model's output, the tokens that have logits).
+        """
+        ids = input_ids[microbatch.rows, : microbatch.length]
+        # One column more than is computed: the last one is only predicted.
+        ids = functional.pad(ids, (0, self._padded_length(microbatch.length) + 1 - microbatch.length))
+        columns = parallel.zigzag(ids.shape[1] - 1, ids.device)
+        targets = ids[:, 1:][:, columns].flatten()
+        output = model(ids[:, :-1][:, columns], position_ids=None, attention_mask=None)
+        return output, _PaddedTokens(targets, len(columns), microbatch.length)
 
     def _packed(
-        self, model: torch.nn.Module, micro: Microbatch, packed: PackedSequences
+        self, model: torch.nn.Module, microbatch: Microbatch, packed: PackedSequences
     ) -> tuple[Tensor, _Tokens]:
-        def firsts(rows: list[int]) -> list[int]:
-            if len(rows) == 2:  # do not wait for a GPU
-                return [0, len(packed.rows)]
-            return torch.searchsorted(packed.rows, packed.rows.new_tensor(rows)).tolist()
+        """Run the model on a stream of packed sequences.
 
-        def spread(x: Tensor, row: int, num_rows: int, first: int) -> Tensor:
-            own = slice(first, first + len(x))
-            whole = x.new_zeros(num_rows, micro.length - 1)
-            whole = whole.index_put((packed.rows[own] - row, packed.columns[own]), x)
-            return parallel.sum_over_context_parallel(whole)
+        Returns:
+            (the model's output, the tokens that have logits).
+        """
+        local_ids = packed.input_ids[:, packed.local_places]
+        output = model(local_ids, position_ids=None, attention_mask=None, packed_seq_params=packed)
+        return output, _PackedTokens(packed, microbatch.length)
 
-        output = model(
-            packed.input_ids[:, packed.own], position_ids=None, attention_mask=None, packed_seq_params=packed
-        )
-        return output, _Tokens(packed.targets, firsts, spread)
+    def _score_tokens(self, targets: Tensor, logits: Tensor, where: slice) -> TokenScores:
+        """Compute logprobs and entropies of some tokens.
 
-    def _numbers(self, targets: Tensor, logits: Tensor, where: slice) -> Numbers:
+        Args:
+            targets: [N], all tokens of the microbatch.
+            logits: [n, V], of the tokens at ``where``; under tensor parallelism this rank's vocabulary.
+        """
         targets = targets[where]
-        shard: dict[str, Any] = {
+        vocabulary: dict[str, Any] = {
             "group": parallel_state.get_tensor_model_parallel_group(),
             "vocab_size": self.vocab_size,
         }
+        # At temperature 1 both come from one softmax.
         if self.with_entropies and self.temperature == 1:
-            logprobs, entropies = logprobs_and_entropy(logits, targets, **shard)
+            logprobs, entropies = logprobs_and_entropy(logits, targets, **vocabulary)
             return logprobs, entropies.detach()
-        logprobs = next_token_logprobs(logits, targets, temperature=self.temperature, **shard)
+        logprobs = next_token_logprobs(logits, targets, temperature=self.temperature, **vocabulary)
         if not self.with_entropies:
             return logprobs, None
         with torch.no_grad():
-            return logprobs, logprobs_and_entropy(logits, targets, **shard)[1]
+            _, entropies = logprobs_and_entropy(logits, targets, **vocabulary)
+        return logprobs, entropies
 
 
-def _parts(micro: Microbatch, tokens: _Tokens, loss: Loss) -> Iterator[output_layer.PartLoss]:
-    rows = [0, *accumulate(len(part.rows) for part in micro.parts)]
-    firsts = tokens.firsts(rows)
-    for part, row, first, end in zip(micro.parts, rows[:-1], firsts[:-1], firsts[1:], strict=True):
-        spread = partial(tokens.spread, row=row, num_rows=len(part.rows), first=first)
+@dataclass(frozen=True)
+class _LossOfPart:
+    """Loss of one part of a microbatch, from the scores of its tokens.
 
-        def part_loss(
-            logprobs: Tensor, entropies: Tensor | None, part: Part = part, spread: Any = spread
-        ) -> Tensor:
-            return loss(part, spread(logprobs), None if entropies is None else spread(entropies))
+    Attributes:
+        first_row: place of the part's first row in the microbatch.
+        first_token: place of that row's first token.
+    """
 
-        yield slice(first, end), part_loss
+    loss: Loss
+    part: Part
+    tokens: _Tokens
+    first_row: int
+    first_token: int
+
+    def __call__(self, logprobs: Tensor, entropies: Tensor | None) -> Tensor:
+        """Compute the part's loss, 0-d, from the scores of its tokens, [n] each."""
+        logprobs = self._to_rows(logprobs)
+        if entropies is not None:
+            entropies = self._to_rows(entropies)
+        return self.loss(self.part, logprobs, entropies)
+
+    def _to_rows(self, x: Tensor) -> Tensor:
+        return self.tokens.to_rows(x, self.first_row, len(self.part.rows), self.first_token)
+
+
+def _parts(microbatch: Microbatch, tokens: _Tokens, loss: Loss) -> Iterator[output_layer.PartLoss]:
+    """Yield the tokens of each part of a microbatch, with the loss of their scores."""
+    rows = [0, *accumulate(len(part.rows) for part in microbatch.parts)]
+    first_tokens = tokens.first_tokens(rows)
+    for number, part in enumerate(microbatch.parts):
+        first = first_tokens[number]
+        end = first_tokens[number + 1]
+        yield slice(first, end), _LossOfPart(loss, part, tokens, rows[number], first)

@@ -8,9 +8,10 @@ from megatron.core.models.gpt import gpt_layer_specs
 from processes import ROOT
 
 from nemo_grpo import UserError
-from nemo_grpo.engine.checks import choose_device, choose_precision
+from nemo_grpo.engine.checks import choose_device
 from nemo_grpo.engine.megatron import layers, parallel
 from nemo_grpo.engine.megatron.model import transformer_config
+from nemo_grpo.engine.setup import choose_precision
 from nemo_grpo.models import ModelSpec
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.recipe.layout import Layout

@@ -45,13 +45,20 @@ def test_the_folder_is_a_complete_hugging_face_model(folder):
     assert generation["eos_token_id"] == tokenizer.eos_token_id == end
 
 
-def test_the_tokenizer_keeps_tags_whole_and_round_trips_any_text(folder):
+TEXT = "<think>1+2=3</think><answer>3</answer>Caf\u00e9 \u2713 47  + 8\n\ttabs \U0001f600"
+
+
+@pytest.mark.parametrize("tag", ["<think>", "</think>", "<answer>", "</answer>"])
+def test_the_tokenizer_keeps_tags_whole(folder, tag):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = "<think>1+2=3</think><answer>3</answer>Caf\u00e9 \u2713 47  + 8\n\ttabs \U0001f600"
-    ids = tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
-    for tag in ("<think>", "</think>", "<answer>", "</answer>"):
-        assert ids.count(tokenizer.convert_tokens_to_ids(tag)) == 1
-    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    assert ids.count(tokenizer.convert_tokens_to_ids(tag)) == 1
+
+
+def test_the_tokenizer_round_trips_any_text(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(TEXT + "<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == TEXT
 
 
 def test_the_chat_template_ends_a_prompt_with_the_assistants_turn(folder, task):
@@ -61,12 +68,17 @@ def test_the_chat_template_ends_a_prompt_with_the_assistants_turn(folder, task):
     assert prompt == f"<|im_start|>user\nQ: {problem.question}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_the_same_seed_gives_the_same_bytes_and_leaves_the_callers_random_numbers(folder, task, tmp_path):
+def test_a_new_model_leaves_the_callers_random_numbers(task, tmp_path):
     torch.manual_seed(1234)
-    random.seed(1234)
     state = torch.get_rng_state()
     write_new_model(NewModel(**SIZES), task, tmp_path)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_same_seed_gives_the_same_bytes(folder, task, tmp_path):
+    torch.manual_seed(1234)
+    random.seed(1234)
+    write_new_model(NewModel(**SIZES), task, tmp_path)
     for name in FILES:
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 

@@ -67,7 +67,11 @@ def test_loss_and_gradients_are_those_of_autograd(bounds, most):
     torch.testing.assert_close(without, expected.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_parts_have_whole_rows_and_few_tokens():
+def test_parts_have_at_most_so_many_tokens():
+    assert plan_parts([3, 4, 2, 1], 7) == [2, 2]
+
+
+def test_a_part_has_whole_rows():
     assert plan_parts([3, 4, 2, 9, 1, 1], 7) == [2, 1, 1, 2]
     assert plan_parts([5], 2) == [1]
 

@@ -36,11 +36,11 @@ def test_context_parallel_ranks_predict_each_response_token_once(size, share_pro
     for rank in range(size):
         packed = share(size, rank, share_prompts, monkeypatch)
         row_of, columns = packed.rows.tolist(), packed.columns.tolist()
-        before = packed.input_ids[0, packed.own][packed.predicting].tolist()
+        before = packed.input_ids[0, packed.local_places][packed.predicting].tolist()
         ids = rows().input_ids
         assert before == ids[row_of, columns].tolist()
         assert packed.targets.tolist() == [100 * r + c + 1 for r, c in zip(row_of, columns, strict=True)]
-        assert packed.positions[packed.own][packed.predicting].tolist() == columns
+        assert packed.positions[packed.local_places][packed.predicting].tolist() == columns
         found += zip(row_of, columns, strict=True)
     assert sorted(found) == [
         (row, column)

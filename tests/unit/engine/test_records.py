@@ -6,7 +6,7 @@ import torch
 from nemo_grpo.core.objective import as_kept
 from nemo_grpo.engine.learning import TrainingState
 from nemo_grpo.engine.megatron.microbatches import UpdateResult, by_gradient, plan_groups, plan_rows
-from nemo_grpo.engine.step_metrics import drawn_metrics, mean_metrics, mean_scores, note, signal_shares
+from nemo_grpo.engine.step_metrics import mean_metrics, mean_scores, note, sampled_metrics, signal_shares
 from nemo_grpo.report.runs import validation_note
 from nemo_grpo.run.groups import Group, Scored, assemble
 from nemo_grpo.run.samples import sample_rows
@@ -39,11 +39,11 @@ def test_scores_are_means_over_all_responses():
     }
 
 
-def test_metrics_of_what_was_drawn_stand_beside_those_of_what_was_kept():
+def test_metrics_of_all_sampled_groups_stand_beside_those_of_the_trained_groups():
     """Group b is dropped: rewards 2.5 and 0.5 of a, 2.5 twice of b; lengths 1, 3, 5, 5."""
     kept = group(response(1.0), response(0.0, num_tokens=3), name="a")
     dropped = group(response(1.0, num_tokens=5), response(1.0, num_tokens=5), name="b")
-    assert drawn_metrics(assemble([kept, dropped])) == {
+    assert sampled_metrics(assemble([kept, dropped])) == {
         "reward/mean": 2.0,
         "reward/std": pytest.approx(1.0),
         "reward/group_std": pytest.approx(2**0.5 / 2),
@@ -92,12 +92,18 @@ def test_shares_are_of_all_drawn_groups():
     assert signal_shares(drawn, drop_truncated=True) == {"rollout/with_signal": 0.25}
 
 
-def test_updates_of_a_step_are_averaged_and_counted():
-    good, bad = UpdateResult({"loss/total": 1.0}, 2.0, 0.1), UpdateResult({"loss/total": 3.0}, 6.0, 0.3, True)
-    assert mean_metrics([good, bad]) == {"loss/total": 2.0, "grad_norm": 4.0, "lr": pytest.approx(0.2)}
+FINITE = UpdateResult({"loss/total": 1.0}, 2.0, 0.1)
+SKIPPED = UpdateResult({"loss/total": 3.0}, 6.0, 0.3, skipped=True)
+
+
+def test_updates_of_a_step_are_averaged():
+    assert mean_metrics([FINITE, SKIPPED]) == {"loss/total": 2.0, "grad_norm": 4.0, "lr": pytest.approx(0.2)}
     assert mean_metrics([]) == {}
+
+
+def test_a_step_is_skipped_if_all_its_updates_are():
     state = TrainingState()
-    for updates in ([bad], [bad, bad], [good, bad], [], [bad]):
+    for updates in ([SKIPPED], [SKIPPED, SKIPPED], [FINITE, SKIPPED], [], [SKIPPED]):
         state.count(updates, num_tokens=3)
     assert (state.step, state.tokens) == (5, 15)
     assert (state.skipped, state.skipped_in_a_row, state.no_signal) == (3, 1, 1)

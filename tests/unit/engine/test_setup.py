@@ -42,7 +42,6 @@ def given(monkeypatch):
             found.update(tensors=tensors, keep_reference=keep_reference)
 
     monkeypatch.setattr(setup, "MegatronPolicy", Policy)
-    monkeypatch.setattr(setup, "load_config", lambda _: "the model's")
     monkeypatch.setattr(setup, "load_weights", lambda _: "its tensors")
     return found
 
@@ -58,9 +57,8 @@ def given(monkeypatch):
 )
 def test_learning_rate_falls_until_the_last_update(given, overrides, expected):
     sizes = ["grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "grpo.max_num_steps=7"]
-    setup.build_policy(
-        recipe(*sizes, f"{SCHEDULER}.lr_warmup_iters=0", *overrides), "folder", CPU, keep_reference=True
-    )
+    made = recipe(*sizes, f"{SCHEDULER}.lr_warmup_iters=0", *overrides)
+    setup.build_policy(made, "folder", "the model's", CPU, keep_reference=True)
     assert given["schedule"].lr_decay_iters == expected
     assert (given["hf"], given["tensors"], given["keep_reference"]) == ("the model's", "its tensors", True)
 
@@ -70,7 +68,7 @@ def test_policy_gets_the_recipes_settings(given):
         *("policy.precision=bfloat16", "grpo.seed=5", "policy.megatron_cfg.optimizer.lr=0.125"),
         "policy.megatron_cfg.peft={enabled: true, dim: 4, alpha: 6, exclude_modules: [linear_fc1]}",
     )
-    setup.build_policy(made, "folder", CPU, keep_reference=False)
+    setup.build_policy(made, "folder", "the model's", CPU, keep_reference=False)
     assert (given["dtype"], given["seed"], given["keep_reference"]) == (torch.bfloat16, 5, False)
     assert given["optimizer"].lr == 0.125
     assert given["layout"] == made.policy.megatron_cfg.layout

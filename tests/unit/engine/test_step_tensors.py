@@ -9,7 +9,7 @@ from nemo_grpo.core.batch import TokenBatch
 from nemo_grpo.engine.learning import Learner, TrainingState
 from nemo_grpo.engine.megatron.microbatches import Scores
 from nemo_grpo.engine.steps import shape
-from nemo_grpo.run.groups import Group, Scored, assemble
+from nemo_grpo.run.groups import Group, Scored, Step, assemble
 from nemo_grpo.sampling.episodes import Response
 from nemo_grpo.variants.grpo import GRPO
 
@@ -62,21 +62,29 @@ def test_truncated_responses_are_left_out_where_the_recipe_says_so():
     assert shaped(overlong_filtering=True).sample_mask.tolist() == [True, False, True]
 
 
-def test_a_response_without_a_reward_is_left_out_of_group_and_loss():
+@pytest.fixture
+def with_abstention() -> Step:
+    """A group whose second response has no reward, and whose third one is truncated."""
     abstained = response([22], reward=float("nan"))
     group = Group(None, [10], [response([20, 21], reward=1.0), abstained, response([23], truncated=True)])
-    made = assemble([group])
-    assert made.sample_mask.tolist() == [True, False, True]
-    batch = made.token_batch(made.generation_logprobs)
+    return assemble([group])
+
+
+def test_a_response_without_a_reward_is_left_out_of_the_loss(with_abstention):
+    assert with_abstention.sample_mask.tolist() == [True, False, True]
+    recipe = SimpleNamespace(
+        grpo=SimpleNamespace(overlong_filtering=True, reward_shaping=SimpleNamespace(enabled=False))
+    )
+    assert shape(with_abstention, recipe).sample_mask.tolist() == [True, False, False]
+
+
+def test_a_response_without_a_reward_is_left_out_of_its_group(with_abstention):
+    batch = with_abstention.token_batch(with_abstention.generation_logprobs)
     assert batch.rewarded.tolist() == [True, False, True]
     prepared = GRPO(advantage_eps=0.0).build().prepare(batch)
     a = 0.5**0.5  # mean 0.5, std of (1, 0) with ddof 1 is 0.7071
     torch.testing.assert_close(prepared.advantages, torch.tensor([[a, a], [0, 0], [-a, 0]]))
     assert prepared.metrics["reward/mean"] == 0.5
-    recipe = SimpleNamespace(
-        grpo=SimpleNamespace(overlong_filtering=True, reward_shaping=SimpleNamespace(enabled=False))
-    )
-    assert shape(made, recipe).sample_mask.tolist() == [True, False, False]
 
 
 def test_a_group_has_signal_by_the_responses_that_have_a_reward():

@@ -137,7 +137,7 @@ def test_every_command_before_a_job_refuses_it(command):
     assert record.read_text() == text
 
 
-def test_the_driver_refuses_it_and_leaves_the_record_as_it_was(monkeypatch, capsys):
+def test_the_driver_refuses_it_before_it_writes(monkeypatch, capsys):
     record = begin().run_dir / "recipe.resolved.yaml"
     text = record.read_text()
     other = ClusterRun(recipe("policy.model_name=Qwen/Qwen2.5-7B"), None)

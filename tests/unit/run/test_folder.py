@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nemo_grpo import UserError
-from nemo_grpo.recipe import load_recipe
+from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.run.continuation import check_same_run, data_files, keep_inputs
 from nemo_grpo.run.folder import RunFolder, own_copy
 from nemo_grpo.support import files, shipped
@@ -76,8 +76,9 @@ def test_resuming_with_an_empty_checkpoint_folder_is_refused_while_the_old_one_h
     check_same_run(recipe("new"), tmp_path / "recipe.resolved.yaml")
 
 
-@pytest.mark.parametrize("name", ["train.jsonl", "held-out.jsonl"])
-def test_data_that_have_changed_are_refused_and_a_copy_is_not(tmp_path, name):
+@pytest.fixture
+def begun_on_files(tmp_path) -> tuple[Recipe, Path]:
+    """A recipe with files of problems, and the record of a run of it, without hashes."""
     for file in ("train.jsonl", "held-out.jsonl"):
         write_problems(tmp_path / file, [Problem(file, "What is 1 + 1?", "2")])
     files = f"train_files: [{tmp_path}/train.jsonl], validation_files: [{tmp_path}/held-out.jsonl]"
@@ -85,24 +86,41 @@ def test_data_that_have_changed_are_refused_and_a_copy_is_not(tmp_path, name):
         shipped.recipe_file("quickstart"),
         [f"nemo_grpo.task={{_override_: true, name: math, {files}}}", "grpo.max_val_samples=1"],
     )
-    run = tmp_path / "run"
-    run.mkdir()
-    resolved = run / "recipe.resolved.yaml"
+    resolved = tmp_path / "run" / "recipe.resolved.yaml"
+    resolved.parent.mkdir()
     resolved.write_text(recipe.to_yaml())
-    check_same_run(recipe, resolved)  # a run of an older version
-    keep_inputs(run, data_files(recipe))
+    return recipe, resolved
+
+
+DATA_FILES = pytest.mark.parametrize("name", ["train.jsonl", "held-out.jsonl"])
+
+
+@DATA_FILES
+def test_a_copy_of_the_data_is_the_same_file(begun_on_files, tmp_path, name):
+    recipe, resolved = begun_on_files
+    keep_inputs(resolved.parent, data_files(recipe))
     shutil.copy(tmp_path / name, tmp_path / "copy")
     (tmp_path / "copy").replace(tmp_path / name)
     os.utime(tmp_path / name, (1, 1))
     check_same_run(recipe, resolved)
+
+
+@DATA_FILES
+def test_data_that_have_changed_are_refused(begun_on_files, tmp_path, name):
+    recipe, resolved = begun_on_files
+    keep_inputs(resolved.parent, data_files(recipe))
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-1] + b" ")
-    keep_inputs(run, data_files(recipe))  # which keeps what it has
+    keep_inputs(resolved.parent, data_files(recipe))  # keeps the first hashes
     with pytest.raises(
         UserError, match=rf"{name} is not the file that .*run was trained with .* restore it, or st"
     ):
         check_same_run(recipe, resolved)
-    (run / "inputs.json").unlink()
+    (resolved.parent / "inputs.json").unlink()
     check_same_run(recipe, resolved)
+
+
+def test_a_run_of_an_older_version_has_no_hashes_to_compare(begun_on_files):
+    check_same_run(*begun_on_files)
 
 
 HOLDER = """

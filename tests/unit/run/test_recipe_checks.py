@@ -147,12 +147,20 @@ def notes_on(rows, *overrides):
     return found.notes
 
 
-def test_repeated_rows_and_questions_with_two_answers_are_noted():
-    rows = [{"question": f"{i}?", "answer": i} for i in range(4)]
-    assert notes_on(rows) == ()
-    (repeated,) = notes_on(rows * 3)
+DIFFERENT_QUESTIONS = [{"question": f"{i}?", "answer": i} for i in range(4)]
+
+
+def test_different_questions_have_no_notes():
+    assert notes_on(DIFFERENT_QUESTIONS) == ()
+
+
+def test_repeated_rows_are_noted():
+    (repeated,) = notes_on(DIFFERENT_QUESTIONS * 3)
     assert "train_files: 12 problems are 4 different questions" in repeated
-    repeated, unclear = notes_on([*rows, {"question": " 2? ", "answer": 7}])
+
+
+def test_questions_with_two_answers_are_noted():
+    repeated, unclear = notes_on([*DIFFERENT_QUESTIONS, {"question": " 2? ", "answer": 7}])
     assert "5 problems are 4 different questions" in repeated
     assert "questions with several answers: 1, such as '2?'" in unclear
 
