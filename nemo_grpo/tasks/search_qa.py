@@ -89,11 +89,10 @@ class SearchQA:
     stop_texts: ClassVar[tuple[str, ...]] = SearchQAConfig.stop_texts
     tags: ClassVar[tuple[str, ...]] = SEARCH_TAGS
 
-    def __init__(self, config: SearchQAConfig, retriever: Retriever | None = None) -> None:
-        """``retriever``: instead of the one that the configuration names."""
+    def __init__(self, config: SearchQAConfig) -> None:
         self.config = config
         from_files = bool(config.train_files or config.validation_files)
-        if from_files and retriever is None and config.corpus is None and config.retriever_url is None:
+        if from_files and config.corpus is None and config.retriever_url is None:
             raise UserError(
                 "nemo_grpo.task: problems from files need passages to search; set corpus (a JSONL file) or "
                 "retriever_url (a running `nemo-grpo retriever serve`)"
@@ -108,8 +107,6 @@ class SearchQA:
                         "which are accepted besides its answer"
                     )
             self.num_train_problems = self._source.num_train_problems
-        if retriever is not None:
-            self.retriever = retriever
 
     @cached_property
     def retriever(self) -> Retriever:
@@ -118,7 +115,7 @@ class SearchQA:
         if self.config.retriever_url is not None:
             from nemo_grpo.tasks.retriever.client import RetrieverClient
 
-            return RetrieverClient(self.config.retriever_url, timeout=self.config.retriever_timeout)
+            return RetrieverClient(self.config.retriever_url, self.config.retriever_timeout)
         if self.config.corpus is not None:
             return BM25Retriever.of_file(self.config.corpus)
         assert isinstance(self._source, Facts)

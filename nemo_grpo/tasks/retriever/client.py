@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 PATH = "/retrieve"
 QUERIES_PER_REQUEST = 64
+NUM_TRIES = 6
+"""All tries of one request."""
 FIRST_WAIT = 0.5
 """Seconds before the second try; doubled before each later one."""
 BROKEN = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError, UserError)
@@ -30,13 +32,14 @@ class RetrieverClient:
     Failures that may be transient (no connection, a timeout, 5xx, a broken answer) are retried; refused
     requests (4xx) are not. Proxies of the environment are not used.
 
-    Args: url: of the service, with or without `PATH`.  timeout: seconds for one try.
-          num_tries: all tries of one request, at least 1.
+    Args:
+        url: of the service, with or without `PATH`.
+        timeout: seconds for one try.
     """
 
-    def __init__(self, url: str, *, timeout: float = 30.0, num_tries: int = 6) -> None:
-        assert num_tries >= 1, num_tries
-        self.url, self.timeout, self.num_tries = url.rstrip("/").removesuffix(PATH), timeout, num_tries
+    def __init__(self, url: str, timeout: float) -> None:
+        self.url = url.rstrip("/").removesuffix(PATH)
+        self.timeout = timeout
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
@@ -50,7 +53,7 @@ class RetrieverClient:
     def _request(self, queries: list[str], top_k: int) -> list[list[Passage]]:
         body = json.dumps({"queries": queries, "topk": top_k, "return_scores": True}).encode()
         wait = FIRST_WAIT
-        for number in range(1, self.num_tries + 1):
+        for number in range(1, NUM_TRIES + 1):
             try:
                 return _passages(queries, self._once(body))
             except urllib.error.HTTPError as error:
@@ -59,12 +62,12 @@ class RetrieverClient:
                     raise RetrieverError(f"the retriever at {self.url} refused {PATH}: {reason}") from error
             except BROKEN as error:
                 reason = f"{type(error).__name__}: {error}"
-            if number < self.num_tries:
-                log.warning("retriever %s: %s; try %d of %d", self.url, reason, number + 1, self.num_tries)
+            if number < NUM_TRIES:
+                log.warning("retriever %s: %s; try %d of %d", self.url, reason, number + 1, NUM_TRIES)
                 time.sleep(wait)
                 wait *= 2
         raise RetrieverError(
-            f"the retriever at {self.url} gave no answer in {self.num_tries} tries ({reason}); is "
+            f"the retriever at {self.url} gave no answer in {NUM_TRIES} tries ({reason}); is "
             f"`nemo-grpo retriever serve`, or another service with Search-R1's {PATH}, running there?"
         )
 

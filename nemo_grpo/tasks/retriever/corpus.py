@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.files import publish_folder
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.rows import parse_object
 
@@ -113,7 +114,11 @@ def index_folder(folder: Path, key: Mapping[str, Any], build: Callable[[Path], N
         log.info("building the index %s", folder)
         build(unfinished)
         (unfinished / KEY).write_text(json.dumps(dict(key), sort_keys=True) + "\n", encoding="utf-8")
-        _publish(unfinished, folder, key)
+        try:
+            publish_folder(unfinished, folder)
+        except OSError:
+            if _key_of(folder) != dict(key):  # not the same index by another process
+                raise
         log.info("built in %.1f s", time.monotonic() - start)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -125,15 +130,3 @@ def _key_of(folder: Path) -> Any:
         return json.loads((folder / KEY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def _publish(unfinished: Path, folder: Path, key: Mapping[str, Any]) -> None:
-    if folder.exists():
-        stale = Path(tempfile.mkdtemp(prefix=f".{folder.name}-stale-", dir=folder.parent))
-        folder.replace(stale / folder.name)
-        shutil.rmtree(stale, ignore_errors=True)
-    try:
-        unfinished.rename(folder)
-    except OSError:
-        if _key_of(folder) != dict(key):  # not the same index by another process
-            raise

@@ -36,10 +36,9 @@ _SEPARATOR = re.compile(r"[,;]|\b(?:and|or)\b")
 class MathGrader(WorkerPool):
     """Compares answers; safe to call from several threads, each of which has a worker while it waits."""
 
-    def __init__(self, *, cpu_seconds: float = 3.0, wall_seconds: float = 60.0) -> None:
-        """Starts nothing yet; see `WorkerPool` for the limits of one comparison."""
+    def __init__(self) -> None:
         unready = f"the worker that compares answers did not start; is math-verify in {sys.executable}?"
-        super().__init__(("mathematics",), unready, cpu_seconds=cpu_seconds, wall_seconds=wall_seconds)
+        super().__init__(("mathematics",), unready)
 
     def _forget(self) -> None:
         super()._forget()

@@ -26,6 +26,13 @@ from nemo_grpo.tasks.rewards.worker import numbered
 
 SCRIPT = Path(__file__).with_name("worker.py")
 STARTUP_SECONDS = 120.0
+CPU_SECONDS = 3.0
+"""CPU time of one response, which does not depend on the machine's load."""
+WALL_SECONDS = 60.0
+"""Time in which a worker could have run, without the time in which it waited for a core. It bounds a request whose
+worker uses no CPU time, such as one that was stopped."""
+WALL_SECONDS_PER_RESPONSE = 10.0
+"""The same for each response of a request with many, where the sum is more than `WALL_SECONDS`."""
 MEMORY_BYTES = 2 << 30
 REQUESTS_PER_WORKER = 5000
 """Requests after which a worker is replaced, because caches grow."""
@@ -43,23 +50,17 @@ class WorkerPool:
         job: tuple[Any, ...],
         unready: str,
         *,
-        cpu_seconds: float = 3.0,
-        wall_seconds: float = 60.0,
-        wall_seconds_each: float = 10.0,
         prints: bool = False,
     ) -> None:
-        """Starts nothing yet.
+        """Store the job; the first request starts a worker.
 
-        Args: job: a name of `worker.JOBS` and its arguments.  unready: what to say if no worker starts.
-              cpu_seconds: CPU time of one response, which does not depend on the machine's load.
-              wall_seconds: limit for the rest, such as a worker that was stopped: the time in which a worker
-                could have run, without that in which it waited for a core. A new worker tries once more.
-              wall_seconds_each: the limit for many responses is this for each of them, if that is more.
-              prints: what a worker prints is shown on stderr.
+        Args:
+            job: a name of `worker.JOBS` and its arguments.
+            unready: error message if no worker starts.
+            prints: show on stderr what a worker prints.
         """
         self.job, self.unready, self.prints = job, unready, prints
-        self.arguments = (str(cpu_seconds), str(MEMORY_BYTES))
-        self.wall_seconds, self.wall_seconds_each = wall_seconds, wall_seconds_each
+        self.arguments = (str(CPU_SECONDS), str(MEMORY_BYTES))
         self.num_killed = 0
         self._forget()
         _POOLS.add(self)
@@ -74,7 +75,7 @@ class WorkerPool:
 
         A second worker is asked if the first stood still, which need not be the request's fault.
 
-        Args:   request: the job's arguments.  num_responses: in it; each has `cpu_seconds`.
+        Args:   request: the job's arguments.  num_responses: in it; each has `CPU_SECONDS`.
         Raises: RuntimeError: no worker can be started.
         """
         for is_last in (False, True):
@@ -91,9 +92,8 @@ class WorkerPool:
         worker = worker or _Worker(self)
         with self._lock:
             self._busy.add(worker)
-        reply = worker.answer(
-            request, num_responses, max(self.wall_seconds, self.wall_seconds_each * num_responses)
-        )
+        seconds = max(WALL_SECONDS, WALL_SECONDS_PER_RESPONSE * num_responses)
+        reply = worker.answer(request, num_responses, seconds)
         with self._lock:
             self._busy.discard(worker)
             if reply is not None and worker.num_requests < REQUESTS_PER_WORKER:

@@ -68,7 +68,9 @@ class OneFact:
 
 @pytest.fixture
 def task():
-    return SearchQA(SearchQAConfig(max_turns=3), OneFact())
+    search = SearchQA(SearchQAConfig(max_turns=3))
+    search.retriever = OneFact()
+    return search
 
 
 ASK, TOLD = "<search>a</search>", "\n<information>[1] A!</information>\n"

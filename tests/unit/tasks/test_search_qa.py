@@ -36,7 +36,9 @@ OWL = Passage("2", "", "An owl eats mice.")
 
 
 def make(found=None, **config):
-    return SearchQA(SearchQAConfig(**config), Scripted({"fox": [FOX, OWL]} if found is None else found))
+    task = SearchQA(SearchQAConfig(**config))
+    task.retriever = Scripted({"fox": [FOX, OWL]} if found is None else found)
+    return task
 
 
 @pytest.fixture(scope="module")
