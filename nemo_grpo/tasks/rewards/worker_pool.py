@@ -29,8 +29,8 @@ STARTUP_SECONDS = 120.0
 CPU_SECONDS = 3.0
 """CPU time of one response, which does not depend on the machine's load."""
 WALL_SECONDS = 60.0
-"""Time in which a worker could have run, without the time in which it waited for a core. It bounds a request whose
-worker uses no CPU time, such as one that was stopped."""
+"""Time in which a worker could have run, without the time in which it waited for a core. It bounds a request
+whose worker uses no CPU time, such as one that was stopped."""
 WALL_SECONDS_PER_RESPONSE = 10.0
 """The same for each response of a request with many, where the sum is more than `WALL_SECONDS`."""
 MEMORY_BYTES = 2 << 30
