@@ -10,11 +10,10 @@ from typing import Any
 
 from nemo_grpo.support import extensions
 from nemo_grpo.tasks.base import NOT_FINITE, Problem, Task, TaskConfig
+from nemo_grpo.tasks.rewards.own_reward import NO_VALUE
 from nemo_grpo.tasks.rewards.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
-
-NO_VALUE = "no value within the limits on time and memory"
 
 
 class ScoreFailed(RuntimeError):

@@ -14,7 +14,11 @@ class RetrieverError(RuntimeError):
 
 @dataclass(frozen=True)
 class Passage:
-    """One entry of a corpus. ``score`` orders the passages of one answer: higher is better."""
+    """One entry of a corpus.
+
+    Attributes:
+        score: orders the passages of one answer; higher is better.
+    """
 
     id: str
     title: str

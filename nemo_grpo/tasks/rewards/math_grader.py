@@ -45,38 +45,50 @@ class MathGrader(WorkerPool):
         self._verdicts: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
 
     def equal(self, reference: str, answer: str) -> bool:
-        """True if the answer is the reference, as text or as mathematics; False for anything pathological."""
+        """Return True if the answer is the reference, as text or as mathematics.
+
+        Anything that takes too much time or memory is False.
+        """
         return bool(self.same(reference, answer))
 
     def undecided(self, reference: str, answer: str) -> bool:
-        """True if the two were compared without a verdict in time."""
+        """Return True if the two were compared without a verdict in time."""
+        pair = (normalized(answer_of(reference)), normalized(answer))
         with self._lock:
-            return self._verdicts.get((normalized(answer_of(reference)), normalized(answer)), False) is None
+            # None is a recorded comparison without a verdict; False stands for a pair never compared.
+            return self._verdicts.get(pair, False) is None
 
     def same(self, reference: str, answer: str) -> bool | None:
         """Compare an answer with a reference, or with another answer; None: no verdict in time."""
         reference = answer_of(reference)
-        pair = normalized(reference), normalized(answer)
-        if pair[0] == pair[1]:
-            return bool(pair[0])
-        text_verdict = verdict_on_texts(*pair)
+        normal_reference = normalized(reference)
+        normal_answer = normalized(answer)
+        if normal_reference == normal_answer:
+            return bool(normal_reference)  # two empty texts are no answer
+        text_verdict = verdict_on_texts(normal_reference, normal_answer)
         if text_verdict is not None:
             return text_verdict
         # math-verify reads the answer as it was written, as in NeMo-RL, not as it was normalised.
-        request = as_latex(reference), as_latex(answer)
+        request = (as_latex(reference), as_latex(answer))
         with self._lock:
             if request in self._verdicts:
                 return self._verdicts[request]
-        verdict = {b"1": True, b"0": False}.get(self.ask(request) or b"")
+        # The lock is not held while a worker computes: other threads' comparisons go on.
+        reply = self.ask(request)
+        verdict = None if reply is None else _VERDICTS.get(reply)
         with self._lock:
             self._verdicts[request] = verdict
             if verdict is None:
                 log.info("no verdict within the limits, so 0: %.60r against %.60r", answer, reference)
                 # `undecided` is asked about extracted answers, which are normalised.
-                self._verdicts[pair] = None
+                self._verdicts[normal_reference, normal_answer] = None
             while len(self._verdicts) > CACHE_SIZE:
                 self._verdicts.popitem(last=False)
         return verdict
+
+
+_VERDICTS = {b"1": True, b"0": False}
+"""Reply of a worker -> verdict."""
 
 
 def answer_of(reference: str) -> str:
@@ -98,13 +110,14 @@ def verdict_on_texts(reference: str, answer: str) -> bool | None:
 
 
 def is_text(answer: str) -> bool:
-    """True for what is no mathematics: words, times, ratios, dates and options such as ``(B) 42``."""
-    return bool(
-        _WORDS.fullmatch(answer)
-        or _TIME_OR_RATIO.search(answer)
-        or _DATE.search(answer)
-        or _OPTION.match(answer)
+    """Return True for words, times, ratios, dates and options such as ``(B) 42``: no mathematics."""
+    matches = (
+        _WORDS.fullmatch(answer),
+        _TIME_OR_RATIO.search(answer),
+        _DATE.search(answer),
+        _OPTION.match(answer),
     )
+    return any(matches)
 
 
 def compared_text(answer: str) -> str:
@@ -112,6 +125,12 @@ def compared_text(answer: str) -> str:
     option = _OPTION.match(answer)
     if option:
         return option[0].strip("().:")
-    parts = [re.sub(r"[\s'\"]|\.(?!\d)", "", part) for part in _SEPARATOR.split(answer)]
-    # The case of a single letter counts: the options A and B, the variables a and b.
-    return ",".join(sorted(part.casefold() if len(part) > 1 else part for part in parts if part))
+    words = []
+    for part in _SEPARATOR.split(answer):
+        word = re.sub(r"[\s'\"]|\.(?!\d)", "", part)
+        # The case of a single letter counts: the options A and B, the variables a and b.
+        if len(word) > 1:
+            word = word.casefold()
+        if word:
+            words.append(word)
+    return ",".join(sorted(words))
