@@ -70,7 +70,8 @@ class EvalConfig:
     def of(cls, model: Path, options: EvalOptions, recipe: Recipe | None = None) -> Self:
         """Merge options; each None becomes the protocol's value, else the recipe's, else the default.
 
-        Raises: UserError: an unknown protocol, or numbers that exclude each other.
+        Raises:
+            UserError: the protocol is unknown, or values exclude each other.
         """
         set_options = options.given()
         values = _recipe_values(recipe) if recipe else {}

@@ -23,13 +23,16 @@ def finite_logits(model: Path) -> Iterator[None]:
 
 
 def result_name(model: Path) -> str:
-    """Return the folder's name, or the run's for a run's folder hf, a name that every run has."""
+    """Return a name for the results of a model: its folder's.
+
+    Every run calls its model's folder hf, so the run's name takes its place.
+    """
     folder = model.resolve()
     return folder.parent.name if folder.name == "hf" and folder.parent.name else folder.name
 
 
 def check_place(out: Path) -> None:
-    """Check before the work that results can be written; creates nothing yet."""
+    """Refuse a folder that cannot be written, before the work; creates nothing yet."""
     existing = existing_parent(out)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"--out {out} cannot be made: {existing} cannot be written; choose another folder")

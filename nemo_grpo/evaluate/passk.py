@@ -23,7 +23,7 @@ at once."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased probability that at least one of k samples is correct.
+    """Estimate the probability that at least one of k samples is correct, without bias.
 
     Implements Chen et al. 2021 (2107.03374) Eq. 1:  1 - C(n - c, k) / C(n, k)
 

@@ -251,16 +251,22 @@ def evaluate_problems(
             components += scores[place]
     # The calls need not be in the order of the problems: repeated prompts come last.
     ordered = [results[index] for index in range(len(problems))]
-    optional: dict[str, Any] = {}
-    for name in ("same_answer", "undecided"):
-        if hasattr(task, name):
-            optional[name] = getattr(task, name)
-    if hasattr(task, "overall"):
-        completions = [result.samples.completions for result in ordered]
-        optional["overall"] = task.overall(list(zip(problems, completions, strict=True)))
+    optional = _task_fields(task, problems, ordered)
     if scorer is not None:
         optional["rewards"] = validation_rewards(components, scorer.weights)
     return EvalResult(task.config.model_dump(mode="json"), num_samples, ordered, **optional)
+
+
+def _task_fields(task: Any, problems: Sequence[Problem], results: Sequence[ProblemResult]) -> dict[str, Any]:
+    """Return the fields of `EvalResult` that a task may give, but need not."""
+    task_fields: dict[str, Any] = {}
+    for name in ("same_answer", "undecided"):
+        if hasattr(task, name):
+            task_fields[name] = getattr(task, name)
+    if hasattr(task, "overall"):
+        completions = [result.samples.completions for result in results]
+        task_fields["overall"] = task.overall(list(zip(problems, completions, strict=True)))
+    return task_fields
 
 
 def _scores(

@@ -81,7 +81,8 @@ class SuiteResult:
     def write(self, folder: Path, model: Path) -> dict[str, Any]:
         """Write summary.json, and samples-NAME.jsonl of each benchmark.
 
-        Returns: the summary, with earlier benchmarks of the folder under the same conditions.
+        Returns:
+            The summary, with earlier benchmarks of the folder under the same conditions.
         """
         folder.mkdir(exist_ok=True)
         for name, result in self.results.items():
@@ -294,7 +295,7 @@ def longest_prompt(
 
 
 def _remedy(length: int, max_new_tokens: int, limit: int) -> str:
-    """Write the end of a refusal: a prompt that leaves room needs shorter responses, another one must go."""
+    """Write the remedy for a prompt that does not fit: shorter responses, if it leaves room for any."""
     if length < limit:
         return f" and --max-tokens is {max_new_tokens}: use --max-tokens {limit - length} or less"
     return ", which leaves no room for a response; take it out, or choose a model with more positions"

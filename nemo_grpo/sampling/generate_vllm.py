@@ -55,7 +55,7 @@ def vllm_device(requested: str) -> Literal["cpu", "cuda"]:
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Refuse a temperature at which vLLM does not draw."""
+    """Refuse a temperature that vLLM would change or refuse."""
     if sampling.greedy:
         return
     if not LOWEST_TEMPERATURE <= sampling.temperature <= HIGHEST_TEMPERATURE:

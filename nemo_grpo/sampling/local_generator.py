@@ -76,11 +76,11 @@ class LocalGenerator(ABC):
 
     @abstractmethod
     def _build(self, model: Path | PretrainedConfig, dtype: torch.dtype) -> None:
-        """Set ``_config``, and what computes; of a folder also the weights."""
+        """Set ``_config`` and build the model; read its weights if it is given as a folder."""
 
     @abstractmethod
     def _writable(self) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Give the tensors that `update_weights` writes, by Hugging Face name; tied ones share memory."""
+        """Return the tensors that `update_weights` writes, by Hugging Face name; tied ones share memory."""
 
     @abstractmethod
     def _read(self, prompts: list[list[int]], prompt_of_row: Tensor, room: int) -> Decoding:
@@ -114,7 +114,8 @@ class LocalGenerator(ABC):
     def generate(self, request: Request) -> Rollout:
         """See `Generator.generate`.
 
-        Raises: FloatingPointError: the model's logits are not finite.
+        Raises:
+            FloatingPointError: the model's logits are not finite.
         """
         assert not request.images, "images are sampled by vLLM alone"
         assert self._complete, "weights are not complete: update_weights has not been called, or it failed"

@@ -101,7 +101,7 @@ class TurnEnd(Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """Limits of one turn, where a response is sampled in turns, each from where the last one left off.
+    """Limits of one turn of each response, if responses are sampled in turns.
 
     Attributes:
         max_new_tokens: tokens that are left to the response, one number per prompt; between 1 and the
@@ -145,7 +145,7 @@ class Request:
 
     @property
     def limits(self) -> list[int]:
-        """Most new tokens of each prompt's responses."""
+        """Largest number of new tokens in each prompt's responses."""
         if self.turn is not None:
             return self.turn.max_new_tokens
         return [self.sampling.max_new_tokens] * len(self.prompts)
@@ -216,7 +216,8 @@ class Generator(Sampler, Protocol):
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take these weights, named as in the model's Hugging Face checkpoint, for all later calls.
 
-        Raises: ValueError: a weight is missing, unknown, or of another shape; nothing can be generated until
-                a complete set has come.
+        Raises:
+            ValueError: a weight is missing, unknown, or of another shape. Nothing can be generated until a
+                complete set has come.
         """
         ...

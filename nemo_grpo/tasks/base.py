@@ -71,7 +71,7 @@ def set_of(problem: Problem) -> str:
 
 
 def by_set(named: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
-    """Group anything that belongs to a validation problem by the name of its set, in order."""
+    """Group values by the name of the validation set that they belong to, in order."""
     sets: dict[str, list[T]] = {}
     for name, value in named:
         sets.setdefault(name, []).append(value)
@@ -124,21 +124,24 @@ class Task(Protocol):
     def train_problem(self, index: int, seed: int) -> Problem:
         """Return problem number ``index`` of the endless training stream ``seed``; always the same one.
 
-        Raises: UserError: the task has no training problems.
+        Raises:
+            UserError: the task has no training problems.
         """
         ...
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
         """Return the first ``num_problems`` of a fixed list that no training stream ever contains.
 
-        Raises: UserError: the task holds fewer.
+        Raises:
+            UserError: the task holds fewer.
         """
         ...
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """Write a correct response with its reasoning, for supervised training; ``rng`` varies the reasoning.
 
-        Raises: UserError: the task has none.
+        Raises:
+            UserError: the task has none.
         """
         ...
 
@@ -153,7 +156,13 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Episode:
-    """State of one response between two turns of the policy: turns, calls, and calls that were malformed."""
+    """State of one response between two turns of the policy.
+
+    Attributes:
+        num_turns: turns of the policy so far.
+        num_searches: calls that were carried out.
+        num_errors: calls that were malformed.
+    """
 
     num_turns: int = 0
     num_searches: int = 0
@@ -162,7 +171,12 @@ class Episode:
 
 @dataclass(frozen=True)
 class Observed:
-    """A turn's outcome: the episode after it, and the text to append; None: the response is over."""
+    """The environment's answer to a turn.
+
+    Attributes:
+        episode: state after the turn.
+        observation: text to append to the response; None: the response is over.
+    """
 
     episode: Episode
     observation: str | None
@@ -201,7 +215,7 @@ class MultiTurnTask(Task, Protocol):
         ...
 
     def segments(self, response: str) -> list[tuple[str, bool]]:
-        """Cut the response into (text, written by the policy); joined they are the response again."""
+        """Cut a response into texts, each with True if the policy wrote it; they join to the response."""
         ...
 
 

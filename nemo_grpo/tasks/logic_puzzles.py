@@ -66,7 +66,11 @@ def is_true(statement: Statement, world: World) -> bool:
 def attempts(
     statements: Sequence[Statement], worlds: Iterable[World], describe_world: Callable[[World], str]
 ) -> str:
-    """Try worlds in this order up to the first that fits: ``WORLD: true lie no; WORLD: lie true ok``."""
+    """Write how worlds are tried in this order, up to the first that fits.
+
+    For example ``WORLD: true lie no; WORLD: lie true ok``. A world's statements are judged up to the first
+    that contradicts it.
+    """
     lines = []
     for world in worlds:
         words = []

@@ -24,7 +24,12 @@ Columns = Mapping[Key, str]
 
 
 class Rule(NamedTuple):
-    """Types of a value besides text, and the rule in words."""
+    """Rule for a key's value.
+
+    Attributes:
+        types: allowed types besides text.
+        rule: the rule in words.
+    """
 
     types: tuple[type, ...]
     rule: str
@@ -59,7 +64,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _how_to_write(folder: Path) -> str:
-    """Name the line that writes a file of a folder's problems."""
+    """Say how to write a file of the problems in a folder."""
     # The marks of the library datasets: a dict of splits, or one split.
     is_dataset_dict = (folder / "dataset_dict.json").is_file()
     is_dataset = (folder / "dataset_info.json").is_file()
@@ -219,7 +224,7 @@ def _text(key: Key, value: Any, where: str) -> str:
 
 
 def _remedy(row: Row, columns: Columns) -> str | None:
-    """Name the line of the recipe that finds the missing columns by `OTHER_NAMES`."""
+    """Propose the line of the recipe that names the missing columns, if the row has some of `OTHER_NAMES`."""
     proposed = dict(columns)
     for key, names in OTHER_NAMES.items():
         present_names = [name for name in names if has_column(row, name)]

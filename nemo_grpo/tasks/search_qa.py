@@ -84,7 +84,10 @@ class SearchQAConfig(FileTaskConfig):
 
 
 class SearchQA:
-    """A `MultiTurnTask`; correct: one of `accepted_answers`, by SQuAD's exact match."""
+    """Questions that the policy answers by searching, a `MultiTurnTask`.
+
+    An answer is correct if it is one of `accepted_answers`, by SQuAD's exact match.
+    """
 
     stop_texts: ClassVar[tuple[str, ...]] = SearchQAConfig.stop_texts
     tags: ClassVar[tuple[str, ...]] = SEARCH_TAGS

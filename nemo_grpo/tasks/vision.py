@@ -49,7 +49,7 @@ class _Vision(FileTask):
 
 
 class VisionGrounding(_Vision):
-    """Answer: ``(x1,y1),(x2,y2)`` in pixels, as Qwen2.5-VL writes boxes."""
+    """Asks where an object is; the answer is ``(x1,y1),(x2,y2)`` in pixels, as Qwen2.5-VL writes boxes."""
 
     def __init__(self, config: VisionGroundingConfig) -> None:
         super().__init__(config)
@@ -83,7 +83,7 @@ class VisionGrounding(_Vision):
 
 
 class VisionClassification(_Vision):
-    """Answer: a label; case, spaces, punctuation and underscores do not matter, signs as in ``C++`` do.
+    """Asks for a label. Case, spaces, punctuation and underscores do not matter; signs as in ``C++`` do.
 
     With ``metadata.choices`` the answer is a letter, (A) for the first; the choice's own words count too, as
     in VisualThinker-R1-Zero's evaluation on CV-Bench.
@@ -114,7 +114,7 @@ class VisionClassification(_Vision):
 
 
 class VisionCounting(_Vision):
-    """Answer: a whole number, the only one in the answer block."""
+    """Asks how many objects there are; the answer is the only number in the answer block."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__(config)

@@ -32,6 +32,7 @@ class Retriever(Protocol):
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """Find at most ``top_k`` passages for each query, best first; the same query gives the same passages.
 
-        Raises: RetrieverError: the service fails.
+        Raises:
+            RetrieverError: the service fails.
         """
         ...

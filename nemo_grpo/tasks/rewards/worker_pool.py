@@ -159,7 +159,7 @@ class _Worker:
             raise RuntimeError(pool.unready)
 
     def answer(self, request: Any, num_responses: int, seconds: float) -> bytes | None:
-        """Reply to a request; None: no reply in time, and the worker is unusable."""
+        """Send a request and return its reply; None: no reply in time, and the worker is unusable."""
         self.num_requests += 1
         reply = self._ask((self.num_requests, request, num_responses), seconds)
         # A reply with another number is not to this request: a user's function can write to the connection.
