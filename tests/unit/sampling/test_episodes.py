@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_models import SPECIAL, small_config
 from toy_models import logprobs_of, make_generator, make_model
+from toys import END, CharacterTokenizer
 
 from nemo_grpo.engine.rollout import sample_groups
 from nemo_grpo.engine.task_tokenizer import build_tokenizer
@@ -18,22 +19,6 @@ from nemo_grpo.tasks.base import Episode, Observed
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.tasks.search_qa import SearchQA, SearchQAConfig
-
-END = 0
-
-
-class CharacterTokenizer:
-    """Token n is character n; token 0 ends a response and is written as nothing."""
-
-    def __call__(self, text, add_special_tokens):
-        assert not add_special_tokens
-        return {"input_ids": [ord(character) for character in text]}
-
-    def decode(self, tokens, skip_special_tokens):
-        return "".join(chr(token) for token in tokens if token != END or not skip_special_tokens)
-
-    def batch_decode(self, rows, skip_special_tokens):
-        return [self.decode(row, skip_special_tokens) for row in rows]
 
 
 class ScriptedGenerator:
@@ -86,10 +71,12 @@ def converse(task, script, prompts, num_generations, max_new_tokens=200, meter=N
     return sampled, generator.calls
 
 
-def test_turns_and_observations_alternate_and_only_turns_carry_the_mask(task):
-    script = {"p": [ASK, "no\0"], f"p{ASK}{TOLD}": ANSWER}
-    told = []
-    (first, second), calls = converse(task, script, ["p"], 2, meter=lambda *step: told.append(step))
+TWO_RESPONSES = {"p": [ASK, "no\0"], f"p{ASK}{TOLD}": ANSWER}
+"""Script: the first response asks, hears and answers; the second ends in its first turn."""
+
+
+def test_only_turns_carry_the_mask(task):
+    (first, second), _ = converse(task, TWO_RESPONSES, ["p"], 2)
     assert first.text == ASK + TOLD + ANSWER
     assert "".join(map(chr, first.tokens.tolist())) == first.text
     spoken = [True] * len(ASK) + [False] * len(TOLD) + [True] * len(ANSWER)
@@ -99,6 +86,11 @@ def test_turns_and_observations_alternate_and_only_turns_carry_the_mask(task):
     assert (first.truncated, first.episode) == (False, Episode(2, 1, 0))
     assert (second.text, second.tokens.tolist()) == ("no", [ord("n"), ord("o"), END])
     assert (second.truncated, second.episode) == (False, Episode(1, 0, 0))
+
+
+def test_turns_and_observations_alternate(task):
+    told = []
+    _, calls = converse(task, TWO_RESPONSES, ["p"], 2, meter=lambda *step: told.append(step))
     # two turns in the first call, one of which ends its response; then the other response's last turn
     assert told == [(len(ASK) + 3, 0), (0, 1), (len(ANSWER), 0), (0, 1)]
     left = 200 - len(ASK) - len(TOLD)  # the second call: only who goes on, with what is left
