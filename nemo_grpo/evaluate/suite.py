@@ -54,14 +54,14 @@ class SuiteResult:
             for key in GROUPED_BY:
                 if key in problem.metadata:
                     members.setdefault(f"{key}={problem.metadata[key]}", []).append(result)
-        return {
-            label: {
+        groups: dict[str, dict[str, float]] = {}
+        for label, group in members.items():
+            groups[label] = {
                 "accuracy": fmean(fmean(result.samples.scores) for result in group),
                 "greedy": fmean(result.greedy.scores[0] for result in group),
                 "num_problems": len(group),
             }
-            for label, group in members.items()
-        }
+        return groups
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values."""

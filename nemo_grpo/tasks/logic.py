@@ -199,7 +199,7 @@ def parse_roles(answer: str) -> Roles | None:
         is_knight = match["role"].casefold() == "knight"
         if roles.setdefault(match["name"].casefold(), is_knight) != is_knight:
             return None
-    return roles or None
+    return roles if roles else None
 
 
 def all_right(reference: Roles | None, answer: Roles | None) -> bool:

@@ -34,10 +34,14 @@ def packs(weight: Tensor) -> bool:
         return False
     if not torch.backends.mkldnn.is_available():
         return False
-    # Without the instructions, oneDNN's products in BF16 are slow.
-    is_fast = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and machine.has_bf16())
+    if weight.dtype == torch.bfloat16:
+        # Without the instructions, BF16 products are slow.
+        if not machine.has_bf16():
+            return False
+    elif weight.dtype != torch.float32:
+        return False
     # The processor's identity decides, not a measurement: a resumed run must compute the same bits.
-    return is_fast and machine.packs_weights()
+    return machine.packs_weights()
 
 
 class Matrix:

@@ -82,7 +82,8 @@ def last_boxed(text: str) -> str | None:
         contents.append(_innermost(text[box.inside]))
         start_of_next = box.start
     # A box repeated in the list counts once.
-    return ", ".join(dict.fromkeys(reversed(contents))) or None
+    boxed = ", ".join(dict.fromkeys(reversed(contents)))
+    return boxed if boxed else None
 
 
 def _innermost(content: str) -> str:

@@ -40,9 +40,20 @@ def as_latex(answer: str) -> str:
     answer = _EXPONENT.sub(r"\1\\cdot 10^{\2}", answer.strip())
     if answer.isascii():
         return answer
-    answer = _SUPERSCRIPT.sub(lambda power: f"^{{{unicodedata.normalize('NFKC', power[0])}}}", answer)
-    answer = _ROOT.sub(lambda root: f"\\sqrt{{{root[1] or root[2]}}}", answer)
+    answer = _SUPERSCRIPT.sub(_latex_power, answer)
+    answer = _ROOT.sub(_latex_root, answer)
     return "".join(map(_ascii_character, answer)).translate(_CHARACTERS)
+
+
+def _latex_power(superscript: re.Match[str]) -> str:
+    exponent = unicodedata.normalize("NFKC", superscript[0])
+    return f"^{{{exponent}}}"
+
+
+def _latex_root(root: re.Match[str]) -> str:
+    in_brackets, single = root.groups()
+    radicand = in_brackets if in_brackets else single
+    return f"\\sqrt{{{radicand}}}"
 
 
 def _ascii_character(character: str) -> str:

@@ -93,7 +93,8 @@ _VERDICTS = {b"1": True, b"0": False}
 
 def answer_of(reference: str) -> str:
     """Take a reference out of its box."""
-    return last_boxed(reference) or reference
+    boxed = last_boxed(reference)
+    return reference if boxed is None else boxed
 
 
 SHARED = MathGrader()
