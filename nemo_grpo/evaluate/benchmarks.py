@@ -75,11 +75,11 @@ class Benchmark:
         return {"sha256": digest, "prompt": self.prompt_name, "recipe": recipe_settings}
 
     def response_key(self, conditions: Mapping[str, Any]) -> str:
-        """Hash all that decides the responses: model files, sampling, prompt, benchmark file.
+        """Hash everything that decides the responses: model files, sampling, prompt, benchmark file.
 
-        A multi-turn task's parameters belong to it: its tool's answers are part of the response. Grading is
-        not: recorded responses are graded anew. A recipe's own problems have no file; each recorded line
-        identifies its problem.
+        The parameters of a multi-turn task are included, because its tool's answers are part of a response.
+        Those of other tasks only decide the grading, and recorded responses are graded anew. A recipe's own
+        problems have no file; there each recorded line identifies its problem.
         """
         task = None
         if isinstance(self.task, MultiTurnTask):
@@ -181,11 +181,14 @@ def _recipe_task(config: EvalConfig) -> TaskConfig | None:
 
 
 def _task_config(path: Path | None, config: EvalConfig) -> tuple[TaskConfig, bool]:
-    """Choose the task's configuration; True: a recipe sets some of it.
+    """Choose the task's configuration.
 
     Args:
         path: file of the problems; None: a recipe's held-out problems.
         config: of the evaluation.
+
+    Returns:
+        The configuration, and True if a recipe sets some of it.
     """
     recipe_task = _recipe_task(config)
     if path is None:

@@ -18,8 +18,8 @@ MOST_UNDECIDED = 2
 """Comparisons without a verdict after which a vote stops; each costs the grader's full time limit."""
 
 SameAnswer = Callable[[str, str], bool | None]
-"""Compares two answers, such as 1/2 and 0.5; None: no verdict within the limits. Integers must always get one
-at once."""
+"""Comparison of two answers, such as 1/2 and 0.5. It returns None without a verdict within the limits. Two
+integers must always get a verdict at once."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -130,7 +130,7 @@ class _Comparisons:
         return bool(verdict)
 
     def _verdict(self, kind: str, answer: str) -> bool | None:
-        """Compare two answers; None: no verdict, or a limit was hit before."""
+        """Compare two answers; return None without a verdict, or if a limit was hit before."""
         if kind in self.hopeless or answer in self.hopeless:
             return None
         if self.num_compared == MOST_COMPARISONS or self.num_undecided == MOST_UNDECIDED:

@@ -1,4 +1,4 @@
-"""Samples responses to problems, and reuses those recorded on disk."""
+"""Responses to problems, sampled or read from the disk."""
 
 import hashlib
 import json
@@ -53,7 +53,8 @@ class EvalRequest(NamedTuple):
 
 
 Place = tuple[str, str, int | None, int]
-"""Identity of a recorded response: problem, hash of its prompt, seed (None: greedy), number of the sample."""
+"""Identity of a recorded response: problem, hash of its prompt, seed (or None for greedy), and number of the
+sample."""
 
 
 class ResponseFile:

@@ -1,4 +1,4 @@
-"""Runs several benchmarks under the same conditions, and writes their results."""
+"""Evaluation of several benchmarks under the same conditions, and the files of their results."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

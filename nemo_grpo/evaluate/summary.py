@@ -40,7 +40,7 @@ class _Summary(BaseModel):
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Read the summary in a folder of results; None: missing; {}: damaged."""
+    """Read the summary in a folder of results; return None if it is missing, {} if it is damaged."""
     path = folder / SUMMARY
     if not path.exists():
         return None

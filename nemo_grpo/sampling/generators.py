@@ -1,4 +1,4 @@
-"""Builds a model's generator: the engine's decoder where it can, else transformers; alone or on all ranks."""
+"""Generators of a model: our decoder if it knows the model, or else transformers; on one rank or on all."""
 
 import logging
 from collections.abc import Iterable, Sequence

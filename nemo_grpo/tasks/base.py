@@ -146,7 +146,10 @@ class Task(Protocol):
         ...
 
     def extract(self, response: str) -> str | None:
-        """Return the response's answer, normalised: equal answers are equal texts. None: no answer."""
+        """Return the response's answer, or None if it has none.
+
+        The answer is normalised, so that equal answers are equal texts.
+        """
         ...
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:

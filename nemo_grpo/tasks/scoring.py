@@ -181,7 +181,7 @@ def reward_metrics(
 
 
 def _component(name: str, value: float | None) -> dict[str, float]:
-    """Return the component of an own function; None: it abstains."""
+    """Return the component of an own function, whose value is None if it abstains."""
     if value is None:
         return {name: math.nan}
     if not math.isfinite(value):

@@ -215,9 +215,9 @@ def _check_answers(problems: Iterable[Problem]) -> None:
 
 
 def find_call(turn: str, max_query_chars: int) -> Call | None:
-    """Read a finished turn's request to the environment; None: the response is over.
+    """Read a finished turn's request to the environment, or return None if the response is over.
 
-    An answer ends the response whatever else the turn holds. Linear in the text.
+    An answer ends the response whatever else the turn holds. The time is linear in the text.
     """
     if "</answer>" in turn:
         return None

@@ -11,7 +11,7 @@ SCALED = ("linear", "llama3", "yarn")
 
 
 def unsupported(config: Any) -> str | None:
-    """Explain why rotations of this configuration cannot be computed; None: they can."""
+    """Explain why rotations of this configuration cannot be computed, or return None."""
     parameters = _parameters(config)
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in ("default", *SCALED):

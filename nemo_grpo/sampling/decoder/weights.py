@@ -189,7 +189,7 @@ class Weights:
 
 
 def unsupported(config: Any) -> str | None:
-    """Explain why the decoder cannot compute a transformers model of this configuration; None: it can."""
+    """Explain why the decoder cannot compute a transformers model of this configuration, or return None."""
     content = config.to_dict()
     try:
         spec = read_spec(content, among=COMPUTED)

@@ -1,10 +1,12 @@
 r"""The final answer of a mathematical response, found in linear time for any text.
 
-Searched outside the thinking: in the last complete ``<answer>`` block that is not empty, or, without one, in
-all of the text. There the complete ``\boxed{..}`` that closes last and is not empty counts, with those that
-``,``, ``and``, ``or`` or ``\quad`` joins to it. A block without a box is read as a whole: all its
-``$formulas$`` are one list, unless a number stands beside them; without formulas the text after ``answer is``
-counts, else all of it.
+It is looked for outside the thinking: in the last complete ``<answer>`` block that is not empty, or, without
+a block, in all of the text.
+
+- With boxes, the answer is the complete ``\boxed{..}`` that closes last and is not empty. Boxes that ``,``,
+  ``and``, ``or`` or ``\quad`` joins to it make one list with it.
+- A block without a box is read as a whole. All its ``$formulas$`` are one list, unless a number stands beside
+  them. Without formulas the answer is the text after ``answer is``, or all of the block.
 """
 
 import re
@@ -37,7 +39,7 @@ _FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$]+)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\
 
 
 def final_answer(response: str) -> str | None:
-    """Return the final answer without its box; None: there is none, or it is too long or too deep."""
+    """Return the final answer without its box, or None if there is none, or if it is too long or too deep."""
     response = outside_thinking(response)
     block = last_answer(response)
     answer = last_boxed(response if block is None else block)
@@ -66,10 +68,10 @@ def _depth(answer: str) -> int:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the inside of the ``\boxed{..}``, ``\fbox{..}`` or ``\boxed 5`` that closes last; None: no box.
+    r"""Return the content of the box that closes last, or None if there is no box.
 
-    Boxes joined to it make one list with it. Empty boxes do not count; a box that contains
-    only another box counts as the inner one.
+    A box is ``\boxed{..}``, ``\fbox{..}`` or ``\boxed 5``. Boxes joined to the last one make one list with
+    it. Empty boxes do not count. A box that contains only another box counts as the inner one.
     """
     contents: list[str] = []
     start_of_next = 0
@@ -133,7 +135,8 @@ def _boxes(text: str) -> list[_Box]:
 
 
 def _whole_block(block: str) -> str | None:
-    """Read a block without a box; None: it is too long, so that its formulas are found in short time."""
+    """Read a block without a box; return None if it is too long."""
+    # Finding formulas takes more than linear time.
     if len(block) > MAX_CHARS:
         return None
     text = block.replace("\\$", "")  # a price's sign begins no formula

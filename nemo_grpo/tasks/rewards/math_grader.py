@@ -1,8 +1,8 @@
-r"""Compares mathematical answers: as texts, else by math-verify in expendable worker processes.
+r"""Comparison of mathematical answers, as texts or by math-verify in expendable worker processes.
 
 Equal texts are right. An answer that is no mathematics is compared as text only. Everything else is for
-math-verify, with the settings of NeMo-RL's environment (`worker.mathematics`). One that takes too much time
-or memory, or that crashes the worker, is wrong; see `worker_pool`.
+math-verify, with the settings of NeMo-RL's environment (`worker.mathematics`). An answer that takes too much
+time or memory, or that crashes the worker, is wrong; see `worker_pool`.
 """
 
 import logging
@@ -59,7 +59,11 @@ class MathGrader(WorkerPool):
             return self._verdicts.get(pair, False) is None
 
     def same(self, reference: str, answer: str) -> bool | None:
-        """Compare an answer with a reference, or with another answer; None: no verdict in time."""
+        """Compare an answer with a reference, or with another answer.
+
+        Returns:
+            None if there is no verdict within the limits on time and memory.
+        """
         reference = answer_of(reference)
         normal_reference = normalized(reference)
         normal_answer = normalized(answer)
@@ -102,7 +106,7 @@ SHARED = MathGrader()
 
 
 def verdict_on_texts(reference: str, answer: str) -> bool | None:
-    """Compare two different normalised answers as texts; None: both are mathematics."""
+    """Compare two different normalised answers as texts; return None if both are mathematics."""
     if _INTEGER.fullmatch(reference) and _INTEGER.fullmatch(answer):
         return False
     if is_text(reference) or is_text(answer):

@@ -79,7 +79,7 @@ class OwnReward:
         problems: Sequence[Problem],
         mapper: Callable[..., Any] = map,
     ) -> list[float | None]:
-        """Return a number per response; None where the function abstains, NaN where it failed (logged).
+        """Return a number per response: None if the function abstains, NaN if it failed (logged).
 
         Args:
             prompts: user message of each response.

@@ -77,7 +77,7 @@ class WorkerPool:
         self._busy: set[_Worker] = set()
 
     def ask(self, request: tuple[Any, ...], num_responses: int = 1) -> bytes | None:
-        """Ask a worker; None: it died or was too slow.
+        """Ask a worker; return None if it died or was too slow.
 
         Args:
             request: the job's arguments.
@@ -159,7 +159,7 @@ class _Worker:
             raise RuntimeError(pool.unready)
 
     def answer(self, request: Any, num_responses: int, seconds: float) -> bytes | None:
-        """Send a request and return its reply; None: no reply in time, and the worker is unusable."""
+        """Send a request and return its reply; None means that the worker must not be used again."""
         self.num_requests += 1
         reply = self._ask((self.num_requests, request, num_responses), seconds)
         # A reply with another number is not to this request: a user's function can write to the connection.
@@ -184,7 +184,7 @@ class _Worker:
         start = time.monotonic()
         waited_at_start = self._seconds_without_core()
         while True:
-            # Each wait takes up what the worker lost to others meanwhile, until nothing is added.
+            # Time in which the worker waited for a core does not count, so each wait makes up for it.
             waited = self._seconds_without_core() - waited_at_start
             remaining = seconds + waited - (time.monotonic() - start)
             if remaining <= 0:
