@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from character_tokenizer import END, CharacterTokenizer
 from processes import ROOT
-from toys import END, CharacterTokenizer
 
 from nemo_grpo.evaluate import ResponseSource, evaluate_problems
 from nemo_grpo.evaluate.sampling import ResponseFile

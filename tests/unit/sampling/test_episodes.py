@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from character_tokenizer import END, CharacterTokenizer
 from small_models import SPECIAL, small_config
 from toy_models import logprobs_of, make_generator, make_model
-from toys import END, CharacterTokenizer
 
 from nemo_grpo.engine.rollout import sample_groups
 from nemo_grpo.engine.task_tokenizer import build_tokenizer
@@ -19,6 +19,14 @@ from nemo_grpo.tasks.base import Episode, Observed
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.tasks.search_qa import SearchQA, SearchQAConfig
+
+
+class ContinuingTokenizer(CharacterTokenizer):
+    """Refuses special tokens: an observation continues a text."""
+
+    def __call__(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return super().__call__(text, add_special_tokens)
 
 
 class ScriptedGenerator:
@@ -67,7 +75,7 @@ def converse(task, script, prompts, num_generations, max_new_tokens=200, meter=N
     ids = [[ord(character) for character in prompt] for prompt in prompts]
     sampling = SamplingParams(max_new_tokens, stop_token_ids=(END,))
     request = Request(ids, num_generations, sampling, 0, meter=meter)
-    sampled = sample_responses(generator, CharacterTokenizer(), task, request)
+    sampled = sample_responses(generator, ContinuingTokenizer(), task, request)
     return sampled, generator.calls
 
 
@@ -138,7 +146,7 @@ def test_the_response_prefix_begins_what_is_graded_observed_and_recorded(task):
     asked = Request([[ord("p")]], 2, SamplingParams(200, stop_token_ids=(END,)), 0)
     scorer = Scorer(task, {"answer": 1.0}, prompt)
     problem = Problem("x", "?", "A", {"answers": ["A"]})
-    (group,) = sample_groups(ScriptedGenerator(script), CharacterTokenizer(), scorer, [problem], asked)
+    (group,) = sample_groups(ScriptedGenerator(script), ContinuingTokenizer(), scorer, [problem], asked)
     assert [one.response.text for one in group.responses] == [ASK + TOLD + ANSWER] * 2
     assert [response.reward for response in group.responses] == [1.0, 1.0]
     assert "".join(map(chr, group.responses[0].response.tokens.tolist())) == said + TOLD + ANSWER
