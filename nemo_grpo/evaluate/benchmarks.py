@@ -35,8 +35,15 @@ RECIPE = "recipe"
 class Benchmark:
     """Problems, their task and their prompt.
 
-    Attributes: prompt_name: the preset, or ``recipe``.  by_recipe: a recipe's prompt or task parameters are
-                used.  path, digest: file of the problems, and its hash; None: a recipe's own.
+    Attributes:
+        name: of the benchmark in the results.
+        task: that scores the responses.
+        problems: the problems to evaluate.
+        prompt: around each problem.
+        prompt_name: the preset, or ``recipe``.
+        by_recipe: a recipe's prompt or task parameters are used.
+        path: file of the problems; None: a recipe's own problems.
+        digest: hash of that file.
     """
 
     name: str
@@ -51,30 +58,36 @@ class Benchmark:
     def identity(self, num_problems: int) -> dict[str, Any]:
         """Return JSON values that identify the benchmark: results with other values belong to another one.
 
-        Args: num_problems: number of results; later problems do not count.
+        Args:
+            num_problems: number of results; later problems do not count.
         """
-        digest = self.digest or problems_digest(self.problems[:num_problems])
-        files = {"train_files", "validation_files"}
-        of_recipe = {
-            "prompt": self.prompt.model_dump(mode="json", exclude={"preset"}),
-            "task": self.task.config.model_dump(mode="json", exclude=files),
-        }
-        by_recipe = of_recipe if self.by_recipe else None
-        return {"sha256": digest, "prompt": self.prompt_name, "recipe": by_recipe}
+        digest = self.digest
+        if digest is None:
+            digest = problems_digest(self.problems[:num_problems])
+        recipe_settings = None
+        if self.by_recipe:
+            # Without the files' places: a data set that was moved is the same, and ``sha256`` tells.
+            files = {"train_files", "validation_files"}
+            recipe_settings = {
+                "prompt": self.prompt.model_dump(mode="json", exclude={"preset"}),
+                "task": self.task.config.model_dump(mode="json", exclude=files),
+            }
+        return {"sha256": digest, "prompt": self.prompt_name, "recipe": recipe_settings}
 
     def response_key(self, conditions: Mapping[str, Any]) -> str:
-        """Hash all that decides the responses: model files, sampling, prompt, benchmark file.
+        """Hash everything that decides the responses: model files, sampling, prompt, benchmark file.
 
-        A multi-turn task's parameters belong to it: its tool's answers are part of the response. Grading is
-        not: recorded responses are graded anew. A recipe's own problems have no file; each recorded line
-        identifies its problem.
+        The parameters of a multi-turn task are included, because its tool's answers are part of a response.
+        Those of other tasks only decide the grading, and recorded responses are graded anew. A recipe's own
+        problems have no file; there each recorded line identifies its problem.
         """
-        multi_turn = isinstance(self.task, MultiTurnTask)
-        task = self.task.config.model_dump(mode="json") if multi_turn else None
+        task = None
+        if isinstance(self.task, MultiTurnTask):
+            task = self.task.config.model_dump(mode="json")
         prompt = self.prompt.model_dump(mode="json")
-        # the seed stands in each line, as the greedy responses serve all seeds
-        decides = {name: value for name, value in conditions.items() if name != "seed"}
-        everything = json.dumps([decides, prompt, self.digest, task], sort_keys=True)
+        # The seed stands in each line of the file, because the greedy responses serve all seeds.
+        without_seed = {name: value for name, value in conditions.items() if name != "seed"}
+        everything = json.dumps([without_seed, prompt, self.digest, task], sort_keys=True)
         return hashlib.sha256(everything.encode()).hexdigest()[:12]
 
     def as_prompted(self, tokenizer: Any) -> Task:
@@ -83,8 +96,10 @@ class Benchmark:
         A recipe's own problems are read as in training.
         """
         config = self.task.config
+        # A task without this parameter reads every response in the same way.
         if self.path is None or getattr(config, "think_is_open", True):
             return self.task
+        # One prompt is enough: its end, which the chat template writes, is the same for all problems.
         prompt = encode_prompt(tokenizer, self.prompt, self.problems[0], with_images=config.needs_images)
         if not tokenizer.decode(prompt, skip_special_tokens=False).rstrip().endswith("<think>"):
             return self.task
@@ -93,15 +108,16 @@ class Benchmark:
 
 def load_benchmarks(config: EvalConfig) -> list[Benchmark]:
     """Load the benchmarks of an evaluation."""
-    items = config.benchmarks
-    if items is None:
+    listed = config.benchmarks
+    if listed is None:
         if config.section is None:
             raise UserError("nemo-grpo eval needs --benchmarks, --recipe, or both")
-        items = RECIPE
-    loaded = [load_benchmark(item.strip(), config) for item in items.split(",") if item.strip()]
-    if not loaded or len({benchmark.name for benchmark in loaded}) < len(loaded):
-        raise UserError(f"--benchmarks {items}: name one or more, each once and with a distinct name")
-    return loaded
+        listed = RECIPE
+    benchmarks = [load_benchmark(item.strip(), config) for item in listed.split(",") if item.strip()]
+    names = {benchmark.name for benchmark in benchmarks}
+    if not benchmarks or len(names) < len(benchmarks):
+        raise UserError(f"--benchmarks {listed}: name one or more, each once and with a distinct name")
+    return benchmarks
 
 
 COLUMNS = "nemo_grpo.task.columns"
@@ -110,82 +126,118 @@ COLUMNS = "nemo_grpo.task.columns"
 def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
     """Load a data set by name, a JSONL or Parquet file, or ``recipe``: a recipe's held-out problems."""
     path = None if item == RECIPE else _path_of(item, Path(config.data_dir))
-    base, prompt, prompt_name, by_recipe = _asked(path, config)
+    base, base_by_recipe = _task_config(path, config)
+    prompt, prompt_name = _prompt(path, base.name, config)
+    by_recipe = base_by_recipe or prompt_name == RECIPE
     if base.needs_images and not config.uses_vllm:
         raise UserError(
             f"--benchmarks {item}: task {base.name} has images, which the generator vllm alone takes; add "
             "--generator vllm"
         )
     options = TASK_OPTIONS.get(prompt_name, {})
-    known = {key: value for key, value in options.items() if key in type(base).model_fields}
-    adapted = base.model_copy(update=known)
+    task_options = {key: value for key, value in options.items() if key in type(base).model_fields}
+    adapted = base.model_copy(update=task_options)
     if path is None:
         assert config.section is not None
         task = adapted.build()
         problems = task.validation_problems(config.num_problems or config.section.evaluation.num_problems)
         return Benchmark(RECIPE, task, problems, prompt, prompt_name, by_recipe)
-    try:  # before the task reads the file and names the recipe's key for it
-        read = read_problems([path], with_images=base.needs_images, columns=getattr(base, "columns", {}))
+    # Read here first: the task would name the recipe's key for the file in its errors.
+    try:
+        problems = read_problems([path], with_images=base.needs_images, columns=getattr(base, "columns", {}))
     except UserError as error:
         message = str(error)
-        if not by_recipe:  # without a recipe, this command has no such key
+        if not by_recipe:
+            # Without a recipe, this command has no such key.
             message = message.replace(COLUMNS, f"in a recipe that --recipe names {COLUMNS}")
         raise UserError(f"--benchmarks {item}: {message}") from None
     task = adapted.build()
-    problems = read[: config.num_problems]
+    problems = problems[: config.num_problems]
     if not problems:
         raise UserError(f"--benchmarks {item}: {path} holds no problems")
-    digest, manifest = sha256_of(path), read_manifest(path)
+    digest = sha256_of(path)
+    manifest = read_manifest(path)
     if manifest is not None and manifest.get("sha256") != digest:
         log.warning("%s does not match its manifest; see `nemo-grpo data verify`", path)
     return Benchmark(path.stem, task, problems, prompt, prompt_name, by_recipe, path, digest)
 
 
 def _path_of(item: str, data_dir: Path) -> Path:
+    """Return the file of a benchmark: the item itself, or a prepared set's in the folder of data."""
     path = Path(item)
-    if path.suffix not in (".jsonl", PARQUET):
-        path = data_dir / f"{find_source(item).name}.jsonl"
-        if not path.is_file():
-            raise UserError(
-                f"--benchmarks {item}: {path} is missing; run `nemo-grpo data prepare {path.stem} --out "
-                f"{data_dir}`, or give the path of a JSONL or Parquet file"
-            )
+    if path.suffix in (".jsonl", PARQUET):
+        return path
+    path = data_dir / f"{find_source(item).name}.jsonl"
+    if not path.is_file():
+        raise UserError(
+            f"--benchmarks {item}: {path} is missing; run `nemo-grpo data prepare {path.stem} --out "
+            f"{data_dir}`, or give the path of a JSONL or Parquet file"
+        )
     return path
 
 
-def _asked(path: Path | None, asked: EvalConfig) -> tuple[TaskConfig, Prompt, str, bool]:
-    """Choose (task configuration, prompt, the prompt's name, True if a recipe sets any of it)."""
-    recipe, task = asked.section, asked.section.task if asked.section else None
-    config: TaskConfig
+def _recipe_task(config: EvalConfig) -> TaskConfig | None:
+    return None if config.section is None else config.section.task
+
+
+def _task_config(path: Path | None, config: EvalConfig) -> tuple[TaskConfig, bool]:
+    """Choose the task's configuration.
+
+    Args:
+        path: file of the problems; None: a recipe's held-out problems.
+        config: of the evaluation.
+
+    Returns:
+        The configuration, and True if a recipe sets some of it.
+    """
+    recipe_task = _recipe_task(config)
     if path is None:
-        if task is None:
+        if recipe_task is None:
             raise UserError(
                 f"--benchmarks {RECIPE} are the held-out problems of a recipe's nemo_grpo.task; add --recipe "
                 "with one, or name files or prepared sets"
             )
-        config, of_recipe = task, True
-    else:
-        manifest = read_manifest(path)
-        name = asked.task or str((manifest or {}).get("task", "math"))
-        of_recipe = task is not None and task.name == name
-        given = task.model_dump() if task is not None and of_recipe else {}
-        files: dict[str, Any] = {"validation_files": (str(path),), "train_files": ()}
-        files |= {"columns": {}} if manifest else {}  # a prepared set has its own
-        kinds = {name: kind for name, kind in TASKS.items() if issubclass(kind, FileTaskConfig)}
-        if name not in kinds:
-            raise UserError(f"--task {name} reads no files{did_you_mean(name, kinds)}")
-        config = kinds[name](**{**given, **files})
-    preset = asked.prompt
-    if preset is None and task is None:
-        by_name = None if path is None else asked.presets.get(path.stem)
-        preset = by_name or {**DEFAULT_PROMPTS, **asked.presets}.get(config.name)
+        return recipe_task, True
+    manifest = read_manifest(path)
+    task_name = config.task
+    if not task_name:
+        task_name = str(manifest.get("task", "math")) if manifest else "math"
+    file_tasks = {name: task for name, task in TASKS.items() if issubclass(task, FileTaskConfig)}
+    if task_name not in file_tasks:
+        raise UserError(f"--task {task_name} reads no files{did_you_mean(task_name, file_tasks)}")
+    parameters: dict[str, Any] = {}
+    is_recipe_task = recipe_task is not None and recipe_task.name == task_name
+    if recipe_task is not None and is_recipe_task:
+        parameters = recipe_task.model_dump()
+    parameters |= {"validation_files": (str(path),), "train_files": ()}
+    if manifest:
+        parameters["columns"] = {}  # a prepared set has the standard columns
+    return file_tasks[task_name](**parameters), is_recipe_task
+
+
+def _prompt(path: Path | None, task_name: str, config: EvalConfig) -> tuple[Prompt, str]:
+    """Choose a benchmark's prompt and its name: --prompt, else the recipe's, else the benchmark's default.
+
+    Args:
+        path: file of the problems; None: a recipe's held-out problems.
+        task_name: of the benchmark's task.
+        config: of the evaluation.
+    """
+    has_recipe_prompt = _recipe_task(config) is not None
+    preset = config.prompt
+    if preset is None and not has_recipe_prompt:
+        # A protocol may name presets for a benchmark, which come first, and for a task.
+        if path is not None:
+            preset = config.presets.get(path.stem)
+        if not preset:
+            preset = {**DEFAULT_PROMPTS, **config.presets}.get(task_name)
     if preset is not None:
         if preset not in PRESETS:
             raise UserError(f"--prompt {preset} is unknown{did_you_mean(preset, PRESETS)}")
-        return config, Prompt(preset=preset), preset, of_recipe
-    if recipe is not None and task is not None:
-        return config, recipe.prompt, RECIPE, True
-    return config, Prompt(), "none", of_recipe
+        return Prompt(preset=preset), preset
+    if config.section is not None and has_recipe_prompt:
+        return config.section.prompt, RECIPE
+    return Prompt(), "none"
 
 
 def problems_digest(problems: Sequence[Problem]) -> str:

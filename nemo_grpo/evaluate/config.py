@@ -70,29 +70,31 @@ class EvalConfig:
     def of(cls, model: Path, options: EvalOptions, recipe: Recipe | None = None) -> Self:
         """Merge options; each None becomes the protocol's value, else the recipe's, else the default.
 
-        Raises: UserError: an unknown protocol, or numbers that exclude each other.
+        Raises:
+            UserError: the protocol is unknown, or values exclude each other.
         """
-        given = options.given()
-        values = _of_recipe(recipe) if recipe else {}
+        set_options = options.given()
+        values = _recipe_values(recipe) if recipe else {}
         if options.seed is not None and options.seeds is None:
-            values.pop("seeds", None)  # one seed in place of the recipe's several
-        name = given.get("protocol", values.get("protocol"))
-        if name is not None:
-            if name not in PROTOCOLS:
-                raise UserError(f"--protocol {name} is unknown{did_you_mean(name, PROTOCOLS)}")
-            values |= PROTOCOLS[name]
-        values |= given
+            # One seed takes the place of the recipe's several.
+            values.pop("seeds", None)
+        protocol = set_options.get("protocol", values.get("protocol"))
+        if protocol is not None:
+            if protocol not in PROTOCOLS:
+                raise UserError(f"--protocol {protocol} is unknown{did_you_mean(protocol, PROTOCOLS)}")
+            values |= PROTOCOLS[protocol]
+        values |= set_options
         if "batch_size" not in values:
             values["batch_size"] = fitting_batch_size(model, values.get("max_tokens", cls.max_tokens))
         config = cls(model, **values)
         parse_ks(config.pass_at, config.num_samples)
-        if "seed" in given and "seeds" in given:
+        if "seed" in set_options and "seeds" in set_options:
             raise UserError("--seed and --seeds exclude each other; name all seeds in --seeds")
-        config.all_seeds()
+        config.all_seeds()  # refuses invalid ones
         return config
 
     def all_seeds(self) -> list[int]:
-        """List the seeds of the samples: of ``seeds``, at least two, else ``seed``."""
+        """List the seeds of the samples: those of ``seeds``, at least two, or else ``seed``."""
         if self.seeds is None:
             return [self.seed]
         numbers = list(dict.fromkeys(parse_seeds(self.seeds)))
@@ -129,11 +131,15 @@ class EvalConfig:
         on_gpu = device != "cpu" and torch.cuda.is_available()
         if device == "cuda" and not on_gpu:
             raise UserError("--device cuda: no CUDA device here; use cpu or auto")
+        generator = "vllm" if self.uses_vllm else choose(self.generator, self.model)
+        dtype = self.dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if on_gpu else "float32"
         return replace(
             self,
-            generator="vllm" if self.uses_vllm else choose(self.generator, self.model),
+            generator=generator,
             device="cuda" if on_gpu else "cpu",
-            dtype=self.dtype if self.dtype != "auto" else "bfloat16" if on_gpu else "float32",
+            dtype=dtype,
             stop_token_ids=(*end_tokens(self.model, tokenizer), *self.stop_token_ids),
         )
 
@@ -156,10 +162,12 @@ class EvalConfig:
     def build_generator(self, longest: int, max_images: int = 0) -> Sampler:
         """Build the generator of a resolved configuration.
 
-        Args: longest: tokens of the longest prompt.  max_images: most images in a prompt.
+        Args:
+            longest: tokens of the longest prompt.
+            max_images: largest number of images in a prompt.
         """
         if self.uses_vllm:
-            check_sampling(self.sampling)  # before the model is loaded
+            check_sampling(self.sampling)  # before the model is loaded, which takes minutes
             return VLLMGenerator(
                 self.model,
                 self.dtype,
@@ -168,27 +176,46 @@ class EvalConfig:
                 cache_bytes=None if self.cache_gib is None else int(self.cache_gib * (1 << 30)),
                 max_images=max_images,
             )
-        torch.set_num_threads(self.num_threads or torch.get_num_threads())
+        num_threads = self.num_threads
+        if num_threads is None:
+            num_threads = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
         dtype = getattr(torch, self.dtype)
         generator = build_local(self.generator, self.model, dtype, self.device, self.batch_size)
-        check_fits(longest, self.max_tokens, *generator.context)
+        limit, limit_name, remedy = generator.context
+        check_fits(longest, self.max_tokens, limit, limit_name, remedy)
         return generator
 
 
 def describe(conditions: Mapping[str, Any], seeds: Sequence[int] = ()) -> str:
-    """Describe conditions in words.  Args: seeds: of several results under them."""
-    c, sampling = conditions, conditions["sampling"]
-    seeded = f"seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {c['seed']}"
-    drawn = f"temperature {sampling['temperature']:g}, top_p {sampling['top_p']:g}"
-    return (
-        f"{c['num_samples']} samples, {'greedy' if sampling['greedy'] else drawn}, at most "
-        f"{sampling['max_new_tokens']} tokens, {seeded}, {c['generator']} in {c['dtype']} on {c['device']}"
+    """Describe conditions in words.
+
+    Args:
+        conditions: see `EvalConfig.conditions`.
+        seeds: of several results under these conditions.
+    """
+    sampling = conditions["sampling"]
+    choice = f"temperature {sampling['temperature']:g}, top_p {sampling['top_p']:g}"
+    if sampling["greedy"]:
+        choice = "greedy"
+    seed_words = f"seed {conditions['seed']}"
+    if len(seeds) > 1:
+        seed_words = f"seeds {', '.join(map(str, seeds))}"
+    parts = (
+        f"{conditions['num_samples']} samples",
+        choice,
+        f"at most {sampling['max_new_tokens']} tokens",
+        seed_words,
+        f"{conditions['generator']} in {conditions['dtype']} on {conditions['device']}",
     )
+    return ", ".join(parts)
 
 
-def _of_recipe(recipe: Recipe) -> dict[str, Any]:
-    section, generation = recipe.nemo_grpo, recipe.policy.generation
-    of_training = {
+def _recipe_values(recipe: Recipe) -> dict[str, Any]:
+    """Return the values that a recipe sets: those of its training, replaced by those of its evaluation."""
+    section = recipe.nemo_grpo
+    generation = recipe.policy.generation
+    training_values = {
         "section": section,
         "max_tokens": generation.max_new_tokens,
         "stop_token_ids": tuple(generation.stop_token_ids or ()),
@@ -198,11 +225,10 @@ def _of_recipe(recipe: Recipe) -> dict[str, Any]:
         "batch_size": recipe.policy.generation_batch_size,
         "num_threads": section.engine.num_threads,
     }
-    evaluation = section.evaluation.given()
-    del evaluation[
-        "num_problems"
-    ]  # counts the task's own problems, which `load_benchmark` reads; not a file's
-    return of_training | evaluation
+    evaluation_values = section.evaluation.given()
+    # It counts the recipe's own problems alone, for which `load_benchmark` reads it; not those of a file.
+    del evaluation_values["num_problems"]
+    return training_values | evaluation_values
 
 
 CACHE_BYTES = 1 << 30
@@ -214,20 +240,26 @@ def fitting_batch_size(model: Path, max_tokens: int) -> int:
 
     A large model then gets small batches, whose answers are on disk early.
     """
-    config = load_config(model).get_text_config()  # of a model with images, its decoder's
-    if not hasattr(config, "num_attention_heads"):  # without attention there is no such cache
-        return EvalConfig.batch_size
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_response = 2 * 4 * config.num_hidden_layers * heads * width * max_tokens
-    return max(1, min(EvalConfig.batch_size, CACHE_BYTES // per_response))
+    # A model with images has its decoder's numbers in a section of its own.
+    config = load_config(model).get_text_config()
+    if not hasattr(config, "num_attention_heads"):
+        return EvalConfig.batch_size  # without attention there is no such cache
+    num_heads = getattr(config, "num_key_value_heads", None)
+    if not num_heads:
+        num_heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None)
+    if not head_size:
+        head_size = config.hidden_size // config.num_attention_heads
+    # Keys and values, 4 bytes each.
+    bytes_per_token = 2 * 4 * config.num_hidden_layers * num_heads * head_size
+    return max(1, min(EvalConfig.batch_size, CACHE_BYTES // (bytes_per_token * max_tokens)))
 
 
 def fingerprint(folder: Path) -> str:
     """Hash a model folder's content: equal for a copy, different after any edit."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
+    # In threads: hashlib releases the interpreter's lock, and a model has many gigabytes.
     with ThreadPoolExecutor() as pool:
-        lines = [
-            f"{path.name} {digest}" for path, digest in zip(files, pool.map(sha256_of, files), strict=True)
-        ]
+        digests = list(pool.map(sha256_of, files))
+    lines = [f"{path.name} {digest}" for path, digest in zip(files, digests, strict=True)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

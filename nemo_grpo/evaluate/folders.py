@@ -23,13 +23,16 @@ def finite_logits(model: Path) -> Iterator[None]:
 
 
 def result_name(model: Path) -> str:
-    """Return the folder's name, or the run's for a run's folder hf, a name that every run has."""
+    """Return a name for the results of a model: its folder's.
+
+    Every run calls its model's folder hf, so the run's name takes its place.
+    """
     folder = model.resolve()
     return folder.parent.name if folder.name == "hf" and folder.parent.name else folder.name
 
 
 def check_place(out: Path) -> None:
-    """Check before the work that results can be written; creates nothing yet."""
+    """Refuse a folder that cannot be written, before the work; creates nothing yet."""
     existing = existing_parent(out)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"--out {out} cannot be made: {existing} cannot be written; choose another folder")
@@ -39,9 +42,9 @@ def tokenizer_of(model: Path) -> Any:
     """Load the model's tokenizer; refuses one without an end of sequence, and adapters beside the model."""
     if not model.is_dir():
         raise UserError(f"--model {model} is not a folder; {how_to_get(model)}")
-    known = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    if not any((model / name).is_file() for name in known):
-        raise UserError(f"--model {model} has no tokenizer ({', '.join(known)}); {_remedy(model)}")
+    tokenizer_files = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if not any((model / name).is_file() for name in tokenizer_files):
+        raise UserError(f"--model {model} has no tokenizer ({', '.join(tokenizer_files)}); {_remedy(model)}")
     tokenizer = load_tokenizer(model)
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer in --model {model} has no end-of-sequence token; set eos_token")
@@ -51,8 +54,9 @@ def tokenizer_of(model: Path) -> Any:
 
 
 def _remedy(model: Path) -> str:
-    name, known = base_model(Training(), model)
-    if "base_model" in known:
+    """Say where to get the tokenizer of a model folder without one."""
+    name, metadata = base_model(Training(), model)
+    if "base_model" in metadata:
         load = f"AutoTokenizer.from_pretrained({name!r})"
         return f"{load}.save_pretrained({str(model)!r}) puts its base's there"
     return "put the tokenizer of its base model there, the one of --hf-config if it was converted"
@@ -60,6 +64,9 @@ def _remedy(model: Path) -> str:
 
 def model_limits(model: Path) -> tuple[int | None, int | None]:
     """Read the model's longest sequence and vocabulary; None if its config does not say."""
-    config = hf_config(model) if (model / "config.json").is_file() else {}
-    text = {**config, **config.get("text_config", {})}  # a vision-language model's language model
-    return text.get("max_position_embeddings"), text.get("vocab_size")
+    if not (model / "config.json").is_file():
+        return None, None
+    config = hf_config(model)
+    # A vision-language model has the numbers of its language model in a section of its own.
+    language_model = {**config, **config.get("text_config", {})}
+    return language_model.get("max_position_embeddings"), language_model.get("vocab_size")

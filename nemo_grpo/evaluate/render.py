@@ -20,7 +20,7 @@ PICTURE = "scores.png"
 GROUP_WIDTH = 0.8
 """Width of a benchmark's bars together; the centres of two benchmarks are 1 apart."""
 TOKENS = "num_tokens"
-OWN = ("box_", "mask_")
+TASK_METRICS = ("box_", "mask_")
 """Prefixes of a task's own metrics that the table shows."""
 
 
@@ -28,56 +28,72 @@ def show(evaluation: Evaluation, model: Path) -> None:
     """Print and plot the results; for several seeds, also write their mean."""
     from rich.console import Console
 
-    result = next(iter(evaluation.results.values()))
-    summaries, out = evaluation.summaries, evaluation.out
-    summary, written, spread = next(iter(summaries.values())), SUMMARY, ERRORS
-    described, spread_name = describe(result.conditions, [*summaries]), "standard error over problems"
+    out = evaluation.out
+    summaries = evaluation.summaries
     if len(summaries) > 1:
-        summary, written, spread = over_seeds(summaries), SEEDS, SPREAD
+        summary = over_seeds(summaries)
         (out / SEEDS).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        summary_file = SEEDS
+        spread = SPREAD
         spread_name = f"standard deviation over {len(summaries)} seeds"
-    plot(summary, out / PICTURE, f"{model.resolve().name}: {described}", spread)
+    else:
+        summary = next(iter(summaries.values()))
+        summary_file = SUMMARY
+        spread = ERRORS
+        spread_name = "standard error over problems"
+    # Of several seeds, all results have the same protocol, and conditions that differ in the seed alone.
+    result = next(iter(evaluation.results.values()))
+    conditions = describe(result.conditions, list(summaries))
+    plot(summary, out / PICTURE, f"{model.resolve().name}: {conditions}", spread)
     prompts = ", ".join(f"{name}: {entry['prompt']}" for name, entry in summary[BENCHMARKS].items())
+    protocol = f"; protocol {result.protocol['name']}" if result.protocol else ""
     console = Console()
     console.print(f"{model}; per cent +- {spread_name}", highlight=False, soft_wrap=True)
     console.print(table(summary, spread))
     for line in groups(summary):
         console.print(line, highlight=False, soft_wrap=True)
-    followed = f"; protocol {result.protocol['name']}" if result.protocol else ""
-    console.print(f"{described}; prompts {prompts}{followed}", highlight=False)
-    console.print(f"{out / written}, {out / PICTURE}", highlight=False, soft_wrap=True)
+    console.print(f"{conditions}; prompts {prompts}{protocol}", highlight=False)
+    # soft_wrap: a path stays in one piece, to be copied.
+    console.print(f"{out / summary_file}, {out / PICTURE}", highlight=False, soft_wrap=True)
 
 
 def table(summary: Mapping[str, Any], spread: str = ERRORS) -> Table:
     """Lay out a column per benchmark and one for their average, in per cent with errors.
 
-    Args: summary: from `SuiteResult.write` or `over_seeds`.  spread: its key of the numbers after +-.
+    Args:
+        summary: from `SuiteResult.write` or `over_seeds`.
+        spread: key in the summary of the numbers after +-.
     """
     from rich.table import Table
 
-    k, entries = _num_samples(summary), summary[BENCHMARKS]
-    shown = Table("")
+    num_samples = _num_samples(summary)
+    entries = summary[BENCHMARKS]
+    rows = Table("")
     for name, entry in entries.items():
-        shown.add_column(f"{name}\n{entry['num_problems']} problems", justify="right")
+        rows.add_column(f"{name}\n{entry['num_problems']} problems", justify="right")
     columns = list(entries.values())
     if len(columns) > 1:
         columns.append(summary["average"])
-        shown.add_column(f"average\n{len(entries)} sets", justify="right")
-    for metric, label in labels(k, common([column["metrics"] for column in columns])).items():
-        shown.add_row(label, *(_cell(metric, c["metrics"], c[spread]) for c in columns))
-        if metric == "accuracy" and k > 1 and all("accuracy_runs" in column[spread] for column in columns):
-            runs = [100 * column[spread]["accuracy_runs"] for column in columns]
-            shown.add_row("  +- of runs", *(f"{error:.1f}" for error in runs))
-    return shown
+        rows.add_column(f"average\n{len(entries)} sets", justify="right")
+    # Only metrics that every column has: an older version may have written fewer.
+    metrics = common([column["metrics"] for column in columns])
+    for metric, label in labels(num_samples, metrics).items():
+        cells = [_cell(metric, column["metrics"], column[spread]) for column in columns]
+        rows.add_row(label, *cells)
+        has_run_errors = all("accuracy_runs" in column[spread] for column in columns)
+        if metric == "accuracy" and num_samples > 1 and has_run_errors:
+            run_errors = [f"{100 * column[spread]['accuracy_runs']:.1f}" for column in columns]
+            rows.add_row("  +- of runs", *run_errors)
+    return rows
 
 
 def groups(summary: Mapping[str, Any]) -> list[str]:
     """Write a line per benchmark with grouped problems: avg@k of each group."""
     lines = []
     for name, entry in summary[BENCHMARKS].items():
-        found = [f"{label} {100 * g['accuracy']:.1f}" for label, g in entry["groups"].items()]
-        if found:
-            lines.append(f"{name}, avg@{_num_samples(summary)}: {', '.join(found)}")
+        accuracies = [f"{label} {100 * group['accuracy']:.1f}" for label, group in entry["groups"].items()]
+        if accuracies:
+            lines.append(f"{name}, avg@{_num_samples(summary)}: {', '.join(accuracies)}")
     return lines
 
 
@@ -87,17 +103,20 @@ def _num_samples(summary: Mapping[str, Any]) -> int:
 
 def labels(num_samples: int, measured: Sequence[str]) -> dict[str, str]:
     """Map the table's metrics to their labels."""
-    passes = {name: name for name in measured if name.startswith("pass@") and name != "pass@1"}
-    return {
-        "greedy": "greedy pass@1",
-        "accuracy": f"avg@{num_samples}",
-        **passes,
+    table_labels = {"greedy": "greedy pass@1", "accuracy": f"avg@{num_samples}"}
+    for name in measured:
+        if name.startswith("pass@") and name != "pass@1":  # pass@1 equals avg@k
+            table_labels[name] = name
+    table_labels |= {
         f"maj@{num_samples}": f"maj@{num_samples}",
         "format": "format",
         "truncated": "truncated",
         TOKENS: "mean tokens",
-        **{name: name for name in measured if name.startswith(OWN)},
     }
+    for name in measured:
+        if name.startswith(TASK_METRICS):
+            table_labels[name] = name
+    return table_labels
 
 
 def _cell(metric: str, means: Mapping[str, float], errors: Mapping[str, float]) -> str:
@@ -108,17 +127,28 @@ def _cell(metric: str, means: Mapping[str, float], errors: Mapping[str, float]) 
 
 
 def plot(summary: Mapping[str, Any], path: Path, title: str, spread: str = ERRORS) -> None:
-    """Plot avg@k, greedy, maj@k and pass@k as bars, as a PNG.  Args: spread: as in `table`."""
+    """Plot avg@k, greedy, maj@k and pass@k as bars, as a PNG.
+
+    Args:
+        summary: as in `table`.
+        path: of the picture.
+        title: above the bars.
+        spread: as in `table`.
+    """
     from nemo_grpo.support.pictures import COLORS, INK, new_figure, tidy, write_png
 
-    k, entries = _num_samples(summary), summary[BENCHMARKS]
-    bars = {"accuracy": f"avg@{k}", "greedy": "greedy"}
-    bars |= {name: name for name in (f"maj@{k}", f"pass@{k}") if k > 1}
+    num_samples = _num_samples(summary)
+    entries = summary[BENCHMARKS]
+    bars = {"accuracy": f"avg@{num_samples}", "greedy": "greedy"}
+    if num_samples > 1:
+        bars |= {name: name for name in (f"maj@{num_samples}", f"pass@{num_samples}")}
     width = GROUP_WIDTH / len(bars)
     figure = new_figure(max(4.4, 1.0 + 1.7 * len(entries)), 3.6)
     axes = figure.add_subplot()
     for number, (metric, label) in enumerate(bars.items()):
-        places = [place + width * (number - (len(bars) - 1) / 2) for place in range(len(entries))]
+        # The bars of a benchmark stand side by side around its place.
+        offset = width * (number - (len(bars) - 1) / 2)
+        places = [place + offset for place in range(len(entries))]
         heights = [100 * entry["metrics"][metric] for entry in entries.values()]
         errors = [100 * entry[spread].get(metric, 0.0) for entry in entries.values()]
         style: dict[str, Any] = {
@@ -126,12 +156,12 @@ def plot(summary: Mapping[str, Any], path: Path, title: str, spread: str = ERROR
             "error_kw": {"elinewidth": 1.1, "ecolor": INK},
             "capsize": 2,
         }
-        drawn = axes.bar(places, heights, width=0.86 * width, yerr=errors, label=label, **style)
-        axes.bar_label(drawn, fmt="%.1f", fontsize=7, color=INK, padding=2)
+        container = axes.bar(places, heights, width=0.86 * width, yerr=errors, label=label, **style)
+        axes.bar_label(container, fmt="%.1f", fontsize=7, color=INK, padding=2)
     names = [f"{name}\n{entry['num_problems']} problems" for name, entry in entries.items()]
     axes.set_xticks(range(len(entries)), names)
     axes.set_xlim(-0.6, len(entries) - 0.4)
-    axes.set_ylim(0, 108)
+    axes.set_ylim(0, 108)  # room for the number above a bar of 100
     axes.set_yticks(range(0, 101, 20))
     axes.set_ylabel("per cent", fontsize=9, color=INK)
     wrapped = fill(title, int(14 * figure.get_figwidth()))

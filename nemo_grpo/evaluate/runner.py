@@ -4,7 +4,7 @@ import json
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -31,7 +31,13 @@ log = logging.getLogger(__name__)
 class Verdicts:
     """Responses to one problem with the task's verdicts; all sequences have one entry per response.
 
-    ``lengths`` counts the policy's tokens.
+    Attributes:
+        completions: texts of the responses.
+        extracted: answers; None: the response has none.
+        scores: the component accuracy.
+        formats: the component format.
+        lengths: numbers of the policy's tokens.
+        truncated: True if the length limit ended the response.
     """
 
     completions: list[str]
@@ -44,7 +50,15 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """One problem, its greedy response and its samples. ``prompt`` is the text that the policy continued."""
+    """One problem, its greedy response and its samples.
+
+    Attributes:
+        id: of the problem.
+        prompt: text that the policy continued.
+        gold: the reference answer.
+        greedy: the greedy response.
+        samples: the random responses.
+    """
 
     id: str
     prompt: str
@@ -54,17 +68,21 @@ class ProblemResult:
 
     @property
     def num_correct(self) -> int:
-        """Samples with full accuracy; partial credit does not count towards pass@k."""
+        """Number of samples with full accuracy; partial credit does not count towards pass@k."""
         return sum(score >= 1 for score in self.samples.scores)
 
     def to_record(self) -> dict[str, Any]:
         """Return the problem's line of samples.jsonl."""
-        names = {"scores": "score", "formats": "format", "lengths": "num_tokens"}
         return {
             "id": self.id,
             "prompt": self.prompt,
             "gold": self.gold,
-            **{names.get(name, name): values for name, values in asdict(self.samples).items()},
+            "completions": self.samples.completions,
+            "extracted": self.samples.extracted,
+            "score": self.samples.scores,
+            "format": self.samples.formats,
+            "num_tokens": self.samples.lengths,
+            "truncated": self.samples.truncated,
             "greedy_completion": self.greedy.completions[0],
             "greedy_extracted": self.greedy.extracted[0],
             "greedy_score": self.greedy.scores[0],
@@ -76,7 +94,11 @@ class EvalResult:
     """All problems with their responses, and the task's parameters.
 
     Attributes:
-        undecided: True if a reference and an extracted answer could not be compared within the limits.
+        task: the task's parameters.
+        num_samples: random responses to each problem.
+        problems: the problems with their responses.
+        same_answer: compares two extracted answers for the vote of maj@k.
+        undecided: returns True if a reference and an extracted answer could not be compared in time.
         pass_at: values of k for pass@k in addition to powers of two; at most the number of samples.
         overall: the task's own metrics, see `nemo_grpo.tasks.base.Answered`.
         rewards: the samples' `validation_rewards`; none of an evaluation without a scorer.
@@ -94,61 +116,69 @@ class EvalResult:
     def metrics(self) -> dict[str, float]:
         """Average over problems.
 
-        Returns: ``accuracy`` (avg@k) and ``greedy``, each with ``_stderr`` over problems; ``pass@1,2,4,8,..``
-                 up to and including the number of samples, and those of ``pass_at``;
-                 ``maj@<samples>``; ``format``, ``truncated`` and ``num_tokens`` as means over samples; with
-                 a scorer ``reward`` and every component.
+        Returns:
+            - ``accuracy`` (avg@k) and ``greedy``, each with ``_stderr`` over problems
+            - ``pass@1,2,4,8,..`` up to and including the number of samples, and those of ``pass_at``
+            - ``maj@<samples>``
+            - ``format``, ``truncated`` and ``num_tokens`` as means over samples
+            - with a scorer, ``reward`` and every component
         """
-        found = dict(self.rewards)
+        means = dict(self.rewards)
         for name, values in self._by_problem.items():
-            found[name], stderr = mean_and_stderr(values)
+            means[name], stderr = mean_and_stderr(values)
             if name in ("accuracy", "greedy") and len(values) > 1:
-                found[f"{name}_stderr"] = stderr
-        return {
-            **found,
-            "format": fmean(fmean(p.samples.formats) for p in self.problems),
-            "truncated": fmean(fmean(p.samples.truncated) for p in self.problems),
-            "num_tokens": fmean(fmean(p.samples.lengths) for p in self.problems),
-            **self.overall,
-        }
+                means[f"{name}_stderr"] = stderr
+        means["format"] = fmean(fmean(problem.samples.formats) for problem in self.problems)
+        means["truncated"] = fmean(fmean(problem.samples.truncated) for problem in self.problems)
+        means["num_tokens"] = fmean(fmean(problem.samples.lengths) for problem in self.problems)
+        return means | self.overall
 
     def standard_errors(self) -> dict[str, float]:
         """Return ``accuracy_runs`` (`stderr_of_runs`) and, over two problems or more, the metrics' errors."""
-        runs = {"accuracy_runs": stderr_of_runs([p.samples.scores for p in self.problems])}
+        run_error = stderr_of_runs([problem.samples.scores for problem in self.problems])
         if len(self.problems) == 1:
-            return runs
+            return {"accuracy_runs": run_error}
         errors = {name: mean_and_stderr(values)[1] for name, values in self._by_problem.items()}
-        return {"accuracy": errors.pop("accuracy"), **runs, **errors}
+        # The two errors of the accuracy come first, side by side.
+        return {"accuracy": errors.pop("accuracy"), "accuracy_runs": run_error, **errors}
 
     @cached_property
     def _by_problem(self) -> dict[str, list[float]]:
         """Metrics that have a value per problem."""
-        n, problems = self.num_samples, self.problems
-        return {
-            "accuracy": [fmean(p.samples.scores) for p in problems],
-            "greedy": [p.greedy.scores[0] for p in problems],
-            **{f"pass@{k}": [pass_at_k(n, p.num_correct, k) for p in problems] for k in ks(n, self.pass_at)},
-            f"maj@{n}": [vote.score for vote in self._votes],
+        num_samples = self.num_samples
+        values = {
+            "accuracy": [fmean(problem.samples.scores) for problem in self.problems],
+            "greedy": [problem.greedy.scores[0] for problem in self.problems],
         }
+        for k in ks(num_samples, self.pass_at):
+            values[f"pass@{k}"] = [
+                pass_at_k(num_samples, problem.num_correct, k) for problem in self.problems
+            ]
+        values[f"maj@{num_samples}"] = [vote.score for vote in self._votes]
+        return values
 
     @property
     def num_votes_cut_short(self) -> int:
-        """Problems whose vote hit a limit of `majority_at_k`; their maj@k may be slightly low."""
+        """Number of problems whose vote hit a limit of `majority_at_k`; their maj@k may be slightly low."""
         return sum(vote.cut_short for vote in self._votes)
 
     @cached_property
     def _votes(self) -> list[Majority]:
         votes = []
         for problem in self.problems:
-            extracted, scores = problem.samples.extracted, problem.samples.scores
-            given = {answer for answer in extracted if answer is not None}
-            hopeless = {answer for answer in given if self.undecided(problem.gold, answer)}
-            votes.append(majority_at_k(extracted, scores, self.same_answer, hopeless))
-        if num_cut := sum(vote.cut_short for vote in votes):
+            extracted = problem.samples.extracted
+            answers = {answer for answer in extracted if answer is not None}
+            # Scoring has met these already; the vote does not pay for them again.
+            hopeless = {answer for answer in answers if self.undecided(problem.gold, answer)}
+            votes.append(majority_at_k(extracted, problem.samples.scores, self.same_answer, hopeless))
+        num_cut_short = sum(vote.cut_short for vote in votes)
+        if num_cut_short:
             log.warning(
                 "maj@%d: %d of %d votes hit the limits on comparing answers; equal answers may have counted "
                 "separately there",
-                *(self.num_samples, num_cut, len(votes)),
+                self.num_samples,
+                num_cut_short,
+                len(votes),
             )
         return votes
 
@@ -169,10 +199,11 @@ class EvalResult:
                 file.write(json.dumps(problem.to_record(), ensure_ascii=False) + "\n")
 
 
-def ks(num_samples: int, others: Sequence[int] = ()) -> list[int]:
-    """List 1, 2, 4, 8, ... below the number of samples, that number, and others, in order."""
-    powers = [1 << i for i in range(num_samples.bit_length()) if 1 << i < num_samples]
-    return sorted({*powers, num_samples, *others})
+def ks(num_samples: int, further: Sequence[int] = ()) -> list[int]:
+    """List 1, 2, 4, 8, ... below the number of samples, that number, and further ones, in order."""
+    powers = [2**exponent for exponent in range(num_samples.bit_length())]
+    smaller_powers = [power for power in powers if power < num_samples]
+    return sorted({*smaller_powers, num_samples, *further})
 
 
 def evaluate_problems(
@@ -185,11 +216,18 @@ def evaluate_problems(
 ) -> EvalResult:
     """Answer each problem once greedily and ``num_samples`` times at random.
 
-    Args:    problems: at least one.
-             scorer: also computes the rewards of the samples; None: the task's score alone.
-             requests: the problems' encoded prompts; None: they are encoded here.
-    Returns: `EvalResult`; the same arguments give the same result, whatever is recorded.
-    Raises:  UserError: a prompt and its response do not fit into the model's context.
+    Args:
+        source: gives the responses.
+        problems: at least one.
+        num_samples: random responses to each problem.
+        scorer: also computes the rewards of the samples; None: the task's score alone.
+        requests: the problems' encoded prompts; None: they are encoded here.
+
+    Returns:
+        The result. The same arguments give the same one, whatever is recorded.
+
+    Raises:
+        UserError: a prompt and its response do not fit into the model's context.
     """
     assert problems
     assert num_samples >= 1
@@ -199,35 +237,43 @@ def evaluate_problems(
     results: dict[int, ProblemResult] = {}
     components: list[dict[str, float]] = []
     for indices, call_seed in source.calls(requests):
-        asked = [requests[index] for index in indices]
-        greedy = source.greedy(asked, call_seed)
-        if source.sampling.greedy:  # every sample equals that response
-            samples = [responses * num_samples for responses in greedy]
+        call_requests = [requests[index] for index in indices]
+        greedy = source.greedy(call_requests, call_seed)
+        if source.sampling.greedy:
+            samples = [responses * num_samples for responses in greedy]  # every sample is that response
         else:
-            samples = source.samples(asked, num_samples, call_seed)
+            samples = source.samples(call_requests, num_samples, call_seed)
         scores = _scores(scorer, task, [problems[index] for index in indices], samples)
         for place, index in enumerate(indices):
             problem = problems[index]
-            text = source.tokenizer.decode(requests[index].tokens, skip_special_tokens=False)
+            # The own functions of a scorer are for the samples alone: the greedy response has no reward.
             (greedy_scores,) = _scores(None, task, [problem], [greedy[place]])
             results[index] = ProblemResult(
-                problem.id,
-                text,
-                problem.answer,
-                _judge(task, greedy[place], greedy_scores),
-                _judge(task, samples[place], scores[place]),
+                id=problem.id,
+                prompt=source.tokenizer.decode(requests[index].tokens, skip_special_tokens=False),
+                gold=problem.answer,
+                greedy=_judge(task, greedy[place], greedy_scores),
+                samples=_judge(task, samples[place], scores[place]),
             )
             components += scores[place]
+    # The calls need not be in the order of the problems: repeated prompts come last.
     ordered = [results[index] for index in range(len(problems))]
-    own: dict[str, Any] = {
-        name: getattr(task, name) for name in ("same_answer", "undecided") if hasattr(task, name)
-    }
-    if hasattr(task, "overall"):
-        completions = [result.samples.completions for result in ordered]
-        own["overall"] = task.overall(list(zip(problems, completions, strict=True)))
+    optional = _task_fields(task, problems, ordered)
     if scorer is not None:
-        own["rewards"] = validation_rewards(components, scorer.weights)
-    return EvalResult(task.config.model_dump(mode="json"), num_samples, ordered, **own)
+        optional["rewards"] = validation_rewards(components, scorer.weights)
+    return EvalResult(task.config.model_dump(mode="json"), num_samples, ordered, **optional)
+
+
+def _task_fields(task: Any, problems: Sequence[Problem], results: Sequence[ProblemResult]) -> dict[str, Any]:
+    """Return the fields of `EvalResult` that a task may give, but need not."""
+    task_fields: dict[str, Any] = {}
+    for name in ("same_answer", "undecided"):
+        if hasattr(task, name):
+            task_fields[name] = getattr(task, name)
+    if hasattr(task, "overall"):
+        completions = [result.samples.completions for result in results]
+        task_fields["overall"] = task.overall(list(zip(problems, completions, strict=True)))
+    return task_fields
 
 
 def _scores(
@@ -237,16 +283,22 @@ def _scores(
     responses: Sequence[Sequence[Completion]],
 ) -> list[list[dict[str, float]]]:
     """Score each problem's responses, with the scorer's own functions if there is one."""
-    rows = [problem for problem, some in zip(problems, responses, strict=True) for _ in some]
-    texts = [response.text for some in responses for response in some]
+    repeated_problems: list[Problem] = []
+    texts: list[str] = []
+    for problem, responses_to_problem in zip(problems, responses, strict=True):
+        for response in responses_to_problem:
+            repeated_problems.append(problem)
+            texts.append(response.text)
 
     def score() -> list[dict[str, float]]:
         if scorer is not None:
-            return scorer(rows, texts)
-        return [checked_score(task, problem, text) for problem, text in zip(rows, texts, strict=True)]
+            return scorer(repeated_problems, texts)
+        pairs = zip(repeated_problems, texts, strict=True)
+        return [checked_score(task, problem, text) for problem, text in pairs]
 
-    flat = iter(from_first_rank(score))  # as in rollouts: the same on all ranks
-    return [[next(flat) for _ in some] for some in responses]
+    # As in rollouts, one rank scores for all: an own function need not give the same value twice.
+    scores = iter(from_first_rank(score))
+    return [[next(scores) for _ in responses_to_problem] for responses_to_problem in responses]
 
 
 def _judge(task: Task, responses: Sequence[Completion], scores: Sequence[Mapping[str, float]]) -> Verdicts:

@@ -1,4 +1,4 @@
-"""Samples responses to problems, and reuses those recorded on disk."""
+"""Responses to problems, sampled or read from the disk."""
 
 import hashlib
 import json
@@ -20,7 +20,13 @@ from nemo_grpo.tasks.prompts import first_words
 
 
 class Completion(NamedTuple):
-    """Text of a response.  Attributes: num_tokens: the policy's, stop token included."""
+    """Text of a response.
+
+    Attributes:
+        text: without special tokens.
+        num_tokens: of the policy, stop token included.
+        truncated: the length limit ended the response.
+    """
 
     text: str
     num_tokens: int
@@ -28,7 +34,13 @@ class Completion(NamedTuple):
 
 
 class EvalRequest(NamedTuple):
-    """A problem's encoded prompt. ``id`` contains a digest of each image."""
+    """A problem's encoded prompt.
+
+    Attributes:
+        id: of the problem, with a digest of each image.
+        tokens: of the prompt.
+        images: paths of the prompt's images.
+    """
 
     id: str
     tokens: list[int]
@@ -41,15 +53,16 @@ class EvalRequest(NamedTuple):
 
 
 Place = tuple[str, str, int | None, int]
-"""Identity of a recorded response: problem, hash of its prompt, seed (None: greedy), number of the sample."""
+"""Identity of a recorded response: problem, hash of its prompt, seed (or None for greedy), and number of the
+sample."""
 
 
 class ResponseFile:
     """Responses to one benchmark in a JSONL file, a line each.
 
-    The file's name hashes all that decides them, see `Benchmark.response_key`; what it holds is read, not
-    sampled again. New lines are appended and are on disk when `put` returns. A last line that a kill
-    truncated is dropped. The file is locked: one process at a time.
+    The file's name is a hash of all that decides them, see `Benchmark.response_key`. Recorded responses are
+    read and not sampled again. New lines are appended, and are on disk when `put` returns. A last line that a
+    kill truncated is dropped. The file is locked for one process at a time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,16 +86,24 @@ class ResponseFile:
         return len(self._recorded)
 
     def get(self, request: EvalRequest, count: int, seed: int | None) -> list[Completion] | None:
-        """Return the ``count`` responses to a problem; None unless all are recorded.
+        """Return the responses to a problem, or None unless all are recorded.
 
-        Args: seed: None: greedy.
+        Args:
+            request: of the problem.
+            count: number of responses.
+            seed: of the random responses; None: greedy.
         """
         places = [(request.id, request.prompt_hash, seed, number) for number in range(count)]
         recorded = [self._recorded[place] for place in places if place in self._recorded]
         return recorded if len(recorded) == count else None
 
     def put(self, answered: Iterable[tuple[EvalRequest, Sequence[Completion]]], seed: int | None) -> None:
-        """Record problems with all their responses in order, in one write.  Args: seed: None: greedy."""
+        """Record problems with all their responses in order, in one write.
+
+        Args:
+            answered: the problems and their responses.
+            seed: of the random responses; None: greedy.
+        """
         lines = []
         for request, responses in answered:
             for number, response in enumerate(responses):
@@ -90,18 +111,20 @@ class ResponseFile:
                     place = {"id": request.id, "prompt": request.prompt_hash, "seed": seed, "sample": number}
                     lines.append({**place, **response._asdict()})
         self._file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+        # A job that is killed now has lost nothing.
         self._file.flush()
-        os.fsync(self._file.fileno())  # a job that is killed now has lost nothing
+        os.fsync(self._file.fileno())
         self._recorded |= dict(map(_entry, lines))
 
     def _read(self) -> dict[Place, Completion]:
+        """Read all complete lines, and cut off a last one that is incomplete."""
         self._file.seek(0)
         content = self._file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            self._file.truncate(len(whole))
+        complete_lines = content[: content.rfind(b"\n") + 1]
+        if len(complete_lines) < len(content):
+            self._file.truncate(len(complete_lines))
         recorded = {}
-        for number, line in enumerate(whole.splitlines(), 1):
+        for number, line in enumerate(complete_lines.splitlines(), 1):
             try:
                 place, response = _entry(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
@@ -115,25 +138,30 @@ def _entry(line: Mapping[str, Any]) -> tuple[Place, Completion]:
     return place, Completion(line["text"], line["num_tokens"], line["truncated"])
 
 
-def calls(questions: Sequence[EvalRequest], size: int, seed: int) -> Iterator[tuple[list[int], int]]:
+_ROUND_SEED_STEP = 1_000_003
+"""Distance of the seeds of two rounds: larger than any range of seeds that somebody averages over."""
+
+
+def calls(requests: Sequence[EvalRequest], size: int, seed: int) -> Iterator[tuple[list[int], int]]:
     """Yield the indices of each call's problems, and its seed.
 
-    Each repetition of a prompt gets a separate call and seed, so that its responses do not depend on how the
-    calls are split.
+    Args:
+        requests: of all problems.
+        size: largest number of problems in a call.
+        seed: of the evaluation.
     """
-    seen: Counter[tuple[object, ...]] = Counter()
+    # Each repetition of a prompt gets a separate call and seed, so that its responses do not depend on how
+    # the calls are split. A generator tells equal prompts apart only within one call.
+    counts: Counter[tuple[object, ...]] = Counter()
     rounds: dict[int, list[int]] = {}
-    for index, question in enumerate(questions):
-        asked = (tuple(question.tokens), question.images)
-        rounds.setdefault(seen[asked], []).append(index)
-        seen[asked] += 1
+    for index, request in enumerate(requests):
+        prompt = (tuple(request.tokens), request.images)
+        rounds.setdefault(counts[prompt], []).append(index)
+        counts[prompt] += 1
     for number, indices in rounds.items():
         for start in range(0, len(indices), size):
-            yield indices[start : start + size], seed + _ROUND * number
+            yield indices[start : start + size], seed + _ROUND_SEED_STEP * number
 
-
-_ROUND = 1_000_003
-"""Distance of the seeds of two rounds: larger than any range of seeds that somebody averages over."""
 
 PROBLEMS_PER_CALL = 64
 """Problems sampled per call; the result does not depend on it."""
@@ -144,8 +172,12 @@ class ResponseSource:
     """Responses to a task's problems: recorded ones, else sampled and recorded, one call at a time.
 
     Attributes:
-        generator: with the weights to evaluate.  tokenizer: a Hugging Face tokenizer.
+        generator: with the weights to evaluate.
+        tokenizer: a Hugging Face tokenizer.
+        task: of the problems.
+        prompt: around each problem.
         sampling: of the random responses; its length limit and stop tokens hold for greedy ones too.
+        seed: of the random responses.
         meter: counts every token and response.
         recorded: responses on disk; those of each call are added when it ends.
         problems_per_call: a smaller number takes less memory.
@@ -166,7 +198,9 @@ class ResponseSource:
         has_images = self.task.config.needs_images
         tokens = encode_prompt(self.tokenizer, self.prompt, problem, with_images=has_images)
         images: Images = tuple(problem.metadata["images"]) if has_images else ()
-        return EvalRequest(" ".join([problem.id, *map(image_digest, images)]), tokens, images)
+        # A picture may be replaced under the same name, which changes its responses.
+        request_id = " ".join([problem.id, *map(image_digest, images)])
+        return EvalRequest(request_id, tokens, images)
 
     def calls(self, requests: Sequence[EvalRequest]) -> Iterator[tuple[list[int], int]]:
         """Yield the indices of each call's problems, and its seed, as `calls` splits them."""
@@ -184,6 +218,7 @@ class ResponseSource:
         self, requests: Sequence[EvalRequest], count: int, sampling: SamplingParams, call_seed: int
     ) -> list[list[Completion]]:
         """Return ``count`` responses to each request; the requests all differ in prompt or images."""
+        # Greedy responses are recorded without a seed: they serve all seeds.
         seed = None if sampling.greedy else self.seed
         responses: dict[int, list[Completion]] = {}
         if self.recorded is not None:
@@ -195,10 +230,11 @@ class ResponseSource:
             self.meter.recalled(count * len(responses))
         unrecorded = [index for index in range(len(requests)) if index not in responses]
         if unrecorded:
-            fresh = self._sample([requests[index] for index in unrecorded], count, sampling, call_seed)
-            responses |= dict(zip(unrecorded, fresh, strict=True))
+            new_requests = [requests[index] for index in unrecorded]
+            new_responses = self._sample(new_requests, count, sampling, call_seed)
+            responses |= dict(zip(unrecorded, new_responses, strict=True))
             if self.recorded is not None:
-                self.recorded.put(((requests[index], responses[index]) for index in unrecorded), seed)
+                self.recorded.put(zip(new_requests, new_responses, strict=True), seed)
         return [responses[index] for index in range(len(requests))]
 
     def _sample(
@@ -209,6 +245,10 @@ class ResponseSource:
         prompts = [request.tokens for request in requests]
         batch = Request(prompts, count, sampling, call_seed, images=images, meter=self.meter)
         opening = first_words(self.prompt, self.task.config)
-        sampled = sample_responses(self.generator, self.tokenizer, self.task, batch, opening)
-        read = [Completion(r.text, int(r.token_mask.sum()), r.truncated) for r in sampled]
-        return [read[start : start + count] for start in range(0, len(read), count)]
+        responses = sample_responses(self.generator, self.tokenizer, self.task, batch, opening)
+        completions = [
+            # The mask leaves out the tokens of an environment's observations.
+            Completion(response.text, int(response.token_mask.sum()), response.truncated)
+            for response in responses
+        ]
+        return [completions[start : start + count] for start in range(0, len(completions), count)]

@@ -1,4 +1,4 @@
-"""Runs several benchmarks under the same conditions, and writes their results."""
+"""Evaluation of several benchmarks under the same conditions, and the files of their results."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,14 @@ task (GPG Table 7), MATH by subject."""
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """Results by benchmark, in the given order.  Attributes: protocol: its name and source."""
+    """Results under one seed.
+
+    Attributes:
+        conditions: see `EvalConfig.conditions`.
+        benchmarks: by name, in the order of the command.
+        results: by the benchmark's name.
+        protocol: its name and source; None: no protocol.
+    """
 
     conditions: dict[str, Any]
     benchmarks: dict[str, Benchmark]
@@ -42,37 +49,40 @@ class SuiteResult:
     def groups(self, name: str) -> dict[str, dict[str, float]]:
         """Compute a benchmark's avg@k, greedy and number of problems by ``key=value`` of their metadata."""
         members: dict[str, list[ProblemResult]] = {}
-        problems, results = self.benchmarks[name].problems, self.results[name].problems
-        for problem, answered in zip(problems, results, strict=True):
-            for key in (key for key in GROUPED_BY if key in problem.metadata):
-                members.setdefault(f"{key}={problem.metadata[key]}", []).append(answered)
-        return {
-            label: {
-                "accuracy": fmean(fmean(p.samples.scores) for p in found),
-                "greedy": fmean(p.greedy.scores[0] for p in found),
-                "num_problems": len(found),
+        results = self.results[name].problems
+        for problem, result in zip(self.benchmarks[name].problems, results, strict=True):
+            for key in GROUPED_BY:
+                if key in problem.metadata:
+                    members.setdefault(f"{key}={problem.metadata[key]}", []).append(result)
+        groups: dict[str, dict[str, float]] = {}
+        for label, group in members.items():
+            groups[label] = {
+                "accuracy": fmean(fmean(result.samples.scores) for result in group),
+                "greedy": fmean(result.greedy.scores[0] for result in group),
+                "num_problems": len(group),
             }
-            for label, found in members.items()
-        }
+        return groups
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values."""
-        entries = {
-            name: {
-                "file": benchmark.path and str(benchmark.path),
-                **benchmark.identity(len(benchmark.problems)),
-                **({"protocol": self.protocol} if self.protocol else {}),
-                **self.results[name].to_dict(),
-                "groups": self.groups(name),
-            }
-            for name, benchmark in self.benchmarks.items()
-        }
+        entries = {name: self._entry(benchmark) for name, benchmark in self.benchmarks.items()}
         return joined(None, {"conditions": self.conditions, BENCHMARKS: entries})
+
+    def _entry(self, benchmark: Benchmark) -> dict[str, Any]:
+        """Return a benchmark's part of the summary."""
+        file = None if benchmark.path is None else str(benchmark.path)
+        entry: dict[str, Any] = {"file": file, **benchmark.identity(len(benchmark.problems))}
+        if self.protocol:
+            entry["protocol"] = self.protocol
+        entry |= self.results[benchmark.name].to_dict()
+        entry["groups"] = self.groups(benchmark.name)
+        return entry
 
     def write(self, folder: Path, model: Path) -> dict[str, Any]:
         """Write summary.json, and samples-NAME.jsonl of each benchmark.
 
-        Returns: the summary, with earlier benchmarks of the folder under the same conditions.
+        Returns:
+            The summary, with earlier benchmarks of the folder under the same conditions.
         """
         folder.mkdir(exist_ok=True)
         for name, result in self.results.items():
@@ -86,8 +96,12 @@ class SuiteResult:
 class Suite:
     """Benchmarks to evaluate under one configuration.
 
-    Attributes: config: resolved.  conditions: the configuration's, which hash the model's files once.
-                out: folder of the recorded responses.
+    Attributes:
+        config: resolved.
+        conditions: of the configuration; computed once, because they hash the model's files.
+        tokenizer: of the model.
+        benchmarks: to evaluate, in order.
+        out: folder of the recorded responses.
     """
 
     config: EvalConfig
@@ -108,27 +122,36 @@ class Suite:
         for benchmark in self.benchmarks:
             with ResponseFile(self.responses(benchmark)) as recorded:
                 source = ResponseSource(
-                    generator,
-                    self.tokenizer,
-                    benchmark.as_prompted(self.tokenizer),
-                    benchmark.prompt,
-                    config.sampling,
-                    seed,
-                    meter,
-                    recorded,
-                    config.problems_per_call,
+                    generator=generator,
+                    tokenizer=self.tokenizer,
+                    task=benchmark.as_prompted(self.tokenizer),
+                    prompt=benchmark.prompt,
+                    sampling=config.sampling,
+                    seed=seed,
+                    meter=meter,
+                    recorded=recorded,
+                    problems_per_call=config.problems_per_call,
                 )
                 result = evaluate_problems(source, benchmark.problems, config.num_samples)
             pass_at = parse_ks(config.pass_at, config.num_samples)
             results[benchmark.name] = replace(result, pass_at=pass_at)
-        protocol = {"name": config.protocol, "source": config.source} if config.protocol else None
+        protocol = None
+        if config.protocol:
+            protocol = {"name": config.protocol, "source": config.source}
         conditions = {**self.conditions, "seed": seed}
-        return SuiteResult(conditions, {b.name: b for b in self.benchmarks}, results, protocol)
+        benchmarks = {benchmark.name: benchmark for benchmark in self.benchmarks}
+        return SuiteResult(conditions, benchmarks, results, protocol)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results by seed, their summaries as written, and the folder of all files."""
+    """Results of an evaluation.
+
+    Attributes:
+        results: by seed.
+        summaries: as they were written, by seed.
+        out: folder of all files.
+    """
 
     results: dict[int, SuiteResult]
     summaries: dict[int, dict[str, Any]]
@@ -145,20 +168,27 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate a model folder on benchmarks, and write the results.
 
-    Args:    model: Hugging Face folder.  recipe: with the task, prompt and settings; options win.
-             out: folder of the results; None: ``eval-NAME`` in the recipe's folder of runs, or in ``runs``.
-             overwrite: replace results of other conditions in ``out``.
-    Raises:  UserError: settings, prompts or results that exclude each other; nothing is created then.
+    Args:
+        model: Hugging Face folder.
+        options: of the command line; they take precedence over the recipe.
+        recipe: gives the task, prompt and settings.
+        out: folder of the results; None: ``eval-NAME`` in the recipe's folder of runs, or in ``runs``.
+        overwrite: replace results of other conditions in ``out``.
+
+    Raises:
+        UserError: settings, prompts or results exclude each other; nothing is created then.
     """
     tokenizer = tokenizer_of(model)
     config = EvalConfig.of(model, options, recipe)
     benchmarks = load_benchmarks(config)
     limit, vocab_size = model_limits(model)
-    if config.protocol and options.max_tokens is None and limit is not None:  # room after the longest prompt
+    if config.protocol and options.max_tokens is None and limit is not None:
+        # A protocol's length is cut to the room that the model leaves after the longest prompt.
         room = limit - longest_prompt(benchmarks, tokenizer, model, 0, None, vocab_size)
         config = replace(config, max_tokens=max(1, min(config.max_tokens, room)))
-    runs_dir = recipe.nemo_grpo.runs_dir if recipe else "runs"
-    out = out or Path(runs_dir) / f"eval-{result_name(model)}"
+    if out is None:
+        runs_dir = recipe.nemo_grpo.runs_dir if recipe else "runs"
+        out = Path(runs_dir) / f"eval-{result_name(model)}"
     check_place(out)
     longest = longest_prompt(benchmarks, tokenizer, model, config.max_tokens, limit, vocab_size)
     config = config.resolved(tokenizer)
@@ -177,9 +207,14 @@ def _evaluate_seeds(
 ) -> dict[int, SuiteResult]:
     """Evaluate under every seed; results are not written yet.
 
-    Args: folders: seed -> folder of its results.  longest: tokens of the longest prompt.
+    Args:
+        suite: the benchmarks.
+        folders: seed -> folder of its results.
+        longest: tokens of the longest prompt.
+        overwrite: replace results of other conditions.
     """
-    config, benchmarks = suite.config, suite.benchmarks
+    config = suite.config
+    benchmarks = suite.benchmarks
     max_images = max(
         len(problem.metadata["images"]) if benchmark.task.config.needs_images else 0
         for benchmark in benchmarks
@@ -190,24 +225,28 @@ def _evaluate_seeds(
             check_summary(folder, {**suite.conditions, "seed": seed}, benchmarks)
 
     def build() -> Sampler:
+        # A task's tool first: an index that cannot be built is reported before the model is loaded.
         for benchmark in benchmarks:
             make_ready(benchmark.task)
         return config.build_generator(longest, max_images)
 
     generator = LazyGenerator(build)
     if not all(suite.responses(benchmark).exists() for benchmark in benchmarks):
-        generator.load()  # a broken model is reported before anything is created
-    num_problems = len(folders) * sum(len(benchmark.problems) for benchmark in benchmarks)
-    total = num_problems * (1 if config.sampling.greedy else 1 + config.num_samples)
-    with progress("responses", total, metered=True) as advance:
-        meter = TokenMeter(advance, total, config.max_tokens)
+        # Now, so that a broken model is reported before anything is created.
+        generator.load()
+    num_problems = sum(len(benchmark.problems) for benchmark in benchmarks)
+    responses_per_problem = 1 if config.sampling.greedy else 1 + config.num_samples
+    num_responses = len(folders) * num_problems * responses_per_problem
+    with progress("responses", num_responses, metered=True) as advance:
+        meter = TokenMeter(advance, num_responses, config.max_tokens)
         return {seed: suite.run(generator, seed, meter) for seed in folders}
 
 
 class LazyGenerator:
     """Generator that loads the model when the first response is sampled: never if all are recorded.
 
-    Args: build: makes the generator, with the model's weights.
+    Args:
+        build: makes the generator, with the model's weights.
     """
 
     def __init__(self, build: Callable[[], Sampler]) -> None:
@@ -228,9 +267,16 @@ def longest_prompt(
 ) -> int:
     """Count tokens of the longest prompt, images included; refuses prompts that do not fit the model.
 
-    Args:    limit: the model's longest sequence.  vocab_size: its vocabulary; None: unknown.
+    Args:
+        benchmarks: with the problems.
+        tokenizer: of the model.
+        model: its folder.
+        max_new_tokens: of a response.
+        limit: the model's longest sequence; None: unknown.
+        vocab_size: the model's vocabulary; None: unknown.
     """
-    longest, image_tokens = 0, cache(ImageTokens)
+    longest = 0
+    image_tokens = cache(ImageTokens)  # loads the model's processor when the first problem has images
     for benchmark in benchmarks:
         has_images = benchmark.task.config.needs_images
         for problem in benchmark.problems:
@@ -249,7 +295,7 @@ def longest_prompt(
 
 
 def _remedy(length: int, max_new_tokens: int, limit: int) -> str:
-    """Write the end of a refusal: a prompt that leaves room needs shorter responses, another one must go."""
+    """Write the remedy for a prompt that does not fit: shorter responses, if it leaves room for any."""
     if length < limit:
         return f" and --max-tokens is {max_new_tokens}: use --max-tokens {limit - length} or less"
     return ", which leaves no room for a response; take it out, or choose a model with more positions"

@@ -40,7 +40,7 @@ class _Summary(BaseModel):
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Read the summary in a folder of results; None: missing; {}: damaged."""
+    """Read the summary in a folder of results; return None if it is missing, {} if it is damaged."""
     path = folder / SUMMARY
     if not path.exists():
         return None
@@ -52,25 +52,37 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 def check_summary(folder: Path, conditions: Mapping[str, Any], benchmarks: Sequence[Benchmark]) -> None:
     """Refuse to replace results by different ones; more problems of the same benchmark are allowed."""
-    path, before = folder / SUMMARY, read_summary(folder)
-    if before is None:
+    path = folder / SUMMARY
+    previous = read_summary(folder)
+    if previous is None:
         return
-    if not before:
+    if not previous:
         raise UserError(f"{path} is damaged, or of an older version; remove it (responses stay), {_REMEDY}")
-    if changed := differences(before["conditions"], conditions):
-        raise UserError(f"{path} holds results of other conditions ({', '.join(changed)}); {_REMEDY}")
-    entries = before[BENCHMARKS]
-    for benchmark in [benchmark for benchmark in benchmarks if benchmark.name in entries]:
-        name, entry, now = benchmark.name, entries[benchmark.name], len(benchmark.problems)
-        num_before = entry["num_problems"]
-        identity = benchmark.identity(num_before)
-        if now < num_before:
-            raise UserError(
-                f"{path} holds results of {num_before} problems of {name}, and --num-problems {now} would "
-                f"lose some of them; use at least {num_before}, {_REMEDY}"
-            )
-        if changed := [key for key, value in identity.items() if entry.get(key) != value]:
-            raise UserError(f"{path} holds results of {name} with another {' and '.join(changed)}; {_REMEDY}")
+    changed_conditions = differences(previous["conditions"], conditions)
+    if changed_conditions:
+        raise UserError(
+            f"{path} holds results of other conditions ({', '.join(changed_conditions)}); {_REMEDY}"
+        )
+    for benchmark in benchmarks:
+        if benchmark.name in previous[BENCHMARKS]:
+            _check_entry(path, previous[BENCHMARKS][benchmark.name], benchmark)
+
+
+def _check_entry(path: Path, entry: Mapping[str, Any], benchmark: Benchmark) -> None:
+    """Refuse to replace the results of a benchmark by those of fewer problems, or of another benchmark."""
+    num_previous = entry["num_problems"]
+    num_now = len(benchmark.problems)
+    if num_now < num_previous:
+        raise UserError(
+            f"{path} holds results of {num_previous} problems of {benchmark.name}, and --num-problems "
+            f"{num_now} would lose some of them; use at least {num_previous}, {_REMEDY}"
+        )
+    identity = benchmark.identity(num_previous)
+    changed = [key for key, value in identity.items() if entry.get(key) != value]
+    if changed:
+        raise UserError(
+            f"{path} holds results of {benchmark.name} with another {' and '.join(changed)}; {_REMEDY}"
+        )
 
 
 _REMEDY = "choose another --out, or --overwrite"
@@ -79,6 +91,7 @@ _REMEDY = "choose another --out, or --overwrite"
 def differences(before: object, now: Mapping[str, Any]) -> list[str]:
     """Name the conditions that differ as JSON values."""
     old = before if isinstance(before, dict) else {}
+    # A tuple is a list in the file that it is compared with.
     new = json.loads(json.dumps(now))
     return sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
 
@@ -88,69 +101,78 @@ def joined(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str
 
     New results replace earlier ones of the same benchmark.
     """
-    kept = {}
+    entries: dict[str, Any] = {}
     if before and not differences(before.get("conditions"), now["conditions"]):
-        kept = before.get(BENCHMARKS, {})
-    entries = {**kept, **now[BENCHMARKS]}
+        entries |= before.get(BENCHMARKS, {})
+    entries |= now[BENCHMARKS]
     return {**now, BENCHMARKS: entries, "average": average(entries.values())}
 
 
 def average(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Average the metrics over benchmarks, with standard errors sqrt(sum_b se_b^2) / B."""
-    chosen = list(entries)
-    errors = [entry[ERRORS] for entry in chosen]
-    means = _means([entry["metrics"] for entry in chosen])
-    roots = {n: math.sqrt(math.fsum(e[n] ** 2 for e in errors)) / len(chosen) for n in common(errors)}
-    return {"metrics": {n: mean for n, mean in means.items() if not n.endswith("_stderr")}, ERRORS: roots}
+    entries = list(entries)
+    means = _means([entry["metrics"] for entry in entries])
+    # Errors of the benchmarks do not average like metrics: those of the average follow below.
+    metrics = {name: mean for name, mean in means.items() if not name.endswith("_stderr")}
+    errors = [entry[ERRORS] for entry in entries]
+    average_errors = {}
+    for name in common(errors):
+        variance = math.fsum(error[name] ** 2 for error in errors)
+        average_errors[name] = math.sqrt(variance) / len(entries)
+    return {"metrics": metrics, ERRORS: average_errors}
 
 
-def common(values: Sequence[Mapping[str, float]]) -> list[str]:
+def common(values: Sequence[Mapping[str, Any]]) -> list[str]:
     """List names common to all: an older version may have written fewer."""
-    return [name for name in values[0] if all(name in other for other in values)]
+    return [name for name in values[0] if all(name in mapping for mapping in values)]
 
 
 def over_seeds(summaries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Average the summaries of several seeds, with the standard deviation over the seeds.
 
-    Args:    summaries: by seed, at least two, of the same conditions and benchmarks.
-    Returns: a summary; ``standard_deviations`` are over the seeds, ``standard_errors`` are the seeds' mean
-             error over problems; ``by_seed`` has each seed's metrics.
+    Args:
+        summaries: by seed, at least two, of the same conditions and benchmarks.
+
+    Returns:
+        A summary. ``standard_deviations`` are over the seeds, ``standard_errors`` are the seeds' mean error
+        over problems, and ``by_seed`` has each seed's metrics.
     """
     first, *_ = summaries.values()
-    names = [name for name in first[BENCHMARKS] if all(name in s[BENCHMARKS] for s in summaries.values())]
+    # A folder may hold earlier benchmarks that were evaluated under some of the seeds alone.
+    names = common([summary[BENCHMARKS] for summary in summaries.values()])
+    benchmarks = {}
+    for name in names:
+        entries = {seed: summary[BENCHMARKS][name] for seed, summary in summaries.items()}
+        benchmarks[name] = _over_entries(entries)
+    averages = {}
+    for seed, summary in summaries.items():
+        averages[seed] = average(summary[BENCHMARKS][name] for name in names)
     return {
         "model": first["model"],
         "conditions": {key: value for key, value in first["conditions"].items() if key != "seed"},
         "seeds": list(summaries),
-        BENCHMARKS: {
-            name: _over({seed: summary[BENCHMARKS][name] for seed, summary in summaries.items()})
-            for name in names
-        },
-        "average": _over(
-            {
-                seed: average(summary[BENCHMARKS][name] for name in names)
-                for seed, summary in summaries.items()
-            }
-        ),
+        BENCHMARKS: benchmarks,
+        "average": _over_entries(averages),
     }
 
 
-def _over(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+def _over_entries(entries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Average one benchmark's entries over the seeds."""
     first, *_ = entries.values()
     metrics = [entry["metrics"] for entry in entries.values()]
-    kept = ("num_problems", "sha256", "prompt", "protocol")
+    equal_for_all_seeds = ("num_problems", "sha256", "prompt", "protocol")
+    groups = {}
+    for label in first.get("groups", {}):
+        groups[label] = _means([entry["groups"][label] for entry in entries.values()])
     return {
-        **{key: first[key] for key in kept if key in first},
+        **{key: first[key] for key in equal_for_all_seeds if key in first},
         "metrics": _means(metrics),
-        SPREAD: {name: stdev(m[name] for m in metrics) for name in common(metrics)},
+        SPREAD: {name: stdev(values[name] for values in metrics) for name in common(metrics)},
         ERRORS: _means([entry[ERRORS] for entry in entries.values()]),
         "by_seed": {str(seed): entry["metrics"] for seed, entry in entries.items()},
-        "groups": {
-            label: _means([entry["groups"][label] for entry in entries.values()])
-            for label in first.get("groups", {})
-        },
+        "groups": groups,
     }
 
 
 def _means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: fmean(one[name] for one in values) for name in common(values)}
+    return {name: fmean(mapping[name] for mapping in values) for name in common(values)}

@@ -1,11 +1,12 @@
 """Responses to prompts, without megatron: for training and evaluation.
 
 requests              requests, rollouts, and the generator's protocol
-draws                 a token from logits; random numbers that belong to a response
-local_generator       the loop around a model on this device, for
-generate_decoder      - the own decoder (`decoder/`), the default
+draws                 draws a token from logits; random numbers that belong to a response
+local_generator       the loop around a model on this device, which has two implementations:
+generate_decoder      - our decoder (`decoder/`), the default
 generate_hf           - transformers, for all other models
 generate_vllm         vLLM, for evaluation
-generators            which of the local ones takes a model; one for all ranks
+generators            chooses the local one for a model; joins those of all ranks
 episodes              whole responses, in one go or in turns with an environment
+images                images of prompts, for vLLM
 """

@@ -13,16 +13,25 @@ def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor | None) -> t
 
     Inverts the cumulative distribution at u: one random number per token, whatever the vocabulary.
 
-    Args:    logits: [R, V].  uniforms: [R] float64 in [0, 1); None for greedy.
-    Returns: tokens [R], and their logprobs [R] as in `Rollout`.
-    Raises:  FloatingPointError: a row's logits are not finite.
+    Args:
+        logits: [R, V].
+        sampling: temperature and filters.
+        uniforms: [R] float64 in [0, 1); None for greedy.
+
+    Returns:
+        Tokens [R], and their logprobs [R] as in `Rollout`.
+
+    Raises:
+        FloatingPointError: a row's logits are not finite.
     """
     scaled = logits.float()
     if sampling.temperature != 1 and not sampling.greedy:
         scaled = scaled / sampling.temperature
     probabilities = scaled.softmax(-1)
-    total = probabilities.sum(-1)  # not quite 1: softmax rounds its own sum
-    if not torch.isfinite(total).all():  # a NaN or +inf logit makes all probabilities of its row NaN
+    # Not quite 1, because softmax rounds its own sum.
+    total = probabilities.sum(-1)
+    # A NaN or +inf logit makes all probabilities of its row NaN, so the sums are enough to look at.
+    if not torch.isfinite(total).all():
         raise FloatingPointError(
             "the model's logits are not finite: its weights hold NaN or inf, or overflow"
         )
@@ -30,10 +39,14 @@ def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor | None) -> t
         tokens = probabilities.argmax(-1)
     else:
         assert uniforms is not None
+        # In float64: in float32 the sums over a large vocabulary would swallow unlikely tokens.
         mass = _filter(probabilities, sampling).cumsum(-1, dtype=torch.float64)
         target = uniforms[:, None] * mass[:, -1:]
+        # right=True skips tokens of probability 0, whose sum equals that of the token before them. The clamp
+        # is for a product that rounds up to the whole mass.
         tokens = torch.searchsorted(mass, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    return tokens, (probabilities.gather(-1, tokens[:, None])[:, 0] / total).log_()
+    drawn_probabilities = probabilities.gather(-1, tokens[:, None])[:, 0]
+    return tokens, (drawn_probabilities / total).log_()
 
 
 def _filter(probabilities: Tensor, sampling: SamplingParams) -> Tensor:
@@ -44,8 +57,10 @@ def _filter(probabilities: Tensor, sampling: SamplingParams) -> Tensor:
     if sampling.top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         mass = ordered.cumsum(-1)
+        # Tokens are left out once those before them reach top_p; the token that reaches it stays.
+        mass_before = mass - ordered
         left_out = torch.zeros_like(order, dtype=torch.bool)
-        left_out.scatter_(-1, order, mass - ordered >= sampling.top_p * mass[:, -1:])
+        left_out.scatter_(-1, order, mass_before >= sampling.top_p * mass[:, -1:])
         probabilities = probabilities.masked_fill(left_out, 0)
     return probabilities
 
@@ -53,11 +68,13 @@ def _filter(probabilities: Tensor, sampling: SamplingParams) -> Tensor:
 def response_uniforms(request: Request) -> Tensor:
     """Draw random numbers that belong to a prompt, whatever else is in the request.
 
-    Returns: [prompts x num_generations, max_new_tokens] float64 in [0, 1); a prompt's rows depend on the
-             seed, its tokens, and how many times the same prompt came before it.
+    Returns:
+        [prompts x num_generations, max_new_tokens] float64 in [0, 1). A prompt's rows depend on the seed, its
+        tokens, and how many times the same prompt came before it.
     """
+    # On the CPU, whatever samples: the same numbers on every device.
     generator = torch.Generator()
-    shape = request.num_generations, request.sampling.max_new_tokens
+    shape = (request.num_generations, request.sampling.max_new_tokens)
     rows = []
     for prompt, occurrence in zip(request.prompts, request.occurrences, strict=True):
         digest = hashlib.sha256(repr((request.seed, occurrence, tuple(prompt))).encode()).digest()

@@ -1,9 +1,9 @@
 """Sampling of whole responses: in one go, or in turns with the task's environment."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -39,12 +39,13 @@ class Response:
     episode: Episode | None = None
 
     def plus(self, tokens: Tensor, logprobs: Tensor, text: str, *, by_policy: bool) -> Self:
-        """Append what the policy or the environment says next."""
+        """Append the next text of the policy or of the environment."""
+        mask = torch.full_like(tokens, by_policy, dtype=torch.bool)
         return replace(
             self,
             tokens=torch.cat([self.tokens, tokens]),
             logprobs=torch.cat([self.logprobs, logprobs]),
-            token_mask=torch.cat([self.token_mask, torch.full_like(tokens, by_policy, dtype=torch.bool)]),
+            token_mask=torch.cat([self.token_mask, mask]),
             text=self.text + text,
         )
 
@@ -66,8 +67,14 @@ def sample_responses(
     read = text_reader(tokenizer, task)
     rollout = generator.generate(request)
     return [
-        Response(tokens, logprobs, torch.ones_like(tokens, dtype=torch.bool), truncated, first_words + text)
-        for tokens, logprobs, truncated, text in _responses(rollout, read)
+        Response(
+            tokens=turn.tokens,
+            logprobs=turn.logprobs,
+            token_mask=torch.ones_like(turn.tokens, dtype=torch.bool),
+            truncated=turn.truncated,
+            text=first_words + turn.text,
+        )
+        for turn in _sampled_turns(rollout, read)
     ]
 
 
@@ -76,92 +83,126 @@ def text_reader(tokenizer: Any, task: Task) -> TextReader:
 
     A tokenizer may have ``<think>`` as a special token, and the reward looks for it.
     """
-    kept = special_tags(tokenizer, tags_of(task))
-    if not kept:
+    tags = special_tags(tokenizer, tags_of(task))
+    if not tags:
         return partial(tokenizer.batch_decode, skip_special_tokens=True)
+    # A tokenizer can skip all of its special tokens or none, so the tags' ids are kept here.
     added = tokenizer.added_tokens_decoder.items()
-    dropped = {number for number, token in added if token.special and token.content not in kept}
+    skipped_ids = {number for number, token in added if token.special and token.content not in tags}
 
     def read(rows: Sequence[list[int]]) -> list[str]:
-        left = [[token for token in row if token not in dropped] for row in rows]
-        return list(tokenizer.batch_decode(left, skip_special_tokens=False))
+        visible = [[token for token in row if token not in skipped_ids] for row in rows]
+        return list(tokenizer.batch_decode(visible, skip_special_tokens=False))
 
     return read
 
 
-def _responses(rollout: Rollout, read: TextReader) -> list[tuple[Tensor, Tensor, bool, str]]:
-    """Return (tokens, logprobs, truncated, text) of each row."""
+class _SampledTurn(NamedTuple):
+    """One turn of a response, or a whole one: tokens and logprobs [T], and its text."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    truncated: bool
+    text: str
+
+
+def _sampled_turns(rollout: Rollout, read: TextReader) -> list[_SampledTurn]:
+    """Cut a rollout into its rows, without padding."""
     lengths = rollout.lengths.tolist()
-    tokens = [row[:n] for row, n in zip(rollout.tokens, lengths, strict=True)]
-    logprobs = [row[:n] for row, n in zip(rollout.logprobs, lengths, strict=True)]
+    tokens = [row[:length] for row, length in zip(rollout.tokens, lengths, strict=True)]
+    logprobs = [row[:length] for row, length in zip(rollout.logprobs, lengths, strict=True)]
     texts = read([row.tolist() for row in tokens])
-    return list(zip(tokens, logprobs, rollout.truncated.tolist(), texts, strict=True))
+    rows = zip(tokens, logprobs, rollout.truncated.tolist(), texts, strict=True)
+    return [_SampledTurn(*row) for row in rows]
 
 
 def _converse(
     generator: Sampler, tokenizer: Any, task: MultiTurnTask, request: Request, first_words: str
 ) -> list[Response]:
     """Sample turn by turn; every call samples the next turn of all responses that are not over."""
-    if (meter := request.meter) is not None:  # a turn that ends is no response that ends
+    meter = request.meter
+    if meter is not None:
+        # The generator reports turns that end as responses that end; here the meter gets the tokens alone.
         request = replace(request, meter=lambda num_tokens, _num_ended: meter(num_tokens, 0))
-    end, limit = StopTexts(task.stop_texts, tokenizer), request.sampling.max_new_tokens
-    reserved, read = reserved_texts(tokenizer), text_reader(tokenizer, task)
+    end = StopTexts(task.stop_texts, tokenizer)
+    limit = request.sampling.max_new_tokens
+    reserved = reserved_texts(tokenizer)
+    read = text_reader(tokenizer, task)
 
     def observe(episodes: Sequence[Episode], turns: Sequence[str]) -> Sequence[Observed]:
         return task.observe(episodes, turns, reserved)
 
     prompts = [prompt for prompt in request.prompts for _ in range(request.num_generations)]
-    none = torch.empty(0, dtype=torch.int64)
-    responses = [Response(none, none.float(), none.bool(), False, first_words, Episode())] * len(prompts)
+    nothing = torch.empty(0, dtype=torch.int64)
+    start = Response(nothing, nothing.float(), nothing.bool(), False, first_words, Episode())
+    responses = [start] * len(prompts)
+    unfinished = list(range(len(prompts)))
     # In the first turn the responses to one prompt share its reading; later on all have their own context.
-    going, asked = [*range(len(prompts))], replace(request, turn=Turn(request.limits, end))
-    while going:
-        turns = _responses(generator.generate(asked), read)
-        num_before, going = len(going), _listen(responses, going, turns, limit, tokenizer, observe)
+    turn_request = replace(request, turn=Turn(request.limits, end))
+    while unfinished:
+        turns = _sampled_turns(generator.generate(turn_request), read)
+        num_before = len(unfinished)
+        finished_turns = _append_turns(responses, unfinished, turns)
+        unfinished = _append_observations(responses, finished_turns, limit, tokenizer, observe)
         if meter is not None:
-            meter(0, num_before - len(going))
-        if going:
-            contexts = [prompts[row] + responses[row].tokens.tolist() for row in going]
-            turn = Turn([limit - len(responses[row].tokens) for row in going], end)
-            asked = replace(request, prompts=contexts, num_generations=1, turn=turn)
+            meter(0, num_before - len(unfinished))
+        if unfinished:
+            contexts = [prompts[row] + responses[row].tokens.tolist() for row in unfinished]
+            turn = Turn([limit - len(responses[row].tokens) for row in unfinished], end)
+            turn_request = replace(request, prompts=contexts, num_generations=1, turn=turn)
     return responses
 
 
-def _listen(
+def _append_turns(
+    responses: list[Response], rows: Sequence[int], turns: Sequence[_SampledTurn]
+) -> dict[int, str]:
+    """Append a turn to each of these rows; returns the text of each turn that was not truncated, by row."""
+    finished_turns: dict[int, str] = {}
+    for row, turn in zip(rows, turns, strict=True):
+        response = responses[row]
+        # The first turn begins with the response's prefix, which the policy did not write.
+        opening = response.text if len(response.tokens) == 0 else ""
+        extended = response.plus(turn.tokens, turn.logprobs, turn.text, by_policy=True)
+        responses[row] = replace(extended, truncated=turn.truncated)
+        if not turn.truncated:
+            finished_turns[row] = opening + turn.text
+    return finished_turns
+
+
+def _append_observations(
     responses: list[Response],
-    rows: Sequence[int],
-    sampled: Sequence[tuple[Tensor, Tensor, bool, str]],
+    finished_turns: Mapping[int, str],
     limit: int,
     tokenizer: Any,
-    observe: Callable[..., Sequence[Observed]],
+    observe: Callable[[Sequence[Episode], Sequence[str]], Sequence[Observed]],
 ) -> list[int]:
-    """Append the rows' turns and the environment's observations; returns the rows that go on."""
-    finished, turns = [], []
-    for row, (tokens, logprobs, truncated, text) in zip(rows, sampled, strict=True):
-        first_words = "" if len(responses[row].tokens) else responses[row].text
-        said = responses[row].plus(tokens, logprobs, text, by_policy=True)
-        responses[row] = replace(said, truncated=truncated)
-        if not truncated:
-            finished.append(row)
-            turns.append(first_words + text)
-    if not finished:
+    """Append the environment's observations of these turns; returns the rows that go on."""
+    if not finished_turns:
         return []
-    episodes = [responses[row].episode for row in finished]
-    observed = from_first_rank(lambda: observe(episodes, turns))
-    going = []
-    for row, answer in zip(finished, observed, strict=True):
-        responses[row] = replace(responses[row], episode=answer.episode)
-        if answer.observation is None:
-            continue
-        ids = tokenizer(answer.observation, add_special_tokens=False)["input_ids"]
-        if len(ids) < limit - len(responses[row].tokens):
-            tokens = torch.tensor(ids, dtype=torch.int64)
-            unscored = torch.zeros(len(ids))
-            responses[row] = responses[row].plus(tokens, unscored, answer.observation, by_policy=False)
-            going.append(row)
-        else:
-            responses[row] = replace(responses[row], truncated=True)
-    return going
+    turns = list(finished_turns.values())
+    episodes = [_episode_of(responses[row]) for row in finished_turns]
+    # One rank asks the environment for all: two answers of a service need not be equal.
+    observed_turns = from_first_rank(lambda: observe(episodes, turns))
+    unfinished = []
+    for row, observed in zip(finished_turns, observed_turns, strict=True):
+        response = replace(responses[row], episode=observed.episode)
+        if observed.observation is not None:
+            ids = tokenizer(observed.observation, add_special_tokens=False)["input_ids"]
+            # An observation must leave room for one more token of the policy.
+            if len(ids) < limit - len(response.tokens):
+                tokens = torch.tensor(ids, dtype=torch.int64)
+                logprobs = torch.zeros(len(ids))  # the policy did not choose these tokens
+                response = response.plus(tokens, logprobs, observed.observation, by_policy=False)
+                unfinished.append(row)
+            else:
+                response = replace(response, truncated=True)
+        responses[row] = response
+    return unfinished
+
+
+def _episode_of(response: Response) -> Episode:
+    assert response.episode is not None
+    return response.episode
 
 
 class StopTexts:
@@ -173,7 +214,8 @@ class StopTexts:
     num_tokens = TAIL_TOKENS
 
     def __init__(self, texts: tuple[str, ...], tokenizer: Any) -> None:
-        self.texts, self._tokenizer = texts, tokenizer
+        self.texts = texts
+        self._tokenizer = tokenizer
         self._last_characters = {text[-1] for text in texts}
         self._candidates: dict[int, bool] = {}
 

@@ -31,9 +31,11 @@ class DecoderGenerator(LocalGenerator):
             self._load(model)
 
     def _load(self, folder: Path) -> None:
-        known = self.decoder.weights.named
-        try:  # like transformers: other tensors are ignored
-            self.update_weights((name, tensor) for name, tensor in stream_weights(folder) if name in known)
+        expected = self.decoder.weights.named
+        # Like transformers, tensors of the folder that the model does not have are ignored.
+        weights = ((name, tensor) for name, tensor in stream_weights(folder) if name in expected)
+        try:
+            self.update_weights(weights)
         except ValueError as error:
             raise UserError(f"cannot load a causal language model from {folder}: {error}") from None
 
@@ -45,16 +47,20 @@ class DecoderGenerator(LocalGenerator):
         return self.decoder.weights.writable()
 
     def _read(self, prompts: list[list[int]], prompt_of_row: Tensor, room: int) -> _Decoding:
-        return _Decoding(self.decoder, *self.decoder.read(prompts, prompt_of_row, room))
+        logits, cache = self.decoder.read(prompts, prompt_of_row, room)
+        return _Decoding(self.decoder, logits, cache)
 
 
 class _Decoding:
     """See `local_generator.Decoding`."""
 
     def __init__(self, decoder: Decoder, logits: Tensor, cache: KVCache) -> None:
-        self.logits, self._decoder, self._cache = logits, decoder, cache
+        self.logits = logits
+        self._decoder = decoder
+        self._cache = cache
 
     def keep(self, going: Tensor) -> Tensor:
+        # The logits stay as they are: the next step replaces them.
         return self._cache.keep(going)
 
     def advance(self, tokens: Tensor) -> None:

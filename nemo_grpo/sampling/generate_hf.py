@@ -27,6 +27,7 @@ class HFGenerator(LocalGenerator):
     def _build(self, model: Path | PretrainedConfig, dtype: torch.dtype) -> None:
         loaded = _load(model, dtype) if isinstance(model, Path) else _random(model, dtype)
         self._config = loaded.config
+        # A prompt is read once, and its cache is copied to all of its responses: every layer must allow that.
         layers = DynamicCache(config=loaded.config).layers
         if loaded._is_stateful or not all(hasattr(layer, "batch_select_indices") for layer in layers):
             raise UserError(
@@ -42,18 +43,27 @@ class HFGenerator(LocalGenerator):
         """See `LocalGenerator.context`; longrope's frequencies follow the longest row of the batch."""
         limit, name, remedy = super().context
         rope = getattr(self._config, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope":
-            name, remedy = "the longrope model's original_max_position_embeddings", f"{remedy}, or use vllm"
-            limit = min(limit, rope["original_max_position_embeddings"])
-        return limit, name, remedy
+        if rope.get("rope_type") != "longrope":
+            return limit, name, remedy
+        # Beyond this length transformers turns to other frequencies for the whole batch, so that a response
+        # would depend on its neighbours.
+        return (
+            min(limit, rope["original_max_position_embeddings"]),
+            "the longrope model's original_max_position_embeddings",
+            f"{remedy}, or use vllm",
+        )
 
     @torch.no_grad()
     def logits(self, sequences: Sequence[list[int]]) -> Tensor:
         """See `LocalGenerator.logits`; right-padded: causal attention keeps the padding out of the rest."""
         width = max(map(len, sequences))
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in sequences], device=self.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in sequences]).to(self.device)
-        return self.model(input_ids=ids, attention_mask=mask).logits
+        padding = [[0] * (width - len(row)) for row in sequences]
+        ids = [row + pad for row, pad in zip(sequences, padding, strict=True)]
+        mask = [[1] * len(row) + pad for row, pad in zip(sequences, padding, strict=True)]
+        return self.model(
+            input_ids=torch.tensor(ids, device=self.device),
+            attention_mask=torch.tensor(mask, device=self.device),
+        ).logits
 
     def _writable(self) -> AbstractContextManager[Mapping[str, Tensor]]:
         return nullcontext(self.model.state_dict())
@@ -61,8 +71,12 @@ class HFGenerator(LocalGenerator):
     def _read(self, prompts: list[list[int]], prompt_of_row: Tensor, room: int) -> _Decoding:
         """Read the prompts, left-padded, and give every row its prompt's cache."""
         width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        padding = [[0] * (width - len(prompt)) for prompt in prompts]
+        padded = [pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
+        visible = [pad + [1] * len(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
+        ids = torch.tensor(padded, device=self.device)
+        mask = torch.tensor(visible, device=self.device)
+        # Positions count a prompt's tokens without its padding, as training does.
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         cache = DynamicCache(config=self._config)
         logits = self.model(
@@ -79,17 +93,21 @@ class HFGenerator(LocalGenerator):
 
 
 class _Decoding:
-    """See `local_generator.Decoding`; R rows with logits [R, V], cache, mask [R, L], position [R]."""
+    """See `local_generator.Decoding`; R rows with logits [R, V], cache, mask [R, columns], position [R]."""
 
     def __init__(
         self, model: torch.nn.Module, logits: Tensor, cache: DynamicCache, mask: Tensor, position: Tensor
     ) -> None:
         self.logits = logits
-        self._model, self._cache, self._mask, self._position = model, cache, mask, position
+        self._model = model
+        self._cache = cache
+        self._mask = mask
+        self._position = position
 
     def select(self, index: Tensor) -> None:
         """Keep these rows, in this order; a row may be repeated."""
-        self.logits, self._mask = self.logits[index], self._mask[index]
+        self.logits = self.logits[index]
+        self._mask = self._mask[index]
         self._position = self._position[index]
         self._cache.batch_select_indices(index)
 
@@ -126,7 +144,8 @@ def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         raise UserError(f"cannot load a causal language model from {folder}: {first_line(error)}") from error
     model, report = loaded
     # Transformers fills gaps with random weights and only warns.
-    gaps = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
+    mismatched = [name for name, *_ in report["mismatched_keys"]]
+    gaps = sorted([*report["missing_keys"], *mismatched])
     if gaps:
         raise UserError(f"{folder} lacks {len(gaps)} weights of its architecture: {', '.join(gaps[:4])}")
     # A file's weights may lie at any alignment, and CPU kernels round by alignment: the same weights must

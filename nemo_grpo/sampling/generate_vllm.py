@@ -23,36 +23,42 @@ from nemo_grpo.sampling.images import Images, image_digest, read_image
 from nemo_grpo.sampling.requests import Request, Rollout, SamplingParams
 from nemo_grpo.support.errors import UserError
 
-LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
-"""vLLM raises a lower temperature to 0.01 and says so in its log only; it refuses a higher one."""
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises a lower temperature to this one, and says so in its log only."""
+HIGHEST_TEMPERATURE = 2.0
+"""vLLM refuses a higher temperature."""
 GPU_SHARE = 0.9
 """Share of each GPU's memory that vLLM takes, unless the size of its cache is given."""
 CPU_CACHE_BYTES = 1 << 30
 """Bytes of keys and values on a CPU, where vLLM's default is a share of the whole memory."""
 
 
-def vllm_device(wanted: str) -> Literal["cpu", "cuda"]:
+def vllm_device(requested: str) -> Literal["cpu", "cuda"]:
     """Return the device that the installed vLLM is built for.
 
-    Args:   wanted: auto, cpu or cuda.
+    Args:
+        requested: auto, cpu or cuda; another device than vLLM's is refused.
     """
     if find_spec("vllm") is None:
         raise UserError("the vLLM generator needs vLLM; pip install 'nemo-grpo[vllm]', or use hf")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported; the rest is a page
+    # vLLM reads it when it is imported. Its other levels print a page per start.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.platforms import current_platform
 
     device: Literal["cpu", "cuda"] = "cpu" if current_platform.is_cpu() else "cuda"
-    if wanted not in ("auto", device):
+    if requested not in ("auto", device):
         raise UserError(
-            f"device={wanted}: the installed vLLM samples on {device} only; use {device} or auto, or the "
+            f"device={requested}: the installed vLLM samples on {device} only; use {device} or auto, or the "
             "generator decoder or hf"
         )
     return device
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Refuse a temperature at which vLLM does not draw."""
-    if not (sampling.greedy or LOWEST_TEMPERATURE <= sampling.temperature <= HIGHEST_TEMPERATURE):
+    """Refuse a temperature that vLLM would change or refuse."""
+    if sampling.greedy:
+        return
+    if not LOWEST_TEMPERATURE <= sampling.temperature <= HIGHEST_TEMPERATURE:
         raise UserError(
             f"temperature={sampling.temperature:g}: vLLM samples between {LOWEST_TEMPERATURE:g} and "
             f"{HIGHEST_TEMPERATURE:g}; choose one of these, greedy, or the generator decoder or hf"
@@ -84,7 +90,9 @@ class VLLMGenerator:
     ) -> None:
         options: dict[str, Any] = {}
         if vllm_device("auto") == "cpu":
-            options, cache_bytes = _on_cpu(), cache_bytes or CPU_CACHE_BYTES
+            options |= _cpu_options()
+            if not cache_bytes:
+                cache_bytes = CPU_CACHE_BYTES
         if max_images:
             options["limit_mm_per_prompt"] = {"image": max_images, "video": 0}
         from vllm import LLM
@@ -104,23 +112,28 @@ class VLLMGenerator:
                     seed=0,
                     **options,
                 )
-        except Exception as error:  # vLLM's own are of many kinds, with a traceback of a hundred lines
+        # vLLM's errors are of many kinds, and have a traceback of a hundred lines.
+        except Exception as error:
             raise UserError(f"vLLM cannot load {model}: {_in_one_line(error)}") from error
 
     def generate(self, request: Request) -> Rollout:
         """See `Sampler.generate`; bit-identical only on one machine and version, with equal batches."""
         check_sampling(request.sampling)
         request.check_context(self.max_model_len, "max_model_len")
-        engine, rows = self._engine.llm_engine, [_Row() for _ in request.lengths]
-        for row, (prompt, params) in enumerate(_by_row(request)):
-            engine.add_request(str(row), prompt, params)
+        # The engine itself instead of `LLM.generate`: after each step it says which tokens have come, for the
+        # progress bar.
+        engine = self._engine.llm_engine
+        rows = [_Row() for _ in request.lengths]
+        for number, (prompt, params) in enumerate(_by_row(request)):
+            engine.add_request(str(number), prompt, params)
         while engine.has_unfinished_requests():
-            num_tokens = num_ended = 0
+            num_tokens = 0
+            num_ended = 0
             for answer in engine.step():
-                row, (output,) = int(answer.request_id), answer.outputs
-                rows[row].add(output)
+                (output,) = answer.outputs
+                rows[int(answer.request_id)].add(output)
                 num_tokens += len(output.token_ids)
-                num_ended += answer.finished
+                num_ended += int(answer.finished)
             if request.meter is not None:
                 request.meter(num_tokens, num_ended)
         return _rollout(rows, request.sampling)
@@ -128,7 +141,8 @@ class VLLMGenerator:
 
 @contextmanager
 def readable_modules() -> Iterator[None]:
-    """Hide a module of numba's, loaded by bm25s, within the block: vLLM 0.32 fails on its names on a CPU."""
+    """Hide a module of numba's within the block; bm25s loads it."""
+    # On a CPU vLLM 0.32 fails on the names of this module.
     module = "llvmlite.binding.ffi"
     hidden = sys.modules.pop(module, None)
     try:
@@ -138,11 +152,13 @@ def readable_modules() -> Iterator[None]:
             sys.modules[module] = hidden
 
 
-def _on_cpu() -> dict[str, Any]:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # what fails is raised here, not in a child
+def _cpu_options() -> dict[str, Any]:
+    # In this process, so that an error is raised here and not in a child.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     return {
         "enforce_eager": True,
-        "enable_chunked_prefill": False,  # a seeded request whose prompt is split crashes (vLLM 0.32)
+        # In vLLM 0.32 a request with a seed crashes if its prompt is split.
+        "enable_chunked_prefill": False,
     }
 
 
@@ -160,68 +176,83 @@ class _Row:
     stop_reason: int | str | None = None
 
     def add(self, output: Any) -> None:
+        """Append the tokens of a step."""
         ids = list(output.token_ids)
         self.tokens += ids
-        self.logprobs += [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
+        for logprob_by_token, token in zip(output.logprobs, ids, strict=True):
+            self.logprobs.append(logprob_by_token[token].logprob)
         self.stop_reason = output.stop_reason
 
     def stopped(self, sampling: SamplingParams) -> bool:
-        by_text = isinstance(self.stop_reason, str)
-        return by_text or (bool(self.tokens) and self.tokens[-1] in sampling.stop_token_ids)
+        """Return True if a stop text or a stop token has ended it, not the length limit."""
+        if isinstance(self.stop_reason, str):  # the stop text
+            return True
+        return bool(self.tokens) and self.tokens[-1] in sampling.stop_token_ids
 
 
 def _by_row(request: Request) -> Iterator[tuple[dict[str, Any], Any]]:
-    images = request.images or [()] * len(request.prompts)
-    for index, of_prompt in enumerate(zip(request.occurrences, request.prompts, images, strict=True)):
-        prompt, seed = _prompt(*of_prompt[1:]), _seed(request.seed, *of_prompt)
+    """Yield vLLM's prompt and sampling parameters of each row."""
+    images_of_prompts = request.images or [()] * len(request.prompts)
+    rows = zip(request.prompts, images_of_prompts, request.occurrences, request.limits, strict=True)
+    for tokens, images, occurrence, limit in rows:
+        prompt = _prompt(tokens, images)
+        seed = _seed(request.seed, occurrence, tokens, images)
         for number in range(request.num_generations):
-            yield prompt, _params(request, seed + number, request.limits[index])
+            yield prompt, _params(request, seed + number, limit)
 
 
 def _params(request: Request, seed: int, max_tokens: int) -> Any:
     from vllm import SamplingParams as Params
     from vllm.sampling_params import RequestOutputKind
 
-    sampling, turn = request.sampling, request.turn
-    drawn = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": -1 if sampling.top_k is None else sampling.top_k,
-    }
+    sampling = request.sampling
+    turn = request.turn
+    choice: dict[str, Any] = {"temperature": 0.0}
+    if not sampling.greedy:
+        choice = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": -1 if sampling.top_k is None else sampling.top_k,
+        }
     return Params(
         seed=seed,
-        output_kind=RequestOutputKind.DELTA,  # what is new in each step
+        output_kind=RequestOutputKind.DELTA,  # the new tokens of each step
         max_tokens=max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # the stop tokens say it all
+        ignore_eos=True,  # the stop tokens contain it, if it ends a response
         logprobs=0,  # only of the sampled token
         stop=None if turn is None else list(turn.end.texts),
         include_stop_str_in_output=turn is not None,
         detokenize=turn is not None,  # stop texts are looked for in the text
         skip_special_tokens=False,  # a stop text may be one
-        **({"temperature": 0.0} if sampling.greedy else drawn),
+        **choice,
     )
 
 
 def _prompt(tokens: list[int], images: Images) -> dict[str, Any]:
     """Build vLLM's prompt; vLLM expands each placeholder to its image's tokens."""
-    data = {"multi_modal_data": {"image": [read_image(path) for path in images]}} if images else {}
-    return {"prompt_token_ids": tokens, **data}
+    prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+    if images:
+        prompt["multi_modal_data"] = {"image": [read_image(path) for path in images]}
+    return prompt
 
 
 def _seed(seed: int, occurrence: int, prompt: list[int], images: Images) -> int:
     """Derive a prompt's seed, whatever else is in the request; a response's number is added to it."""
-    seen = [image_digest(path) for path in images]
-    digest = hashlib.sha256(repr((seed, occurrence, prompt, *seen)).encode()).digest()
+    image_digests = [image_digest(path) for path in images]
+    digest = hashlib.sha256(repr((seed, occurrence, prompt, *image_digests)).encode()).digest()
     return int.from_bytes(digest[:6], "big")
 
 
 def _rollout(rows: list[_Row], sampling: SamplingParams) -> Rollout:
     lengths = torch.tensor([len(row.tokens) for row in rows])
     shape = (len(rows), int(lengths.max()))
-    tokens, logprobs = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+    tokens = torch.zeros(shape, dtype=torch.long)
+    logprobs = torch.zeros(shape)
     for number, row in enumerate(rows):
-        tokens[number, : lengths[number]] = torch.tensor(row.tokens)
-        logprobs[number, : lengths[number]] = torch.nan if sampling.filters else torch.tensor(row.logprobs)
+        length = len(row.tokens)
+        tokens[number, :length] = torch.tensor(row.tokens)
+        # NaN, as the module says: vLLM's are those after the filters.
+        logprobs[number, :length] = torch.nan if sampling.filters else torch.tensor(row.logprobs)
     stopped = torch.tensor([row.stopped(sampling) for row in rows])
     return Rollout(tokens, logprobs, lengths, truncated=~stopped)

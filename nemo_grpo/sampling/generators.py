@@ -1,4 +1,4 @@
-"""Builds a model's generator: the engine's decoder where it can, else transformers; alone or on all ranks."""
+"""Generators of a model: our decoder if it knows the model, or else transformers; on one rank or on all."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -23,14 +23,17 @@ log = logging.getLogger(__name__)
 LocalName = Literal["auto", "decoder", "hf"]
 
 
-def choose(wanted: str, model: Path | PretrainedConfig) -> Literal["decoder", "hf"]:
-    """Choose this model's generator; ``auto``: decoder where it can, else the log says why it cannot."""
-    if wanted == "hf":
+def choose(requested: str, model: Path | PretrainedConfig) -> Literal["decoder", "hf"]:
+    """Choose this model's generator.
+
+    ``auto`` is the decoder where it knows the model; otherwise the log says why it does not.
+    """
+    if requested == "hf":
         return "hf"
     reason = _reason_against_decoder(model)
     if reason is None:
         return "decoder"
-    if wanted == "decoder":
+    if requested == "decoder":
         raise UserError(f"generator=decoder cannot sample from this model: {reason}; use auto or hf")
     log.info("sampling with transformers (generator hf), the decoder does not take this model: %s", reason)
     return "hf"
@@ -41,27 +44,39 @@ def _reason_against_decoder(model: Path | PretrainedConfig) -> str | None:
         return unsupported(model)
     try:
         config = load_config(model)
-    except (OSError, ValueError) as error:  # transformers' own loading explains the error
+    except (OSError, ValueError) as error:
+        # Not raised here: with ``auto``, transformers' own loading meets the error and explains it.
         return first_line(error)
-    missing = unsupported(config) is None and missing_weights(config, weight_names(model))
-    return f"the folder has no {missing[0]} in a safetensors file" if missing else unsupported(config)
+    reason = unsupported(config)
+    if reason is not None:
+        return reason
+    absent_weights = missing_weights(config, weight_names(model))
+    if absent_weights:
+        return f"the folder has no {absent_weights[0]} in a safetensors file"
+    return None
 
 
 def build_local(
-    wanted: str,
+    requested: str,
     model: Path | PretrainedConfig,
     dtype: torch.dtype,
     device: torch.device | str,
     max_batch_size: int,
 ) -> LocalGenerator:
-    """Build the chosen generator with a folder's weights; of a configuration it has none yet.
+    """Build the chosen generator with a folder's weights; a configuration's has none yet.
 
-    Args: wanted: a `LocalName`.
+    Args:
+        requested: a `LocalName`.
+        model: a folder or a configuration.
+        dtype: of the weights.
+        device: that samples.
+        max_batch_size: responses that are sampled together.
     """
-    assert wanted in get_args(LocalName), wanted
-    if choose(wanted, model) == "decoder":
+    assert requested in get_args(LocalName), requested
+    if choose(requested, model) == "decoder":
         return DecoderGenerator(model, dtype, device, max_batch_size)
-    from nemo_grpo.sampling.generate_hf import HFGenerator  # transformers' models take seconds to load
+    # Only here: importing transformers' models takes seconds.
+    from nemo_grpo.sampling.generate_hf import HFGenerator
 
     return HFGenerator(model, dtype, device, max_batch_size)
 
@@ -81,26 +96,40 @@ class DistributedGenerator:
 
     def generate(self, request: Request) -> Rollout:
         owners = _owners(request.prompts, dist.get_world_size())
-        own = [index for index, owner in enumerate(owners) if owner == dist.get_rank()]
-        rollout = self.generator.generate(request.select(own)) if own else None
+        local_prompts = [index for index, owner in enumerate(owners) if owner == dist.get_rank()]
+        rollout = None  # with fewer prompts than ranks, some ranks have none
+        if local_prompts:
+            rollout = self.generator.generate(request.select(local_prompts))
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, rollout)
-        return _in_order([part for part in parts if part is not None], owners, request.num_generations)
+        rollouts = [part for part in parts if part is not None]
+        return _in_order(rollouts, owners, request.num_generations)
 
 
 def _owners(prompts: Sequence[list[int]], world_size: int) -> list[int]:
-    first: dict[tuple[int, ...], int] = {}
-    return [first.setdefault(tuple(prompt), len(first)) % world_size for prompt in prompts]
+    """Return the rank that samples each prompt."""
+    numbers: dict[tuple[int, ...], int] = {}
+    for prompt in prompts:
+        numbers.setdefault(tuple(prompt), len(numbers))
+    return [numbers[tuple(prompt)] % world_size for prompt in prompts]
 
 
 def _in_order(parts: list[Rollout], owners: list[int], num_generations: int) -> Rollout:
+    """Join the rollouts of the ranks in the order of the prompts.
+
+    Args:
+        parts: rollouts of the ranks that have prompts, in the order of the ranks.
+        owners: the rank of each prompt.
+        num_generations: responses to each prompt.
+    """
     longest = max(part.tokens.shape[1] for part in parts)
-    given = torch.tensor(owners).repeat_interleave(num_generations)
-    rows = torch.cat([torch.nonzero(given == owner).flatten() for owner in sorted(set(owners))])
-    merged = {}
+    owner_of_row = torch.tensor(owners).repeat_interleave(num_generations)
+    # The row of the request that each row of the joined rollouts answers.
+    rows = torch.cat([torch.nonzero(owner_of_row == owner).flatten() for owner in sorted(set(owners))])
+    joined = {}
     for field in fields(Rollout):
-        columns = [getattr(part, field.name) for part in parts]
-        if columns[0].dim() == 2:
-            columns = [torch.nn.functional.pad(c, (0, longest - c.shape[1])) for c in columns]
-        merged[field.name] = torch.cat(columns)[rows.argsort()]
-    return Rollout(**merged)
+        tensors = [getattr(part, field.name) for part in parts]
+        if tensors[0].dim() == 2:
+            tensors = [torch.nn.functional.pad(part, (0, longest - part.shape[1])) for part in tensors]
+        joined[field.name] = torch.cat(tensors)[rows.argsort()]
+    return Rollout(**joined)

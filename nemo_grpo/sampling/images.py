@@ -34,7 +34,8 @@ def read_image(path: str) -> Any:
 class ImageTokens:
     """Counts the tokens that a model's processor makes of images, from their sizes alone.
 
-    Args: model: its folder, with the processor's files.
+    Args:
+        model: its folder, with the processor's files.
     """
 
     def __init__(self, model: Path) -> None:
@@ -43,7 +44,8 @@ class ImageTokens:
         try:
             self._processor = AutoProcessor.from_pretrained(model, local_files_only=True)
             self._token = self._processor.image_token
-        except Exception as error:  # of many kinds: missing files, missing torchvision, a text model
+        # Errors of many kinds: missing files, missing torchvision, a model of text.
+        except Exception as error:
             raise UserError(
                 f"--model {model}: no processor for images ({first_line(error)}); give the folder of a "
                 "vision-language model with its processor's files, and install torchvision"
@@ -56,13 +58,16 @@ class ImageTokens:
 
         sizes = []
         for path in images:
-            with Image.open(path) as image:  # reads only the header
+            # Opening reads the header alone: a benchmark may have gigabytes of pictures.
+            with Image.open(path) as image:
                 sizes.append(image.size)
         return self._of_sizes(tuple(sizes))
 
     def _count(self, sizes: tuple[Size, ...]) -> int:
         from PIL import Image
 
-        blank = [Image.new("RGB", size) for size in sizes]
-        expanded = self._processor(text=[self._token * len(blank)], images=blank)["input_ids"][0]
-        return len(expanded) - len(blank)
+        # The processor itself counts, on blank pictures: each model has its own rule.
+        blank_images = [Image.new("RGB", size) for size in sizes]
+        placeholders = self._token * len(blank_images)
+        expanded = self._processor(text=[placeholders], images=blank_images)["input_ids"][0]
+        return len(expanded) - len(blank_images)

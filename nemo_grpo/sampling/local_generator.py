@@ -1,8 +1,8 @@
-"""Sampling on one device, token by token: the loop around a model that can go on from where it is.
+"""Sampling on one device, token by token: the loop around a model that keeps a cache of its context.
 
-Why not a library's ``generate``: finished rows leave the batch here, a prompt is read once however many
-responses it gets, logprobs cost one row of the vocabulary per step instead of all steps' scores, and random
-numbers belong to a response instead of a place in the batch.
+It differs from a library's ``generate``. Finished rows leave the batch, and a prompt is read once however
+many responses it gets. Logprobs cost one row of the vocabulary per step instead of the scores of all steps.
+Random numbers belong to a response, not to a place in the batch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ from nemo_grpo.sampling.requests import Request, Rollout
 class Decoding(Protocol):
     """R unfinished responses.
 
-    Attributes: logits: [R, V] of each one's next token.
+    Attributes:
+        logits: [R, V], of the next token of each response.
     """
 
     logits: Tensor
 
     def keep(self, going: Tensor) -> Tensor:
-        """Drop the rows that are False in going [R]; returns the others' old numbers, in their new order."""
+        """Drop the rows that are False in going [R].
+
+        Returns:
+            The old numbers of the remaining rows, in their new order.
+        """
         ...
 
     def advance(self, tokens: Tensor) -> None:
@@ -42,7 +47,8 @@ class Decoding(Protocol):
 class LocalGenerator(ABC):
     """A `Generator` on one device.
 
-    Attributes: name: as nemo_grpo.engine.generator calls it.
+    Attributes:
+        name: as nemo_grpo.engine.generator calls it.
     """
 
     name: str
@@ -70,11 +76,11 @@ class LocalGenerator(ABC):
 
     @abstractmethod
     def _build(self, model: Path | PretrainedConfig, dtype: torch.dtype) -> None:
-        """Set ``_config``, and what computes; of a folder also the weights."""
+        """Set ``_config`` and build the model; read its weights if it is given as a folder."""
 
     @abstractmethod
     def _writable(self) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Give the tensors that `update_weights` writes, by Hugging Face name; tied ones share memory."""
+        """Return the tensors that `update_weights` writes, by Hugging Face name; tied ones share memory."""
 
     @abstractmethod
     def _read(self, prompts: list[list[int]], prompt_of_row: Tensor, room: int) -> Decoding:
@@ -88,11 +94,9 @@ class LocalGenerator(ABC):
     def context(self) -> tuple[float, str, str]:
         """Return (most tokens of a prompt with its response, name of that limit, remedy)."""
         limit = getattr(self._config, "max_position_embeddings", None)
-        return (
-            math.inf if limit is None else limit,
-            "the model's max_position_embeddings",
-            "lower one of them",
-        )
+        if limit is None:
+            limit = math.inf
+        return limit, "the model's max_position_embeddings", "lower one of them"
 
     @torch.no_grad()
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -100,6 +104,7 @@ class LocalGenerator(ABC):
 
         A tied weight may come under one of its names, or under several with equal values.
         """
+        # An update that fails half way must not be sampled from.
         self._complete = False
         with self._writable() as weights:
             _write(weights, named_tensors, self._config.model_type)
@@ -109,7 +114,8 @@ class LocalGenerator(ABC):
     def generate(self, request: Request) -> Rollout:
         """See `Generator.generate`.
 
-        Raises: FloatingPointError: the model's logits are not finite.
+        Raises:
+            FloatingPointError: the model's logits are not finite.
         """
         assert not request.images, "images are sampled by vLLM alone"
         assert self._complete, "weights are not complete: update_weights has not been called, or it failed"
@@ -122,15 +128,18 @@ class LocalGenerator(ABC):
             self._fill(responses, rows, request, uniforms)
         return responses.rollout()
 
-    @torch.inference_mode()  # less work per operation than no_grad, and there are many small ones
+    # inference_mode does less work per operation than no_grad, and a step has many small operations.
+    @torch.inference_mode()
     def _fill(self, responses: _Responses, rows: Tensor, request: Request, uniforms: Tensor | None) -> None:
-        wanted, prompt_of_row = torch.unique(rows // request.num_generations, return_inverse=True)
+        """Sample the responses of these rows."""
+        prompt_numbers, prompt_of_row = torch.unique(rows // request.num_generations, return_inverse=True)
+        prompts = [request.prompts[number] for number in prompt_numbers.tolist()]
         room = responses.longest(rows)
-        state = self._read([request.prompts[number] for number in wanted.tolist()], prompt_of_row, room)
+        state = self._read(prompts, prompt_of_row, room)
         rows = rows.to(self.device)
         for step in range(room):
-            here = None if uniforms is None else uniforms[rows, step]
-            tokens, logprobs = draw(state.logits, request.sampling, here)
+            step_uniforms = None if uniforms is None else uniforms[rows, step]
+            tokens, logprobs = draw(state.logits, request.sampling, step_uniforms)
             going = responses.append(rows, step, tokens, logprobs)
             num_going = int(going.sum())
             if request.meter is not None:
@@ -139,7 +148,8 @@ class LocalGenerator(ABC):
                 return
             if num_going < len(rows):
                 order = state.keep(going)
-                rows, tokens = rows[order], tokens[order]
+                rows = rows[order]
+                tokens = tokens[order]
             state.advance(tokens)
 
 
@@ -148,9 +158,13 @@ class _Responses:
 
     def __init__(self, request: Request, device: torch.device) -> None:
         self._limits = torch.tensor(request.limits).repeat_interleave(request.num_generations)
+        # On the device of the tokens, too, so that a step copies nothing.
         self._device_limits = self._limits.to(device)
         self._end = None if request.turn is None else request.turn.end
-        self._written: list[list[int]] = [[] for _ in self._limits] if self._end else []
+        # Tokens of each row on the CPU, only where the end of a turn is looked for in its text.
+        self._written: list[list[int]] = []
+        if self._end is not None:
+            self._written = [[] for _ in self._limits]
         stop_token_ids = request.sampling.stop_token_ids
         self._stop_tokens = torch.tensor(stop_token_ids, dtype=torch.long, device=device)
         self._rows: list[Tensor] = []
@@ -160,7 +174,7 @@ class _Responses:
         self._stopped: list[Tensor] = []
 
     def longest(self, rows: Tensor) -> int:
-        """Return the most tokens that one of these rows may have."""
+        """Return the largest number of tokens that one of these rows may have."""
         return int(self._limits[rows].max())
 
     def append(self, rows: Tensor, step: int, tokens: Tensor, logprobs: Tensor) -> Tensor:
@@ -186,13 +200,15 @@ class _Responses:
     def rollout(self) -> Rollout:
         """Lay out all responses, on the CPU."""
         rows = torch.cat(self._rows).cpu()
-        steps = torch.tensor(self._steps).repeat_interleave(torch.tensor([len(part) for part in self._rows]))
+        num_rows_of_step = torch.tensor([len(part) for part in self._rows])
+        steps = torch.tensor(self._steps).repeat_interleave(num_rows_of_step)
         shape = (len(self._limits), int(steps.max()) + 1)
 
         def laid_out(parts: list[Tensor]) -> Tensor:
             values = torch.cat(parts).cpu()
             return values.new_zeros(shape).index_put_((rows, steps), values)
 
+        # A response is truncated unless one of its tokens has stopped it.
         truncated = torch.ones(shape[0], dtype=torch.bool)
         truncated[rows[torch.cat(self._stopped).cpu()]] = False
         return Rollout(
@@ -206,19 +222,21 @@ class _Responses:
 def _write(
     weights: Mapping[str, Tensor], named_tensors: Iterable[tuple[str, Tensor]], model_type: str
 ) -> None:
-    written: dict[int, str] = {}
+    """Copy tensors into the weights of the same names, and check that all weights have come."""
+    # By memory: tied weights share theirs, and one of their names is enough.
+    name_by_memory: dict[int, str] = {}
     for name, tensor in named_tensors:
         target = weights.get(name)
         if target is None:
             raise ValueError(f"unexpected weight {name!r}: {model_type=!s} has none of this name")
         if target.shape != tensor.shape:
             raise ValueError(f"weight {name!r} has shape {[*tensor.shape]}, not {[*target.shape]}")
-        tied_to = written.get(target.data_ptr())
+        tied_to = name_by_memory.get(target.data_ptr())
         value = tensor.to(device=target.device, dtype=target.dtype)
         if tied_to is not None and not torch.equal(target, value):
             raise ValueError(f"weight {name!r} differs from {tied_to!r}, to which the model ties it")
         target.copy_(value)
-        written.setdefault(target.data_ptr(), name)
-    missing = [name for name, target in weights.items() if target.data_ptr() not in written]
-    if missing:
-        raise ValueError(f"{len(missing)} weights missing: {', '.join(missing[:8])}")
+        name_by_memory.setdefault(target.data_ptr(), name)
+    missing_weights = [name for name, target in weights.items() if target.data_ptr() not in name_by_memory]
+    if missing_weights:
+        raise ValueError(f"{len(missing_weights)} weights missing: {', '.join(missing_weights[:8])}")

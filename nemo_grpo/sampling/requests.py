@@ -51,7 +51,7 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """True where sampling leaves tokens out."""
+        """True if sampling leaves tokens out."""
         return not self.greedy and (self.top_p < 1 or self.top_k is not None)
 
 
@@ -91,19 +91,22 @@ class TurnEnd(Protocol):
         ...
 
     def reached(self, tokens: Sequence[int]) -> bool:
-        """True if the last of a turn's tokens completes one of the texts.
+        """Return True if the last of a turn's tokens completes one of the texts.
 
-        Args: tokens: the last ``num_tokens`` of the turn or more, or all of them where it has fewer.
+        Args:
+            tokens: the last ``num_tokens`` of the turn or more, or all of them if it has fewer.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Limits of one turn, where a response is sampled in turns, each from where the last one left off.
+    """Limits of one turn of each response, if responses are sampled in turns.
 
-    Attributes: max_new_tokens: one per prompt, between 1 and the sampling's: what its response has left.
-                end: where a turn ends before the response does.
+    Attributes:
+        max_new_tokens: tokens that are left to the response, one number per prompt; between 1 and the
+            sampling's limit.
+        end: tells where a turn ends before the response does.
     """
 
     max_new_tokens: list[int]
@@ -115,7 +118,10 @@ class Request:
     """Everything that responses depend on, besides the weights.
 
     Attributes:
-        prompts: token ids, none empty.  num_generations: responses to each.
+        prompts: token ids, none empty.
+        num_generations: responses to each prompt.
+        sampling: how tokens are drawn.
+        seed: of the random numbers.
         turn: sample one turn of each response; None: whole responses.
         images: of each prompt, in the order of the placeholders in it; empty: no prompt has any.
         meter: called while sampling with the numbers of tokens drawn, and of responses ended, since the last
@@ -139,42 +145,51 @@ class Request:
 
     @property
     def limits(self) -> list[int]:
-        """Most new tokens of each prompt's responses."""
+        """Largest number of new tokens in each prompt's responses."""
         if self.turn is not None:
             return self.turn.max_new_tokens
         return [self.sampling.max_new_tokens] * len(self.prompts)
 
     @property
     def lengths(self) -> Tensor:
-        """[B] int64: the length of each row's prompt."""
+        """Lengths of the rows' prompts, [B] int64."""
         return torch.tensor([len(prompt) for prompt in self.prompts]).repeat_interleave(self.num_generations)
 
     @property
     def occurrences(self) -> list[int]:
-        """For each prompt, number of equal ones, with the same images, before it."""
-        seen: Counter[tuple[object, ...]] = Counter()
-        before = []
+        """For each prompt, the number of equal ones, with the same images, before it."""
+        counts: Counter[tuple[object, ...]] = Counter()
+        num_before = []
         images = self.images or [()] * len(self.prompts)
         for prompt in zip(map(tuple, self.prompts), images, strict=True):
-            before.append(seen[prompt])
-            seen[prompt] += 1
-        return before
+            num_before.append(counts[prompt])
+            counts[prompt] += 1
+        return num_before
 
     def select(self, indices: Sequence[int]) -> Self:
         """Return the request for some of the prompts."""
-        turn = self.turn and replace(self.turn, max_new_tokens=[self.limits[index] for index in indices])
+        turn = None
+        if self.turn is not None:
+            turn = replace(self.turn, max_new_tokens=[self.limits[index] for index in indices])
         images = [self.images[index] for index in indices] if self.images else ()
         prompts = [self.prompts[index] for index in indices]
         return replace(self, prompts=prompts, turn=turn, images=images)
 
     def check_context(self, context: float, name: str, remedy: str = "lower one of them") -> None:
-        """Refuse a prompt that with its response exceeds ``context``; ``name``: of that limit."""
-        sizes = ((len(prompt), limit) for prompt, limit in zip(self.prompts, self.limits, strict=True))
-        check_fits(*max(sizes, key=sum), context, name, remedy)
+        """Refuse a prompt that with its response exceeds a limit.
+
+        Args:
+            context: limit in tokens.
+            name: of the limit.
+            remedy: end of the message.
+        """
+        sizes = [(len(prompt), limit) for prompt, limit in zip(self.prompts, self.limits, strict=True)]
+        longest_prompt, longest_response = max(sizes, key=sum)
+        check_fits(longest_prompt, longest_response, context, name, remedy)
 
 
 def check_fits(prompt: int, response: int, context: float, name: str, remedy: str) -> None:
-    """Refuse a prompt and a response of these tokens if they exceed ``context``."""
+    """Refuse a prompt and a response of these numbers of tokens if they exceed ``context``."""
     if prompt + response > context:
         raise UserError(
             f"prompt and response must fit into {name}={context}; the longest prompt has {prompt} tokens "
@@ -201,7 +216,8 @@ class Generator(Sampler, Protocol):
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take these weights, named as in the model's Hugging Face checkpoint, for all later calls.
 
-        Raises: ValueError: a weight is missing, unknown, or of another shape; nothing can be generated until
-                a complete set has come.
+        Raises:
+            ValueError: a weight is missing, unknown, or of another shape. Nothing can be generated until a
+                complete set has come.
         """
         ...

@@ -1,4 +1,7 @@
-"""Problems, their prompts and their rewards, and the tasks by name. Imports neither torch nor an engine."""
+"""Problems, their prompts and their rewards, and the tasks by name.
+
+Imports neither torch nor an engine, so that preparing data and checking a recipe start quickly.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -53,8 +56,11 @@ TASKS: dict[str, type[TaskConfig]] = {
 def parse_task(section: Mapping[str, Any]) -> TaskConfig:
     """Parse a recipe's ``nemo_grpo.task`` section.
 
-    Args:    section: ``name`` and that task's parameters; an own task's name is ``my_file.py:MyTaskConfig``.
-    Returns: the frozen configuration; ``build()`` makes the task.
+    Args:
+        section: ``name`` and that task's parameters. A user's own task is named ``my_file.py:MyTaskConfig``.
+
+    Returns:
+        The frozen configuration. Its ``build()`` makes the task.
     """
     name = section.get("name")
     if not isinstance(name, str):
@@ -65,21 +71,29 @@ def parse_task(section: Mapping[str, Any]) -> TaskConfig:
         config = TASKS[name]
     else:
         raise UserError(f"unknown task nemo_grpo.task.name={name!r}{did_you_mean(name, TASKS)}")
-    for key in section:
-        if key not in config.model_fields:
-            owners = [other for other, known in TASKS.items() if key in known.model_fields]
-            hint = did_you_mean(str(key), config.model_fields)
-            if owners:
-                hint = (
-                    f", but for {', '.join(owners)}; ~nemo_grpo.task.{key} removes an inherited one, "
-                    "_override_: true in the section all of them"
-                )
-            raise UserError(f"unknown key nemo_grpo.task.{key} for task {name!r}{hint}")
+    _refuse_unknown_keys(section, name, config)
     try:
         return config.model_validate(dict(section))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if "[" not in str(part))  # a union's type
-        rule = "it must be a list, such as [a, b]" if first["type"] == "tuple_type" else first["msg"]
-        rule = rule.removeprefix("Value error, ")
-        raise UserError(f"nemo_grpo.task.{where}={first['input']!r}: {rule}") from error
+        first_error = error.errors()[0]
+        # pydantic puts a union's member, such as dict[str,str], into the place of the error.
+        key = ".".join(str(part) for part in first_error["loc"] if "[" not in str(part))
+        rule = first_error["msg"].removeprefix("Value error, ")
+        if first_error["type"] == "tuple_type":
+            rule = "it must be a list, such as [a, b]"  # YAML has no tuples
+        raise UserError(f"nemo_grpo.task.{key}={first_error['input']!r}: {rule}") from error
+
+
+def _refuse_unknown_keys(section: Mapping[str, Any], name: str, config: type[TaskConfig]) -> None:
+    """Refuse keys of another task, which a recipe often inherits, and misspelt ones."""
+    for key in section:
+        if key in config.model_fields:
+            continue
+        hint = did_you_mean(str(key), config.model_fields)
+        owners = [task_name for task_name, task in TASKS.items() if key in task.model_fields]
+        if owners:
+            hint = (
+                f", but for {', '.join(owners)}; ~nemo_grpo.task.{key} removes an inherited one, "
+                "_override_: true in the section all of them"
+            )
+        raise UserError(f"unknown key nemo_grpo.task.{key} for task {name!r}{hint}")

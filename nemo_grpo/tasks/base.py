@@ -20,13 +20,13 @@ HELD_OUT_SHARE = 5
 T = TypeVar("T")
 
 
-def check_num_validation(wanted: int, available: int, source: str) -> None:
-    """Check the number of validation problems."""
-    if wanted > available:
+def check_num_validation(num_problems: int, available: int, source: str) -> None:
+    """Refuse more validation problems than the source has."""
+    if num_problems > available:
         remedy = f"use {available} or fewer"
         if not available:
             remedy = "name files that have some, or set grpo.val_period=0 to train without validation"
-        raise UserError(f"grpo.max_val_samples={wanted}: {source} has {available} problems; {remedy}")
+        raise UserError(f"grpo.max_val_samples={num_problems}: {source} has {available} problems; {remedy}")
 
 
 VALIDATION_SET = "validation_set"
@@ -47,7 +47,7 @@ class Problem:
 
     Attributes:
         id: unique within the task; the same problem has the same id in every run.
-        question: what goes into the prompt template; of a conversation the last message, the user's.
+        question: text that goes into the prompt template. For a conversation: its last message, the user's.
         answer: the reference, as `Task.score` compares it.
         metadata: JSON values that the task needs for demonstrations or for analysis by kind.
         history: messages before the question, with the conversation's own system message if it has one.
@@ -61,17 +61,17 @@ class Problem:
 
 
 def by_validation_set(problems: Iterable[Problem]) -> dict[str, list[Problem]]:
-    """Group problems by their validation set; one without a name is the only one."""
+    """Group problems by the name of their validation set; a single set has the empty name."""
     return by_set((set_of(problem), problem) for problem in problems)
 
 
 def set_of(problem: Problem) -> str:
-    """Return the name of a problem's validation set; empty: it is the only one."""
+    """Return the name of a problem's validation set, which is empty if it is the only one."""
     return str(problem.metadata.get(VALIDATION_SET, ""))
 
 
 def by_set(named: Iterable[tuple[str, T]]) -> dict[str, list[T]]:
-    """Group anything that belongs to a validation problem by the name of its set, in order."""
+    """Group values by the name of the validation set that they belong to, in order."""
     sets: dict[str, list[T]] = {}
     for name, value in named:
         sets.setdefault(name, []).append(value)
@@ -107,8 +107,10 @@ class TaskConfig(BaseModel, ABC):
 
 
 Answered = Iterable[tuple[Problem, Sequence[str]]]
-"""Problems with all responses to each. A task may have ``overall(answered) -> dict[str, float]``: metrics of
-a whole evaluation that are no means over problems."""
+"""Problems, each with all of its responses.
+
+A task may have ``overall(answered) -> dict[str, float]``: metrics of a whole evaluation that are no means
+over problems."""
 
 
 class Task(Protocol):
@@ -122,26 +124,32 @@ class Task(Protocol):
     def train_problem(self, index: int, seed: int) -> Problem:
         """Return problem number ``index`` of the endless training stream ``seed``; always the same one.
 
-        Raises: UserError: the task has no training problems.
+        Raises:
+            UserError: the task has no training problems.
         """
         ...
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
         """Return the first ``num_problems`` of a fixed list that no training stream ever contains.
 
-        Raises: UserError: the task holds fewer.
+        Raises:
+            UserError: the task holds fewer.
         """
         ...
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """Write a correct response with its reasoning, for supervised training; ``rng`` varies the reasoning.
 
-        Raises: UserError: the task has none.
+        Raises:
+            UserError: the task has none.
         """
         ...
 
     def extract(self, response: str) -> str | None:
-        """Return the response's answer, normalised: equal answers are equal texts. None: no answer."""
+        """Return the response's answer, or None if it has none.
+
+        The answer is normalised, so that equal answers are equal texts.
+        """
         ...
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
@@ -151,7 +159,13 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Episode:
-    """State of one response between two turns of the policy: turns, calls, and calls that were malformed."""
+    """State of one response between two turns of the policy.
+
+    Attributes:
+        num_turns: turns of the policy so far.
+        num_searches: calls that were carried out.
+        num_errors: calls that were malformed.
+    """
 
     num_turns: int = 0
     num_searches: int = 0
@@ -160,7 +174,12 @@ class Episode:
 
 @dataclass(frozen=True)
 class Observed:
-    """A turn's outcome: the episode after it, and the text to append; None: the response is over."""
+    """The environment's answer to a turn.
+
+    Attributes:
+        episode: state after the turn.
+        observation: text to append to the response; None: the response is over.
+    """
 
     episode: Episode
     observation: str | None
@@ -188,14 +207,18 @@ class MultiTurnTask(Task, Protocol):
     ) -> list[Observed]:
         """Answer one finished turn of each of several responses.
 
-        Args:   turns: the policy's text of this turn only.
-                reserved: special tokens, which text from outside must not contain.
-        Raises: RetrieverError: the tool itself fails.
+        Args:
+            episodes: state of each response before this turn.
+            turns: text that the policy wrote in this turn.
+            reserved: special tokens, which text from outside must not contain.
+
+        Raises:
+            RetrieverError: the tool itself fails.
         """
         ...
 
     def segments(self, response: str) -> list[tuple[str, bool]]:
-        """Cut the response into (text, written by the policy); joined they are the response again."""
+        """Cut a response into texts, each with True if the policy wrote it; they join to the response."""
         ...
 
 
@@ -205,8 +228,10 @@ def tags_of(task: Task) -> tuple[str, ...]:
 
 
 def make_ready(task: Task) -> None:
-    """Load a task's tool now; otherwise the first response that calls it does."""
-    getattr(task, "make_ready", lambda: None)()
+    """Load a task's tool now, so that the first response that calls it does not wait."""
+    load_tool = getattr(task, "make_ready", None)
+    if load_tool is not None:
+        load_tool()
 
 
 def reward_of(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
@@ -214,24 +239,27 @@ def reward_of(scores: Mapping[str, float], weights: Mapping[str, float]) -> floa
 
     NaN: a component with a weight abstains, and the response is left out of its group and of the loss.
     """
+    # Components of weight 0 are skipped, not multiplied: 0 times the NaN of one that abstains is NaN.
     return sum(weight * scores[name] for name, weight in weights.items() if weight)
 
 
 def is_held_out(key: object) -> bool:
-    """True for the fixed fifth of all keys that belongs to validation; by hash, so that no list is needed."""
+    """Return True for the fixed fifth of all keys that belongs to validation."""
+    # A hash needs no list of held-out keys. It is not Python's own, which differs between processes.
     digest = hashlib.sha256(repr(key).encode()).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT_SHARE == 0
 
 
 def distinct(draw: Callable[[int], Problem], num_problems: int) -> list[Problem]:
-    """Draw until ``num_problems`` have different ids; ``draw`` gets the number found so far."""
-    found: dict[str, Problem] = {}
-    while len(found) < num_problems:
-        problem = draw(len(found))
-        found.setdefault(problem.id, problem)
-    return list(found.values())
+    """Draw until ``num_problems`` have different ids; ``draw`` gets the number of problems so far."""
+    problems: dict[str, Problem] = {}
+    while len(problems) < num_problems:
+        problem = draw(len(problems))
+        problems.setdefault(problem.id, problem)
+    return list(problems.values())
 
 
 def stream(*parts: object) -> random.Random:
     """Make a random generator from ``parts`` alone: the same in every process and on every machine."""
+    # Python hashes a text seed by SHA-512, not by the hash() that differs between processes.
     return random.Random("/".join(map(str, parts)))

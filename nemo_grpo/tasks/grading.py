@@ -10,11 +10,10 @@ from typing import Any
 
 from nemo_grpo.support import extensions
 from nemo_grpo.tasks.base import NOT_FINITE, Problem, Task, TaskConfig
+from nemo_grpo.tasks.rewards.own_reward import NO_VALUE
 from nemo_grpo.tasks.rewards.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
-
-NO_VALUE = "no value within the limits on time and memory"
 
 
 class ScoreFailed(RuntimeError):
@@ -22,13 +21,14 @@ class ScoreFailed(RuntimeError):
 
 
 class OwnTaskWorkers:
-    """Workers that build an own task from its parameters, and call its ``score`` and ``extract``.
+    """Workers that build a user's own task from its parameters, and call its ``score`` and ``extract``.
 
-    Attributes: pool: the workers, under the limits of own rewards.
+    Attributes:
+        pool: the workers, under the limits of own rewards.
     """
 
     def __init__(self, section: Mapping[str, Any]) -> None:
-        """Args: section: the recipe's ``nemo_grpo.task``, as JSON values."""
+        """Prepare the pool for the recipe's ``nemo_grpo.task``, given as JSON values."""
         name = section["name"]
         self.pool = WorkerPool(
             ("own_task", sys.path, extensions.texts_of([name]), dict(section)),
@@ -37,12 +37,20 @@ class OwnTaskWorkers:
         )
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        """Return the declared components.  Raises: ScoreFailed."""
+        """Return the declared components of a response.
+
+        Raises:
+            ScoreFailed: the task's ``score`` failed.
+        """
         scores: dict[str, float] = self._ask("score", problem, response)
         return scores
 
     def extract(self, response: str) -> str | None:
-        """Return the response's answer; None: it has none.  Raises: ScoreFailed."""
+        """Return the response's answer, or None if it has none.
+
+        Raises:
+            ScoreFailed: the task's ``extract`` failed.
+        """
         answer: str | None = self._ask("extract", response)
         return answer
 
@@ -54,6 +62,7 @@ class OwnTaskWorkers:
         return result["value"]
 
 
+# The text of the user's file is part of the key: after an edit, new workers load the new code.
 @lru_cache(maxsize=8)
 def _workers(section: str, _text: str) -> OwnTaskWorkers:
     return OwnTaskWorkers(json.loads(section))
@@ -66,38 +75,45 @@ def workers_of(config: TaskConfig) -> OwnTaskWorkers:
 
 
 def is_own(task: Task) -> bool:
-    """True if the recipe names the task by a file or module of the user's."""
+    """Return True if the recipe names the task by a file or module of the user's."""
     return extensions.is_reference(task.config.name)
 
 
 def checked_score(task: Task, problem: Problem, response: str) -> dict[str, float]:
     """Score a response; a component that is not finite becomes 0, is logged, and marked by `NOT_FINITE`.
 
-    If an own task's ``score`` fails, all of its components are such.
+    If an own task's ``score`` fails, each of its components becomes 0.
     """
+    # One bad response must not end a run of days: it gets 0, and `Scorer` counts such failures.
     if is_own(task):
         try:
             scores = workers_of(task.config).score(problem, response)
         except ScoreFailed as error:
             log.warning(
                 "task %s, problem %s: score failed, every component counts as 0 for the response %r: %s",
-                *(task.config.name, problem.id, response, error),
+                task.config.name,
+                problem.id,
+                response,
+                error,
             )
             return dict.fromkeys(task.config.reward_components, 0.0) | {NOT_FINITE: 1.0}
     else:
         scores = task.score(problem, response)
-    infinite = {name: value for name, value in scores.items() if not math.isfinite(value)}
-    if not infinite:
+    not_finite = {name: value for name, value in scores.items() if not math.isfinite(value)}
+    if not not_finite:
         return scores
     log.warning(
         "task %s, problem %s: %s counts as 0 for the response %r",
-        *(task.config.name, problem.id, ", ".join(f"{k}={v}" for k, v in infinite.items()), response),
+        task.config.name,
+        problem.id,
+        ", ".join(f"{name}={value}" for name, value in not_finite.items()),
+        response,
     )
-    return scores | dict.fromkeys(infinite, 0.0) | {NOT_FINITE: 1.0}
+    return scores | dict.fromkeys(not_finite, 0.0) | {NOT_FINITE: 1.0}
 
 
 def extracted_answer(task: Task, response: str) -> str | None:
-    """Return a response's answer; None: it has none, or an own task's ``extract`` fails (logged)."""
+    """Return a response's answer, or None if it has none or if an own task's ``extract`` fails (logged)."""
     if not is_own(task):
         return task.extract(response)
     try:

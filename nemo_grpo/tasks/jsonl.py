@@ -42,6 +42,7 @@ class FileTaskConfig(TaskConfig):
 
     def in_file_order(self) -> Self:
         """Copy the parameters, for a task that trains in the files' order: data.shuffle=false."""
+        # A private attribute: the order is no key of the section, and recipes set it by data.shuffle.
         copied = self.model_copy()
         copied._keeps_order = True
         return copied
@@ -49,7 +50,10 @@ class FileTaskConfig(TaskConfig):
     @field_validator("validation_files")
     @classmethod
     def _sets_have_names(cls, files: tuple[str, ...] | dict[str, str]) -> tuple[str, ...] | dict[str, str]:
-        if not isinstance(files, dict) and len({Path(file).stem for file in files}) < len(files):
+        if isinstance(files, dict):
+            return files
+        names = {Path(file).stem for file in files}
+        if len(names) < len(files):
             raise ValueError("two files give their sets one name; write {name: FILE, other: FILE}")
         return files
 
@@ -57,7 +61,9 @@ class FileTaskConfig(TaskConfig):
     def validation_sets(self) -> dict[str, str]:
         """Name of each validation set -> its file."""
         files = self.validation_files
-        return files if isinstance(files, dict) else {Path(file).stem: file for file in files}
+        if isinstance(files, dict):
+            return files
+        return {Path(file).stem: file for file in files}
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -66,19 +72,31 @@ class FileTaskConfig(TaskConfig):
     def made_up(self, folder: Path, number: int) -> Self:
         """Replace the task's files by invented problems, for a rehearsal without them.
 
-        Args: folder: gets the files.  number: of training problems, and of validation problems.
+        Args:
+            folder: gets the files.
+            number: of training problems, and of validation problems.
         """
         problems = [self.made_up_problem(index, folder) for index in range(2 * number)]
-        train = write_problems(folder / "train.jsonl", problems[:number])
-        names = list(self.validation_sets) or ["validation"]
-        parts = [problems[number + place :: len(names)] for place in range(len(names))]
-        paths = [folder / f"validation-{name}.jsonl" for name in names]
-        held_out = dict(zip(names, map(write_problems, paths, parts), strict=True))
-        files = held_out if len(names) > 1 else tuple(held_out.values())
-        return self.model_copy(update={"train_files": (train,), "validation_files": files, "columns": {}})
+        train_file = write_problems(folder / "train.jsonl", problems[:number])
+        set_names = list(self.validation_sets) or ["validation"]
+        validation_files: dict[str, str] = {}
+        for place, set_name in enumerate(set_names):
+            path = folder / f"validation-{set_name}.jsonl"
+            validation_files[set_name] = write_problems(path, problems[number + place :: len(set_names)])
+        update = {
+            "train_files": (train_file,),
+            "validation_files": validation_files if len(set_names) > 1 else tuple(validation_files.values()),
+            "columns": {},
+        }
+        return self.model_copy(update=update)
 
     def made_up_problem(self, number: int, folder: Path) -> Problem:
-        """Invent a problem, different for each number; ``folder`` is its file's."""
+        """Invent a problem, different for each number.
+
+        Args:
+            number: of the problem.
+            folder: of the file that gets the problem.
+        """
         raise NotImplementedError(f"task {self.name} has no made-up problems")
 
 
@@ -94,7 +112,7 @@ class FileTask:
         self.train = not_held_out(listed_problems(config, "train_files"), self.validation)
 
     def check_answers(self, read: Callable[[str], object], rule: str) -> None:
-        """Refuse a reference that ``read`` gives None for."""
+        """Refuse a reference answer for which ``read`` returns None."""
         for problem in (*self.train, *self.validation):
             if read(problem.answer) is None:
                 raise UserError(f"problem {problem.id!r}: answer={problem.answer!r} {rule}")
@@ -116,18 +134,19 @@ class FileTask:
         return self.train[_shuffled(len(self.train), seed, epoch)[position]]
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
-        """Take them from every validation set, in proportion but at least one."""
+        """Take problems from every validation set: in proportion to its size, but at least one."""
         check_num_validation(num_problems, len(self.validation), VALIDATION_FILES)
         if num_problems == len(self.validation):
-            return self.validation  # as in the files
+            return self.validation  # in the files' order
         ordered = [self.validation[index] for index in _stratified(self.validation)]
-        first = [problems[0] for problems in by_validation_set(ordered).values()]
-        if num_problems < len(first):
+        first_of_sets = [problems[0] for problems in by_validation_set(ordered).values()]
+        if num_problems < len(first_of_sets):
             raise UserError(
-                f"grpo.max_val_samples={num_problems}: {VALIDATION_FILES} has {len(first)} sets; use "
-                f"{len(first)} or more"
+                f"grpo.max_val_samples={num_problems}: {VALIDATION_FILES} has {len(first_of_sets)} sets; use "
+                f"{len(first_of_sets)} or more"
             )
-        return [*first, *(problem for problem in ordered if problem not in first)][:num_problems]
+        remaining = [problem for problem in ordered if problem not in first_of_sets]
+        return (first_of_sets + remaining)[:num_problems]
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """Show the problem's ``metadata["solution"]`` as reasoning, then its answer."""
@@ -135,7 +154,7 @@ class FileTask:
 
 
 def not_held_out(problems: Iterable[Problem], held_out: Iterable[Problem]) -> list[Problem]:
-    """Return the problems that training keeps: those with other questions than the held-out ones."""
+    """Drop training problems that ask a held-out question."""
     questions = set(map(question_of, held_out))
     return [problem for problem in problems if question_of(problem) not in questions]
 
@@ -155,11 +174,14 @@ def _stratified(problems: Sequence[Problem]) -> list[int]:
     """Order all indices so that every beginning holds each stratum in proportion to its size."""
     strata: dict[str, list[int]] = {}
     for index, problem in enumerate(problems):
-        kind = repr([problem.metadata.get(key) for key in STRATA])
-        strata.setdefault(problem.metadata.get(VALIDATION_SET, "") + kind, []).append(index)
+        values = repr([problem.metadata.get(key) for key in STRATA])
+        stratum = problem.metadata.get(VALIDATION_SET, "") + values
+        strata.setdefault(stratum, []).append(index)
+    # The members of a stratum are spread evenly over (0, 1); sorting merges the strata in proportion.
     places: list[tuple[float, int]] = []
-    for kind, members in strata.items():
-        stream("validation", kind).shuffle(members)
+    for stratum, members in strata.items():
+        # By its own stream, so that further files do not change which problems of this stratum come first.
+        stream("validation", stratum).shuffle(members)
         places += [((rank + 0.5) / len(members), index) for rank, index in enumerate(members)]
     return [index for _, index in sorted(places)]
 
@@ -181,7 +203,8 @@ def write_problems(path: Path, problems: Iterable[Problem]) -> str:
 def as_line(problem: Problem) -> str:
     """Write a problem as a line of such a file."""
     entry = asdict(problem)
-    if history := entry.pop("history"):
+    history = entry.pop("history")
+    if history:
         entry["question"] = [*history, {"role": "user", "content": problem.question}]
     return json.dumps(entry, ensure_ascii=False) + "\n"
 
@@ -195,20 +218,24 @@ def read_problems(
 ) -> list[Problem]:
     """Read all problems of JSONL or Parquet files, in order.
 
-    Args:    with_images: every problem needs ``metadata.images``, paths relative to its file; they come back
-             joined to the file's folder.  columns: see `FileTaskConfig`.
-             sets: name of each file's validation set, for the metadata; none: they are not named.
+    Args:
+        paths: of the files.
+        with_images: every problem needs ``metadata.images``, paths relative to its file. They come back
+            joined to the file's folder.
+        columns: see `FileTaskConfig`.
+        sets: name of each file's validation set, for the metadata; empty: the sets are not named.
     """
     problems: dict[str, Problem] = {}
-    for path, name in zip_longest(map(Path, paths), sets):
+    for path, set_name in zip_longest(map(Path, paths), sets):
         for number, row in read_rows(path):
             where = f"{path}:{number}"
             problem = problem_of(row, columns or {}, where)
-            if name is not None:
-                problem = replace(problem, metadata={**problem.metadata, VALIDATION_SET: name})
+            if set_name is not None:
+                problem = replace(problem, metadata={**problem.metadata, VALIDATION_SET: set_name})
             if problem.id in problems:
                 rule = "ids must be unique over all files"
-                if problem.id == f"{path.name}:{number}":  # as `problem_of` calls a row without one
+                # `problem_of` gives this id to a row that has none.
+                if problem.id == f"{path.name}:{number}":
                     rule = f"it stands for a row without id of a file {path.name}; rename one, or write ids"
                 raise UserError(f"{where}: id {problem.id!r} is repeated; {rule}")
             problems[problem.id] = _with_images(problem, path, where) if with_images else problem
@@ -216,23 +243,30 @@ def read_problems(
 
 
 def listed_problems(config: FileTaskConfig, key: str) -> list[Problem]:
-    """Read a task's ``train_files`` or ``validation_files``; one of several sets names its problems."""
-    is_training, sets = key == "train_files", config.validation_sets
-    listed = map(Path, config.train_files if is_training else sets.values())
-    files = tuple((path, _state(path)) for path in listed)
-    names = () if is_training or len(sets) < 2 else tuple(sets)
+    """Read a task's ``train_files`` or ``validation_files``; of several sets, each problem names its own."""
+    paths = config.train_files
+    set_names: tuple[str, ...] = ()
+    if key == "validation_files":
+        paths = tuple(config.validation_sets.values())
+        if len(paths) > 1:
+            set_names = tuple(config.validation_sets)
+    stamped_files = tuple((Path(path), _stamp(Path(path))) for path in paths)
     try:
-        return list(_read_once(files, config.needs_images, tuple(config.columns.items()), names))
+        return list(_read_once(stamped_files, config.needs_images, tuple(config.columns.items()), set_names))
     except UserError as error:
         raise UserError(f"nemo_grpo.task.{key}: {error}") from error
 
 
-def _state(path: Path) -> tuple[int, int] | None:
-    """Return a stamp that changes with the file; None: it is missing."""
-    return ((found := path.stat()).st_mtime_ns, found.st_size) if path.is_file() else None
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return the time and size of a file, which change with it; None if it is missing."""
+    if not path.is_file():
+        return None
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size
 
 
-@lru_cache(maxsize=4)  # several rules ask for the same files
+# Several rules of `recipe check` ask for the same files, and a run builds its task more than once.
+@lru_cache(maxsize=4)
 def _read_once(
     files: tuple[tuple[Path, tuple[int, int] | None], ...],
     with_images: bool,
@@ -247,30 +281,28 @@ def _with_images(problem: Problem, path: Path, where: str) -> Problem:
     images = problem.metadata.get("images")
     if not isinstance(images, list) or not images or not all(isinstance(image, str) for image in images):
         raise UserError(f"{where}: metadata.images={images!r} must be a list of paths relative to the file")
-    found = [path.parent / image for image in images]
-    for image in found:
-        if not image.is_file():
-            raise UserError(f"{where}: image {image} is missing")
+    image_paths = [path.parent / image for image in images]
+    for image_path in image_paths:
+        if not image_path.is_file():
+            raise UserError(f"{where}: image {image_path} is missing")
     if any(message["role"] != "system" for message in problem.history):
         raise UserError(f"{where}: earlier turns beside images; a prompt with images is one message")
-    return replace(problem, metadata={**problem.metadata, "images": [str(image) for image in found]})
+    return replace(problem, metadata={**problem.metadata, "images": list(map(str, image_paths))})
 
 
 def question_of(problem: Problem) -> tuple[str, str]:
-    """Return what makes two problems the same question: its text up to white space, and its images.
-
-    Not the turns before it: a system text in one of two files would hide that a held-out question is trained
-    on.
-    """
+    """Return a question's text, up to white space, and its images; they are equal for the same question."""
+    # Without the turns before it: a system text in one of two files would hide that a held-out question is
+    # trained on.
     return " ".join(problem.question.split()), repr(problem.metadata.get("images"))
 
 
 def check_columns(config: FileTaskConfig) -> None:
-    """Refuse a mapped column that no file has: the files' own question and answer would be read instead."""
-    rows = [row for file in config.files for _, row in islice(read_rows(Path(file)), 1)]
+    """Refuse a mapped column that no file has: the files' standard columns would be read instead."""
+    first_rows = [row for file in config.files for _, row in islice(read_rows(Path(file)), 1)]
     for key, column in config.columns.items():
-        if rows and not any(has_column(row, column) for row in rows):
+        if first_rows and not any(has_column(row, column) for row in first_rows):
             raise UserError(
                 f"nemo_grpo.task.columns.{key}={column}: no file has this column; the first has "
-                f"{', '.join(rows[0])}"
+                f"{', '.join(first_rows[0])}"
             )

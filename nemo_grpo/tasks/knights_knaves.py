@@ -37,8 +37,12 @@ STATEMENTS: dict[str, tuple[str, Statement]] = {
 
 def meaning(kinds: tuple[str, str]) -> tuple[Statement, Statement]:
     """Return the statements of both people; person 1 speaks the second."""
-    (_, first), (_, (kind, *atoms)) = (STATEMENTS[kind] for kind in kinds)
-    return first, (kind, *((1 - person, is_knight) for person, is_knight in atoms))  # type: ignore[return-value]
+    first_kind, second_kind = kinds
+    _, first = STATEMENTS[first_kind]
+    # `STATEMENTS` has the speaker as person 0; for the second speaker the two numbers change places.
+    _, (operator, *atoms) = STATEMENTS[second_kind]
+    swapped = [(1 - person, is_knight) for person, is_knight in atoms]
+    return first, (operator, *swapped)  # type: ignore[return-value]
 
 
 PUZZLES = tuple((a, b) for a in STATEMENTS for b in STATEMENTS if len(solutions(meaning((a, b)))) == 1)
@@ -61,28 +65,31 @@ class KnightsKnaves:
 
     def __init__(self, config: KnightsKnavesConfig) -> None:
         self.config = config
-        self._pairs = [pair for pair in PUZZLES if config.split == "problem" or not is_held_out(pair)]
+        self._training_pairs = list(PUZZLES)
+        if config.split == "statements":
+            self._training_pairs = [pair for pair in PUZZLES if not is_held_out(pair)]
 
     def train_problem(self, index: int, seed: int) -> Problem:
         rng = stream(self.config.name, seed, index)
         while True:
-            problem = _problem(rng.choice(self._pairs), tuple(rng.sample(NAMES, 2)))
+            problem = _problem(rng.choice(self._training_pairs), tuple(rng.sample(NAMES, 2)))
             if not self._is_validation(problem):
                 return problem
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
-        everything = (_problem(pair, names) for pair in PUZZLES for names in permutations(NAMES, 2))
-        held_out = [problem for problem in everything if self._is_validation(problem)]
+        all_problems = (_problem(pair, names) for pair in PUZZLES for names in permutations(NAMES, 2))
+        held_out = [problem for problem in all_problems if self._is_validation(problem)]
         source = f"{self.config.name} with split={self.config.split}"
         check_num_validation(num_problems, len(held_out), source)
+        # Shuffled, so that a short validation has puzzles of all kinds.
         stream(self.config.name, "validation").shuffle(held_out)
         return held_out[:num_problems]
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """Try worlds in a random order, ``true`` or ``lie`` for each speaker, up to the first that fits."""
         worlds = rng.sample(WORLDS, len(WORLDS))
-        tried = attempts(meaning(problem.metadata["statements"]), worlds, _answer)
-        return render_response(tried, problem.answer)
+        reasoning = attempts(meaning(problem.metadata["statements"]), worlds, _answer)
+        return render_response(reasoning, problem.answer)
 
     def extract(self, response: str) -> str | None:
         return extract_answer(response)
@@ -91,8 +98,10 @@ class KnightsKnaves:
         return exact_match(problem.answer, response)
 
     def _is_validation(self, problem: Problem) -> bool:
-        statements, names = problem.metadata["statements"], problem.metadata["names"]
-        return is_held_out(statements if self.config.split == "statements" else (statements, names))
+        statements = problem.metadata["statements"]
+        if self.config.split == "statements":
+            return is_held_out(statements)
+        return is_held_out((statements, problem.metadata["names"]))
 
 
 def _answer(world: World) -> str:
@@ -101,13 +110,13 @@ def _answer(world: World) -> str:
 
 def _problem(statements: tuple[str, str], names: tuple[str, ...]) -> Problem:
     (world,) = solutions(meaning(statements))
-    said = [
-        f"{me}: {STATEMENTS[kind][0].format(other=other)}."
-        for kind, me, other in zip(statements, names, reversed(names), strict=True)
+    lines = [
+        f"{speaker}: {STATEMENTS[kind][0].format(other=neighbour)}."
+        for kind, speaker, neighbour in zip(statements, names, reversed(names), strict=True)
     ]
     return Problem(
         id="-".join((*statements, *names)).lower(),
-        question=" ".join(said),
+        question=" ".join(lines),
         answer=_answer(world),
         metadata={"statements": statements, "names": names},
     )

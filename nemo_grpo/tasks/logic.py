@@ -41,8 +41,12 @@ _ROLE = re.compile(
 )
 _MARKDOWN = re.compile(r"[*_`]")
 _DENIED = re.compile(r"\b(?:false|untrue|not true|not the case)\s{1,5}that\b", re.IGNORECASE)
-ALL_RIGHT, COMPLETE, UNREADABLE = 2.0, -1.5, -2.0
-"""TR-GRPO Table 5; its "partially correct" is Logic-RL's: everybody has a role, right or not."""
+ALL_RIGHT = 2.0
+"""Value of the component ``answer`` where every role is right (TR-GRPO Table 5)."""
+COMPLETE = -1.5
+"""The same for Table 5's "partially correct", in Logic-RL's sense: everybody has a role, some a wrong one."""
+UNREADABLE = -2.0
+"""The same for an answer from which Logic-RL cannot read everybody's role."""
 
 
 class LogicConfig(FileTaskConfig):
@@ -69,10 +73,10 @@ class LogicConfig(FileTaskConfig):
 
     @model_validator(mode="after")
     def _has_names_for_everybody(self) -> Self:
-        most = max(*self.people, *self.validation_people)
-        if self.num_names < most:
+        largest = max(*self.people, *self.validation_people)
+        if self.num_names < largest:
             raise UserError(
-                f"nemo_grpo.task.num_names={self.num_names} is too few for {most} people; use {most}"
+                f"nemo_grpo.task.num_names={self.num_names} is too few for {largest} people; use {largest}"
             )
         return self
 
@@ -81,7 +85,9 @@ class LogicConfig(FileTaskConfig):
         return self.model_copy(update={"train_files": (), "validation_files": ()})
 
     def build(self) -> Task:
-        return LogicFiles(self) if self.train_files or self.validation_files else Logic(self)
+        if self.train_files or self.validation_files:
+            return LogicFiles(self)
+        return Logic(self)
 
 
 class _Graded:
@@ -130,20 +136,28 @@ class Logic(_Graded):
         return self._draw(rng.choice(self.config.people), rng, held_out=False)
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
-        rng, sizes = stream(self.config.name, "validation"), self.config.validation_people
-        return distinct(lambda n: self._draw(sizes[n % len(sizes)], rng, held_out=True), num_problems)
+        rng = stream(self.config.name, "validation")
+        sizes = self.config.validation_people
+
+        def draw(number: int) -> Problem:
+            return self._draw(sizes[number % len(sizes)], rng, held_out=True)
+
+        return distinct(draw, num_problems)
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """Try worlds in a random order, ``true`` or ``lie`` for each speaker, up to the one that fits."""
-        names, statements = problem.metadata["names"], problem.metadata["statements"]
+        names = problem.metadata["names"]
+        statements = problem.metadata["statements"]
+        people = range(len(statements))
+        # A world is a number whose bit ``person`` is set for a knight.
         numbers = list(range(1 << len(statements)))
         rng.shuffle(numbers)
-        worlds = (tuple(bool(n >> person & 1) for person in range(len(statements))) for n in numbers)
+        worlds = (tuple(bool(number >> person & 1) for person in people) for number in numbers)
 
-        def shown(world: World) -> str:
+        def describe_world(world: World) -> str:
             return " ".join(f"{name} {role(is_knight)}" for name, is_knight in zip(names, world, strict=True))
 
-        return render_response(attempts(statements, worlds, shown), problem.answer)
+        return render_response(attempts(statements, worlds, describe_world), problem.answer)
 
     def _draw(self, num_people: int, rng: random.Random, *, held_out: bool) -> Problem:
         while True:
@@ -156,12 +170,15 @@ class Logic(_Graded):
 def _problem(statements: tuple[Statement, ...], names: tuple[str, ...], rng: random.Random) -> Problem:
     (world,) = solutions(statements)
     question = describe(statements, names, rng)
-    answer = [f"({n}) {name} is a {role(world[n - 1])}" for n, name in enumerate(names, 1)]
+    lines = [
+        f"({number}) {name} is a {role(is_knight)}"
+        for number, (name, is_knight) in enumerate(zip(names, world, strict=True), 1)
+    ]
     digest = hashlib.sha256(question.encode()).hexdigest()
     return Problem(
         id=f"{len(names)}-{digest[:16]}",
         question=question,
-        answer="\n".join(answer),
+        answer="\n".join(lines),
         metadata={"num_people": len(names), "names": names, "statements": statements},
     )
 
@@ -169,22 +186,27 @@ def _problem(statements: tuple[Statement, ...], names: tuple[str, ...], rng: ran
 def parse_roles(answer: str) -> Roles | None:
     """Read everybody's role, in any order, case and Markdown: ``Zoey is a knight``, ``ZOEY: **knight**``.
 
-    Returns: None where nobody has a role, somebody has both, or a role is called false.
+    Returns:
+        None where nobody has a role, somebody has both, or a role is called false.
     """
     roles: Roles = {}
-    answer = _MARKDOWN.sub("", unicodedata.normalize("NFC", answer).replace("\u2019", "'"))
+    # A response may write decomposed letters, or a typographic apostrophe.
+    answer = unicodedata.normalize("NFC", answer).replace("\u2019", "'")
+    answer = _MARKDOWN.sub("", answer)
     if _DENIED.search(answer):
         return None
     for match in _ROLE.finditer(answer):
         is_knight = match["role"].casefold() == "knight"
         if roles.setdefault(match["name"].casefold(), is_knight) != is_knight:
             return None
-    return roles or None
+    return roles if roles else None
 
 
 def all_right(reference: Roles | None, answer: Roles | None) -> bool:
-    """True if the answer gives everybody of the reference the right role; further people do not matter."""
-    return reference is not None and answer is not None and reference.items() <= answer.items()
+    """Return True if everybody of the reference has the right role; further people do not matter."""
+    if reference is None or answer is None:
+        return False
+    return reference.items() <= answer.items()
 
 
 def graded(reference: Roles, answer: str) -> float:
@@ -197,9 +219,11 @@ def graded(reference: Roles, answer: str) -> float:
     lower = answer.lower()
     if lower.count("knight") + lower.count("knave") != len(reference):
         return UNREADABLE
-    said_of = r"\b{}\b\s+is\s+a\s+\b(knight|knave)\b"
-    claims = {name: re.search(said_of.format(re.escape(name)), answer, re.IGNORECASE) for name in reference}
-    if not all(claims.values()):
-        return UNREADABLE
-    said = {name: claim[1].lower() == "knight" for name, claim in claims.items() if claim}
-    return ALL_RIGHT if said == reference else COMPLETE
+    roles: Roles = {}
+    for name in reference:
+        # The release reads each person's first claim, even if a later one contradicts it.
+        claim = re.search(rf"\b{re.escape(name)}\b\s+is\s+a\s+\b(knight|knave)\b", answer, re.IGNORECASE)
+        if claim is None:
+            return UNREADABLE
+        roles[name] = claim[1].lower() == "knight"
+    return ALL_RIGHT if roles == reference else COMPLETE

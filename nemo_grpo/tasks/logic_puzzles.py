@@ -43,25 +43,35 @@ _TWO_PEOPLE = {
 def solutions(statements: tuple[Statement, ...]) -> list[World]:
     """List every world in which exactly the knights speak the truth."""
     num_people = len(statements)
+    # A set of worlds is an integer with a bit per world, so that one operation serves all 2^people worlds:
+    # drawing puzzles for eight people tests many sets of statements.
     knights = _worlds_where_knight(num_people)
-    everything = (1 << (1 << num_people)) - 1
-    consistent = everything
+    all_worlds = (1 << (1 << num_people)) - 1
+    consistent = all_worlds
     for person, statement in enumerate(statements):
-        consistent &= everything ^ knights[person] ^ _worlds_where_true(statement, knights, everything)
+        # In a consistent world the statement is true if and only if its speaker is a knight.
+        is_true = _worlds_where_true(statement, knights, all_worlds)
+        consistent &= all_worlds ^ knights[person] ^ is_true
+    # `product` counts with the last person as the lowest bit; in `knights` the first is.
     worlds = product((False, True), repeat=num_people)
     return [world[::-1] for number, world in enumerate(worlds) if consistent >> number & 1]
 
 
 def is_true(statement: Statement, world: World) -> bool:
-    """True if the statement holds in a world."""
+    """Return True if the statement holds in a world."""
+    # The same sets with one bit, for this world alone.
     return bool(_worlds_where_true(statement, tuple(map(int, world)), 1))
 
 
 def attempts(
     statements: Sequence[Statement], worlds: Iterable[World], describe_world: Callable[[World], str]
 ) -> str:
-    """Try worlds in this order up to the first that fits: ``WORLD: true lie no; WORLD: lie true ok``."""
-    tried = []
+    """Write how worlds are tried in this order, up to the first that fits.
+
+    For example ``WORLD: true lie no; WORLD: lie true ok``. A world's statements are judged up to the first
+    that contradicts it.
+    """
+    lines = []
     for world in worlds:
         words = []
         for statement, is_knight in zip(statements, world, strict=True):
@@ -71,10 +81,10 @@ def attempts(
                 break
         else:
             words.append("ok")
-        tried.append(f"{describe_world(world)}: {' '.join(words)}")
+        lines.append(f"{describe_world(world)}: {' '.join(words)}")
         if words[-1] == "ok":
             break
-    return "; ".join(tried)
+    return "; ".join(lines)
 
 
 def draw_statements(num_people: int, rng: random.Random) -> tuple[Statement, ...]:
@@ -87,42 +97,55 @@ def draw_statements(num_people: int, rng: random.Random) -> tuple[Statement, ...
 
 def describe(statements: tuple[Statement, ...], names: tuple[str, ...], rng: random.Random) -> str:
     """Write the puzzle's text; ``rng`` chooses how each statement is reported."""
-    said = [
+    sentences = [
         rng.choice(SAYINGS).format(name=name, content=_english(statement, names))
         for name, statement in zip(names, statements, strict=True)
     ]
-    listed = f"{names[0]} and {names[1]}" if len(names) == 2 else f"{', '.join(names[:-1])}, and {names[-1]}"
+    inhabitants = f"{', '.join(names[:-1])}, and {names[-1]}"
+    if len(names) == 2:
+        inhabitants = f"{names[0]} and {names[1]}"
     return (
         "A very special island is inhabited only by knights and knaves. Knights always tell the truth, and "
-        f"knaves always lie. You meet {len(names)} inhabitants: {listed}. {' '.join(said)} "
+        f"knaves always lie. You meet {len(names)} inhabitants: {inhabitants}. {' '.join(sentences)} "
         "So who is a knight and who is a knave?"
     )
 
 
 @cache
 def _worlds_where_knight(num_people: int) -> tuple[int, ...]:
-    """Return for each person, as bits, the worlds w in which bit ``person`` of w is set: a knight."""
+    """Return for each person the worlds in which that person is a knight, a bit per world.
+
+    World number w has the knights whose bits are set in w.
+    """
     worlds = range(1 << num_people)
-    return tuple(sum(1 << w for w in worlds if w >> person & 1) for person in range(num_people))
+    return tuple(sum(1 << world for world in worlds if world >> person & 1) for person in range(num_people))
 
 
-def _worlds_where_true(statement: Statement, knights: tuple[int, ...], everything: int) -> int:
-    """Return, as bits, the worlds in which the statement holds; ``everything``: all worlds."""
+def _worlds_where_true(statement: Statement, knights: tuple[int, ...], all_worlds: int) -> int:
+    """Return the worlds in which the statement holds, a bit per world.
+
+    Args:
+        statement: the statement.
+        knights: for each person, the worlds in which that person is a knight.
+        all_worlds: the set of all worlds.
+    """
     kind, *atoms = statement
-    first, *rest = (knights[person] if said else everything ^ knights[person] for person, said in atoms)
+    first, *further = (
+        knights[person] if is_knight else all_worlds ^ knights[person] for person, is_knight in atoms
+    )
     match kind:
         case "is":
             return first
         case "is_not":
-            return everything ^ first
+            return all_worlds ^ first
         case "and":
-            return first & rest[0]
+            return first & further[0]
         case "or":
-            return first | rest[0]
+            return first | further[0]
         case "if":
-            return (everything ^ first) | rest[0]
+            return (all_worlds ^ first) | further[0]
         case _:
-            return everything ^ first ^ rest[0]
+            return all_worlds ^ first ^ further[0]
 
 
 def _draw_statement(speaker: int, num_people: int, rng: random.Random) -> Statement:
@@ -131,15 +154,20 @@ def _draw_statement(speaker: int, num_people: int, rng: random.Random) -> Statem
     if kind in _TWO_PEOPLE:
         first, second = rng.sample(range(num_people), 2)
         return kind, (first, rng.random() < 0.5), (second, rng.random() < 0.5)
-    person, said = rng.randrange(num_people), rng.random() < 0.5
-    return kind, (person, (kind == "is") if person == speaker else said)
+    person = rng.randrange(num_people)
+    is_knight = rng.random() < 0.5
+    if person == speaker:
+        is_knight = kind == "is"  # "I am a knight" or "I am not a knave"
+    return kind, (person, is_knight)
 
 
 def _english(statement: Statement, names: tuple[str, ...]) -> str:
     kind, *atoms = statement
     verb = "is not" if kind == "is_not" else "is"
-    claims = [f"{names[person]} {verb} a {role(said)}" for person, said in atoms]
-    return claims[0] if kind in ("is", "is_not") else _TWO_PEOPLE[kind].format(*claims)
+    claims = [f"{names[person]} {verb} a {role(is_knight)}" for person, is_knight in atoms]
+    if kind in _TWO_PEOPLE:
+        return _TWO_PEOPLE[kind].format(*claims)
+    return claims[0]
 
 
 def role(is_knight: bool) -> str:

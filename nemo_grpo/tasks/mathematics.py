@@ -50,10 +50,14 @@ class MathConfig(FileTaskConfig):
 
 def sum_problem(number: int) -> Problem:
     """Make up a sum of small numbers."""
-    left, right = number % 8 + 1, number // 8 + 1
+    left = number % 8 + 1
+    right = number // 8 + 1
     total = str(left + right)
     return Problem(
-        f"sum-{number}", f"What is {left} + {right}?", total, {"solution": f"{left}+{right}={total}"}
+        id=f"sum-{number}",
+        question=f"What is {left} + {right}?",
+        answer=total,
+        metadata={"solution": f"{left}+{right}={total}"},
     )
 
 
@@ -67,11 +71,11 @@ class MathematicalAnswers:
         return None if answer is None else normalized(answer)
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        """Score ``accuracy``: the final answer is the reference; ``format``: the response has the form."""
+        """Score ``accuracy``, whether the final answer is the reference, and ``format``."""
         answer = self._final_answer(response)
         correct = answer is not None and SHARED.equal(problem.answer, answer)
-        form = FORMS[self.config.form](self._with_opened_think(response))
-        return {"accuracy": float(correct), "format": form}
+        has_form = FORMS[self.config.form]
+        return {"accuracy": float(correct), "format": has_form(self._with_opened_think(response))}
 
     def _final_answer(self, response: str) -> str | None:
         # An opened thought that the response does not close holds no answer.
@@ -80,12 +84,12 @@ class MathematicalAnswers:
     def _with_opened_think(self, response: str) -> str:
         return with_opened_think(response, getattr(self.config, "think_is_open", False))
 
-    def same_answer(self, one: str, other: str) -> bool | None:
+    def same_answer(self, first: str, second: str) -> bool | None:
         """Compare two extracted answers as mathematics; see `MathGrader.same`."""
-        return SHARED.same(one, other)
+        return SHARED.same(first, second)
 
     def undecided(self, reference: str, answer: str) -> bool:
-        """True if a reference and an extracted answer had no verdict; see `MathGrader.undecided`."""
+        """Return True if a reference and an extracted answer had no verdict; see `MathGrader.undecided`."""
         return SHARED.undecided(reference, answer)
 
 
@@ -95,30 +99,41 @@ class MathFiles(MathematicalAnswers, FileTask):
     def __init__(self, config: FileTaskConfig) -> None:
         """Warn of references that no response can give."""
         super().__init__(config)
-        lost = [p for p in (*self.train, *self.validation) if not _can_be_given(p.answer)]
-        if lost:
+        problems = [*self.train, *self.validation]
+        unanswerable = [problem for problem in problems if not _can_be_given(problem.answer)]
+        if unanswerable:
             log.warning(
                 "%d of %d problems can never be answered correctly, the first is %r: answer=%.60r has a "
                 "brace without its partner, more than %d characters, more than %d levels of brackets, "
                 "nothing but punctuation, or a number in a sentence; correct the answers or leave the "
                 "problems out",
-                *(len(lost), len(self.train) + len(self.validation), lost[0].id, lost[0].answer),
-                *(MAX_CHARS, MAX_DEPTH),
+                len(unanswerable),
+                len(problems),
+                unanswerable[0].id,
+                unanswerable[0].answer,
+                MAX_CHARS,
+                MAX_DEPTH,
             )
 
 
 _SENTENCE = re.compile(r"(?<![\\A-Za-z])[A-Z]?[a-z]+(?:\s+[a-z]{2,}\s|:\s)")
+"""A word before another one or a colon; no LaTeX command."""
 _UPRIGHT = re.compile(r"\\text\s*\{[^{}]*\}")
 """Text beside a value, which math-verify leaves out."""
 
 
 def _can_be_given(reference: str) -> bool:
-    """True if a response is likely to give a reference, as text or as mathematics."""
+    """Return True if a response is likely to give a reference, as text or as mathematics."""
     reference = answer_of(reference)
     words = _UPRIGHT.sub(" ", reference).replace("$", "")
-    is_sentence = re.search(r"\d", reference) and _SENTENCE.search(words)
+    has_number = re.search(r"\d", reference) is not None
+    if has_number and _SENTENCE.search(words):
+        return False  # a response gives the number alone
+    # A response that gives exactly the reference must be read as the reference.
     answer = final_answer(f"\\boxed{{{reference}}}")
-    return answer is not None and normalized(answer) == normalized(reference) != "" and not is_sentence
+    if answer is None or normalized(reference) == "":
+        return False
+    return normalized(answer) == normalized(reference)
 
 
 class Math(MathFiles):
@@ -127,10 +142,14 @@ class Math(MathFiles):
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         """Add ``cosine``: open-rs's rewards.py with the values of its gpg.py."""
         scores = super().score(problem, response)
+        # From 0.5 for an empty response to 0 at the maximum length.
         falling = (1 + math.cos(math.pi * len(response) / self.config.cosine_max_length)) / 4
-        return {**scores, "cosine": falling + (0.5 if scores["accuracy"] else -0.5)}
+        base = 0.5 if scores["accuracy"] else -0.5
+        return {**scores, "cosine": falling + base}
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """Write the problem's solution in the form that ``format`` rewards."""
-        shown = demonstrated_form(solution_of(problem), problem.answer, self.config.form)
-        return shown.removeprefix("<think>") if self.config.think_is_open else shown
+        response = demonstrated_form(solution_of(problem), problem.answer, self.config.form)
+        if self.config.think_is_open:
+            return response.removeprefix("<think>")  # the prompt ends with it
+        return response

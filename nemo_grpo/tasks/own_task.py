@@ -22,36 +22,51 @@ NUM_SCORED = 2
 def try_own_task(config: TaskConfig, seed: int, num_validation: int, *, shows_demonstrations: bool) -> None:
     """Try an own task; its score and answers are computed in a worker process, under the limits of a run.
 
-    Args:   num_validation: problems that the run validates on; 0: it never validates.
-            shows_demonstrations: the run learns from them.
-    Raises: UserError: a run would end with it, or train on what it measures.
+    Args:
+        config: the task's parameters.
+        seed: of the training problems.
+        num_validation: problems that the run validates on; 0: it never validates.
+        shows_demonstrations: the run learns from demonstrations.
+
+    Raises:
+        UserError: a run would end with this task, or train on the problems that measure it.
     """
     _check_components(config)
     task = _built(config)
-    if missing := [name for name in METHODS if not callable(getattr(task, name, None))]:
-        raise UserError(
-            f"{KEY}: {type(task).__name__} of {config.name} has no method {', '.join(missing)}; write it"
-        )
+    _check_methods(config, task)
     with _explained(config, "train_problem"):
+        # An endless stream is tried as far as a run encodes its prompts in advance.
         count = getattr(task, "num_train_problems", PROMPTS_CHECKED)
         training = [_checked(task.train_problem(index, seed), "train_problem") for index in range(count)]
-    with _explained(config, "validation_problems"):
-        held_out = [
-            _checked(problem, "validation_problems")
-            for problem in (task.validation_problems(num_validation) if num_validation else [])
-        ]
+    held_out: list[Problem] = []
+    if num_validation:
+        with _explained(config, "validation_problems"):
+            held_out = [
+                _checked(problem, "validation_problems")
+                for problem in task.validation_problems(num_validation)
+            ]
     _check_disjoint(training, held_out)
-    tried = [*training[:NUM_SCORED], *held_out[:NUM_SCORED]]
-    demonstrations = _demonstrations(task, tried) if shows_demonstrations else []
+    scored_problems = training[:NUM_SCORED] + held_out[:NUM_SCORED]
+    demonstrations = _demonstrations(task, scored_problems) if shows_demonstrations else []
+    # In the workers of a run: code that needs this process, or too much time, fails here and not in the run.
     workers = OwnTaskWorkers(config.model_dump(mode="json"))
     try:
-        for problem in tried:
+        for problem in scored_problems:
             for response in ("", problem.answer, render_response("so", problem.answer)):
                 _score(workers, problem, response)
-        for problem, text in zip(tried, demonstrations, strict=False):
-            _check_demonstration(workers, problem, text)
+        for problem, demonstration in zip(scored_problems, demonstrations, strict=False):
+            _check_demonstration(workers, problem, demonstration)
     finally:
         workers.pool.close()
+
+
+def _check_methods(config: TaskConfig, task: Task) -> None:
+    missing_methods = [name for name in METHODS if not callable(getattr(task, name, None))]
+    if missing_methods:
+        raise UserError(
+            f"{KEY}: {type(task).__name__} of {config.name} has no method {', '.join(missing_methods)}; "
+            "write it"
+        )
 
 
 @contextmanager
@@ -88,10 +103,10 @@ def _checked(problem: object, method: str) -> Problem:
 
 def _check_disjoint(training: Iterable[Problem], held_out: Sequence[Problem]) -> None:
     """Refuse validation problems that training has, by id or by text."""
-    ids = {problem.id for problem in held_out}
-    texts = {_text_of(problem) for problem in held_out}
+    held_out_ids = {problem.id for problem in held_out}
+    held_out_texts = {_text_of(problem) for problem in held_out}
     for problem in training:
-        if problem.id in ids or _text_of(problem) in texts:
+        if problem.id in held_out_ids or _text_of(problem) in held_out_texts:
             raise UserError(
                 f"{KEY}: problem {problem.id!r} is in training and in validation, whose accuracy would be "
                 "training's; keep a part of the problems for validation_problems alone (is_held_out of "
@@ -105,14 +120,14 @@ def _text_of(problem: Problem) -> str:
 
 
 def _demonstrations(task: Task, problems: Sequence[Problem]) -> list[str]:
-    texts = []
+    responses = []
     for problem in problems:
         with _explained(task.config, "demonstration"):
-            text = task.demonstration(problem, random.Random(0))
-        if not isinstance(text, str):
-            raise UserError(f"{KEY}: demonstration returns {text!r:.80}; it must be the response's text")
-        texts.append(text)
-    return texts
+            response = task.demonstration(problem, random.Random(0))
+        if not isinstance(response, str):
+            raise UserError(f"{KEY}: demonstration returns {response!r:.80}; it must be the response's text")
+        responses.append(response)
+    return responses
 
 
 def _score(workers: OwnTaskWorkers, problem: Problem, response: str) -> dict[str, float]:
@@ -127,10 +142,10 @@ def _score(workers: OwnTaskWorkers, problem: Problem, response: str) -> dict[str
     return scores
 
 
-def _check_demonstration(workers: OwnTaskWorkers, problem: Problem, text: str) -> None:
-    accuracy = _score(workers, problem, text)["accuracy"]
+def _check_demonstration(workers: OwnTaskWorkers, problem: Problem, demonstration: str) -> None:
+    accuracy = _score(workers, problem, demonstration)["accuracy"]
     if accuracy < 1:
         raise UserError(
             f"{KEY}: the demonstration of problem {problem.id!r} has accuracy {accuracy:g}; return a correct "
-            f"response in the form that score reads, instead of {text!r:.200}"
+            f"response in the form that score reads, instead of {demonstration!r:.200}"
         )

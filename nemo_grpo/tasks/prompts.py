@@ -55,21 +55,32 @@ class Prompt(BaseModel):
 
 
 def chat_messages(prompt: Prompt, problem: Problem) -> list[dict[str, str]]:
-    """Build the conversation that ends with the question; its own system message replaces the recipe's.
+    """Build the conversation that ends with the question.
 
-    Only the slot is replaced; other braces stay, so that templates may hold LaTeX.
+    A problem's own system message takes the place of the recipe's.
     """
-    before = [dict(message) for message in problem.history]
-    if prompt.system and all(message["role"] != "system" for message in before):
-        before.insert(0, {"role": "system", "content": prompt.system})
-    return [*before, {"role": "user", "content": prompt.template.replace(SLOT, problem.question)}]
+    messages = [dict(message) for message in problem.history]
+    if prompt.system and all(message["role"] != "system" for message in messages):
+        messages.insert(0, {"role": "system", "content": prompt.system})
+    # Not str.format: other braces stay, so that templates may hold LaTeX.
+    question = prompt.template.replace(SLOT, problem.question)
+    messages.append({"role": "user", "content": question})
+    return messages
 
 
 def first_words(prompt: Prompt, task: Any) -> str:
-    """Return the prefix as the task reads it: one with think_is_open adds an open ``<think>`` itself."""
+    """Return the response's prefix as the task reads it.
+
+    A task with think_is_open adds an open ``<think>`` itself, which the prefix then leaves out.
+
+    Args:
+        prompt: with the ``response_prefix``.
+        task: the task's configuration.
+    """
     before, _, after = prompt.response_prefix.rpartition("<think>")
-    is_added = getattr(task, "think_is_open", False) and "</think>" not in after
-    return before + after if is_added else prompt.response_prefix
+    if getattr(task, "think_is_open", False) and "</think>" not in after:
+        return before + after
+    return prompt.response_prefix
 
 
 def check_image_prompt(prompt: Prompt) -> None:
@@ -93,31 +104,44 @@ def encode_prompt(
 ) -> list[int]:
     """Encode a prompt up to where the response begins.
 
-    Args:   tokenizer: a Hugging Face tokenizer; with a chat template, if the prompt uses one.
-            with_images: images become the chat template's placeholders; the sampler gets the images.
+    Args:
+        tokenizer: a Hugging Face tokenizer; with a chat template, if the prompt uses one.
+        prompt: the recipe's.
+        problem: the problem.
+        with_images: images become the chat template's placeholders; the sampler gets the images.
     """
-    text, with_special_tokens = _text(tokenizer, prompt, problem, with_images=with_images)
-    return _open_ended(tokenizer, text, tokenizer(text, add_special_tokens=with_special_tokens)["input_ids"])
+    text, with_special_tokens = _prompt_text(tokenizer, prompt, problem, with_images=with_images)
+    ids = tokenizer(text, add_special_tokens=with_special_tokens)["input_ids"]
+    return _open_ended(tokenizer, text, ids)
 
 
 def encode_many(tokenizer: Any, prompt: Prompt, problems: Sequence[Problem]) -> list[list[int]]:
     """Encode each problem's prompt, with one call of the tokenizer."""
-    texts = [_text(tokenizer, prompt, problem) for problem in problems]
-    if not texts:
+    if not problems:
         return []
-    encoded = tokenizer([text for text, _ in texts], add_special_tokens=texts[0][1])["input_ids"]
-    return [_open_ended(tokenizer, text, ids) for (text, _), ids in zip(texts, encoded, strict=True)]
+    pairs = [_prompt_text(tokenizer, prompt, problem) for problem in problems]
+    texts = [text for text, _ in pairs]
+    _, with_special_tokens = pairs[0]  # the same for all problems: the prompt decides
+    encoded = tokenizer(texts, add_special_tokens=with_special_tokens)["input_ids"]
+    return [_open_ended(tokenizer, text, ids) for text, ids in zip(texts, encoded, strict=True)]
 
 
 def _open_ended(tokenizer: Any, text: str, ids: Sequence[int]) -> list[int]:
     """Drop an end of sequence that the tokenizer has added: the policy continues the text."""
     end = getattr(tokenizer, "eos_token_id", None)
-    added = end is not None and ids[-1:] == [end] and not text.endswith(tokenizer.eos_token)
-    return list(ids[:-1] if added else ids)
+    was_added = end is not None and ids[-1:] == [end] and not text.endswith(tokenizer.eos_token)
+    if was_added:
+        return list(ids[:-1])
+    return list(ids)
 
 
-def _text(tokenizer: Any, prompt: Prompt, problem: Problem, *, with_images: bool = False) -> tuple[str, bool]:
-    """Return the text that the policy continues; True: the tokenizer adds its special tokens to it."""
+def _prompt_text(
+    tokenizer: Any, prompt: Prompt, problem: Problem, *, with_images: bool = False
+) -> tuple[str, bool]:
+    """Return the text that the policy continues, and True if the tokenizer adds its special tokens to it.
+
+    A chat template writes the special tokens itself.
+    """
     if with_images:
         check_image_prompt(prompt)
         return _chat(tokenizer, [image_message(prompt, problem)]), False
@@ -138,7 +162,8 @@ def _chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
             "model's, put chat_template.jinja into its folder, or do without: "
             "nemo_grpo.prompt.use_chat_template=false in a recipe, --prompt tr_grpo_math in eval"
         )
-    from jinja2 import TemplateError  # transformers' own import of it, with the first template
+    # Here, as transformers imports it with the first template: most commands render none.
+    from jinja2 import TemplateError
 
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -155,8 +180,12 @@ def _chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
 def check_vocabulary(prompt: Sequence[int], problem: Problem, vocab_size: int | None) -> None:
     """Refuse prompt tokens without an embedding in the model.
 
-    Args:   vocab_size: the model's; None: unknown.
+    Args:
+        prompt: its tokens.
+        problem: for the message.
+        vocab_size: the model's; None: unknown.
     """
+    # On a GPU an index beyond the embedding is an assertion of the device that names no token.
     if vocab_size is not None and max(prompt, default=0) >= vocab_size:
         raise UserError(
             f"problem {problem.id!r}: the tokenizer gives token {max(prompt)}, and the model's vocab_size is "
@@ -175,16 +204,22 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Encode each prompt, and check that a response fits.
 
-    Args:   limit: longest sequence, prompt and response.  vocab_size: the policy's.
+    Args:
+        problems: the problems.
+        tokenizer: a Hugging Face tokenizer.
+        prompt: the recipe's.
+        limit: longest sequence, prompt and response.
+        max_new_tokens: longest response.
+        vocab_size: the policy's.
     """
     prompts = encode_many(tokenizer, prompt, problems)
     for tokens, problem in zip(prompts, problems, strict=True):
         check_vocabulary(tokens, problem, vocab_size)
-        needed = len(tokens) + max_new_tokens
-        if needed > limit:
+        total = len(tokens) + max_new_tokens
+        if total > limit:
             raise UserError(
                 f"policy.max_total_sequence_length={limit}: problem {problem.id!r} has a prompt of "
-                f"{len(tokens)} tokens, which with max_new_tokens={max_new_tokens} need {needed}; raise it, "
+                f"{len(tokens)} tokens, which with max_new_tokens={max_new_tokens} need {total}; raise it, "
                 "or leave the problem out"
             )
     return prompts

@@ -14,13 +14,18 @@ def render_response(reasoning: str, answer: str) -> str:
 
 def last_answer(response: str) -> str | None:
     """Return the text inside the last complete answer tag that is not empty, as written; None without one."""
+    # From the end, and each search before the last match: linear in the text, unlike a pattern with .*.
     start = len(response)
-    while (end := response.rfind("</answer>", 0, start)) >= 0:
-        if (start := response.rfind("<answer>", 0, end)) < 0:
-            break
-        if (answer := response[start + len("<answer>") : end]).strip():
+    while True:
+        end = response.rfind("</answer>", 0, start)
+        if end < 0:
+            return None
+        start = response.rfind("<answer>", 0, end)
+        if start < 0:
+            return None
+        answer = response[start + len("<answer>") : end]
+        if answer.strip():
             return answer
-    return None
 
 
 def outside_thinking(response: str) -> str:
@@ -32,7 +37,7 @@ def outside_thinking(response: str) -> str:
             is_thinking = True
         elif piece == "</think>":
             if not is_thinking:
-                outside.pop()
+                outside.pop()  # the text before it was thinking that the prompt has opened
             is_thinking = False
         elif not is_thinking:
             outside.append(piece)
@@ -59,5 +64,5 @@ def exact_match(answer: str, response: str) -> dict[str, float]:
 def format_reward(response: str) -> float:
     """Return 1 if the response is one think block, one answer block and white space; otherwise 0."""
     # Counting first makes the pattern unambiguous, and so linear, for any text.
-    once = all(response.count(tag) == 1 for tag in TAGS)
-    return float(once and _WELL_FORMED.fullmatch(response) is not None)
+    is_unambiguous = all(response.count(tag) == 1 for tag in TAGS)
+    return float(is_unambiguous and _WELL_FORMED.fullmatch(response) is not None)

@@ -24,7 +24,12 @@ Columns = Mapping[Key, str]
 
 
 class Rule(NamedTuple):
-    """Types of a value besides text, and the rule in words."""
+    """Rule for a key's value.
+
+    Attributes:
+        types: allowed types besides text.
+        rule: the rule in words.
+    """
 
     types: tuple[type, ...]
     rule: str
@@ -48,8 +53,9 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Read the rows of a file, numbered from 1; blank lines of JSONL are skipped."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; {_how_to_write(path)}")
+    rows = _parquet(path) if path.suffix == PARQUET else _json_lines(path)
     try:
-        yield from _parquet(path) if path.suffix == PARQUET else _json_lines(path)
+        yield from rows
     except OSError as error:
         raise UserError(
             f"{path}: {error.strerror or first_line(error)}; `nemo-grpo data prepare NAME --out DIR` writes "
@@ -58,11 +64,13 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _how_to_write(folder: Path) -> str:
-    """Name the line that writes a file of a folder's problems."""
-    is_dict, is_set = ((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
-    if not (is_dict or is_set):
+    """Say how to write a file of the problems in a folder."""
+    # The marks of the library datasets: a dict of splits, or one split.
+    is_dataset_dict = (folder / "dataset_dict.json").is_file()
+    is_dataset = (folder / "dataset_info.json").is_file()
+    if not (is_dataset_dict or is_dataset):
         return "name its files"
-    split = '["train"]' if is_dict else ""
+    split = '["train"]' if is_dataset_dict else ""
     return (
         f"write a file with datasets: `load_from_disk({str(folder)!r}){split}.to_parquet({folder.name!r} + "
         "'.parquet')`, and name that"
@@ -75,6 +83,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     row = parse_object(line, f"{path}:{number}")
+                    # Only an escape can be half of a character: the file is decoded as UTF-8, which has none.
                     if "\\u" in line:
                         _check_characters(row, f"{path}:{number}")
                     yield number, row
@@ -93,22 +102,24 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         with ParquetFile(path) as file:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
-                    yield (number := number + 1), row
+                    number += 1
+                    yield number, row
     except ArrowInvalid as error:
         raise UserError(f"{path}: not Parquet ({first_line(error)}); write it again") from error
 
 
 def parse_object(line: str | bytes, where: str) -> dict[str, Any]:
     """Parse one line as a JSON object."""
-    array = f"{where}: a JSON array; write one object per line, as `jq -c .[]` does"
+    array_message = f"{where}: a JSON array; write one object per line, as `jq -c .[]` does"
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
+        # The first line of an array over several lines, which is no JSON by itself.
         if isinstance(error, ValueError) and line.lstrip()[:1] in ("[", b"["):
-            raise UserError(array) from error
+            raise UserError(array_message) from error
         raise UserError(f"{where}: not JSON ({error}); write one object per line") from error
     if isinstance(entry, list):
-        raise UserError(array)
+        raise UserError(array_message)
     if not isinstance(entry, dict):
         raise UserError(f"{where}: {type(entry).__name__} instead of an object; write one object per line")
     return entry
@@ -128,38 +139,65 @@ def _check_characters(entry: dict[str, Any], where: str) -> None:
 def problem_of(row: Row, columns: Columns, where: str) -> Problem:
     """Read a row.
 
-    Args:    where: file and number of the row, ``path:number``.
+    Args:
+        row: the row's columns.
+        columns: see `Columns`.
+        where: file and number of the row, ``path:number``.
     """
     names = _names(row, columns)
-    given = {key: _value(row, name) for key, name in names.items() if not _is_missing(row, name)}
-    given.setdefault("id", where.rpartition("/")[2])
+    values = {key: _value(row, name) for key, name in names.items() if has_column(row, name)}
+    values.setdefault("id", where.rpartition("/")[2])
     history: list[Message] = []
-    if isinstance(given.get("question"), list):
-        *history, last = _messages(given["question"], where)
-        if last["role"] == "assistant" and history and "answer" not in given:
-            given["answer"] = last["content"]
-            *history, last = history
-        if last["role"] != "user":
-            raise UserError(f"{where}: the last message has role {last['role']}; end with the user's")
-        given["question"] = last["content"]
+    if isinstance(values.get("question"), list):
+        history = _split_conversation(values, where)
     for key in REQUIRED:
-        if key not in given:
-            line = (
-                f"name its column, nemo_grpo.task.columns: {{{key}: COLUMN}}; it must be {REQUIRED[key].rule}"
-            )
-            remedy = _remedy(row, columns) or line
-            raise UserError(f"{where}: {names[key]} is missing among {', '.join(row) or 'no keys'}; {remedy}")
-    texts = {key: _text(key, value, where) for key, value in given.items()}
-    metadata, used = row.get("metadata"), {*names.values(), "metadata"}
+        if key not in values:
+            raise UserError(_missing_column(row, columns, key, names[key], where))
+    texts = {key: _text(key, value, where) for key, value in values.items()}
+    metadata = _metadata(row, names, where)
+    worked = worked_answer(texts["answer"])
+    if worked is not None:
+        solution, answer = worked
+        if not answer:
+            raise UserError(f"{where}: answer ends in '####' without an answer; write it there, as '#### 42'")
+        texts["answer"] = answer
+        metadata = {"solution": solution} | metadata
+    return Problem(**texts, metadata=metadata, history=tuple(history))
+
+
+def _split_conversation(values: dict[Key, Any], where: str) -> list[Message]:
+    """Replace the conversation in ``question`` by its last user message, and return the messages before it.
+
+    If the row has no answer, a reply of the assistant at the end becomes the answer.
+    """
+    *history, last = _messages(values["question"], where)
+    if last["role"] == "assistant" and history and "answer" not in values:
+        values["answer"] = last["content"]
+        *history, last = history
+    if last["role"] != "user":
+        raise UserError(f"{where}: the last message has role {last['role']}; end with the user's")
+    values["question"] = last["content"]
+    return history
+
+
+def _missing_column(row: Row, columns: Columns, key: Key, name: str, where: str) -> str:
+    """Write the message about a row without the column ``name`` of ``key``."""
+    remedy = _remedy(row, columns)
+    if remedy is None:
+        remedy = (
+            f"name its column, nemo_grpo.task.columns: {{{key}: COLUMN}}; it must be {REQUIRED[key].rule}"
+        )
+    return f"{where}: {name} is missing among {', '.join(row) or 'no keys'}; {remedy}"
+
+
+def _metadata(row: Row, names: Mapping[Key, str], where: str) -> dict[str, Any]:
+    """Join the column metadata, which takes precedence, and all columns that are no part of the problem."""
+    metadata = row.get("metadata")
     if not isinstance(metadata, dict | None):
         raise UserError(f"{where}: metadata={metadata!r} must be an object")
-    metadata = {name: value for name, value in row.items() if name not in used} | (metadata or {})
-    if (worked := worked_answer(texts["answer"])) is not None:
-        solution, texts["answer"] = worked
-        metadata = {"solution": solution} | metadata
-        if not texts["answer"]:
-            raise UserError(f"{where}: answer ends in '####' without an answer; write it there, as '#### 42'")
-    return Problem(**texts, metadata=metadata, history=tuple(history))
+    used_columns = {*names.values(), "metadata"}
+    unused = {name: value for name, value in row.items() if name not in used_columns}
+    return unused | (metadata or {})
 
 
 def _names(row: Row, columns: Columns) -> dict[Key, str]:
@@ -167,16 +205,18 @@ def _names(row: Row, columns: Columns) -> dict[Key, str]:
 
     Training and validation files share the mapping, and often only one of them needs it.
     """
-    is_mapped = any(has_column(row, column) for column in columns.values())
-    is_standard = has_column(row, "question") and has_column(row, "answer")
-    if is_standard and not is_mapped:
+    has_mapped_columns = any(has_column(row, column) for column in columns.values())
+    has_standard_columns = has_column(row, "question") and has_column(row, "answer")
+    if has_standard_columns and not has_mapped_columns:
         return {key: key for key in REQUIRED}
     return {key: columns.get(key, key) for key in REQUIRED}
 
 
 def _text(key: Key, value: Any, where: str) -> str:
     types, rule = REQUIRED[key]
-    if type(value) in types and value == value and abs(value) != math.inf:
+    # `type`, not isinstance, which counts True as an integer. Python's JSON reads NaN and Infinity, which are
+    # no answers; math.isfinite would fail on an integer beyond the range of a float.
+    if type(value) in types and abs(value) < math.inf:
         return str(value)
     if isinstance(value, str) and value.strip():
         return value
@@ -184,24 +224,20 @@ def _text(key: Key, value: Any, where: str) -> str:
 
 
 def _remedy(row: Row, columns: Columns) -> str | None:
-    """Name the line of the recipe that finds the missing columns by `OTHER_NAMES`."""
+    """Propose the line of the recipe that names the missing columns, if the row has some of `OTHER_NAMES`."""
     proposed = dict(columns)
     for key, names in OTHER_NAMES.items():
-        other = next((name for name in names if not _is_missing(row, name)), None)
-        if other is not None and _is_missing(row, columns.get(key, key)):
-            proposed[key] = other
+        present_names = [name for name in names if has_column(row, name)]
+        if present_names and not has_column(row, columns.get(key, key)):
+            proposed[key] = present_names[0]
     if proposed == columns:
         return None
     line = ", ".join(f"{key}: {name}" for key, name in proposed.items())
     return f"write nemo_grpo.task.columns: {{{line}}}"
 
 
-def _is_missing(row: Row, name: str) -> bool:
-    return not has_column(row, name)
-
-
 def has_column(row: Row, name: str) -> bool:
-    """True if a row has a column; dots lead into nested fields."""
+    """Return True if a row has a column; dots lead into nested fields."""
     return name in row or ("." in name and value_of(row, name) is not None)
 
 
@@ -209,16 +245,16 @@ def _value(row: Row, name: str) -> Any:
     return row[name] if name in row else value_of(row, name)
 
 
-def _messages(given: Sequence[Any], where: str) -> list[Message]:
+def _messages(conversation: Sequence[Any], where: str) -> list[Message]:
+    """Check the messages of a conversation; contents become texts."""
     rule = "a message is {role, content}, its content a text; paths of images go to the column images"
     messages: list[Message] = []
-    for message in given:
+    for message in conversation:
         fields = message if isinstance(message, dict) else {}
-        role, content = fields.get("role"), fields.get("content")
-        if isinstance(content, list):  # OpenAI's parts
-            parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-            texts = [part for part in parts if isinstance(part, str)]
-            content = "".join(texts) if len(texts) == len(parts) else None
+        role = fields.get("role")
+        content = fields.get("content")
+        if isinstance(content, list):
+            content = _joined_parts(content)
         if not isinstance(role, str) or not isinstance(content, str):
             raise UserError(f"{where}: {json.dumps(message, default=str)[:200]}: {rule}")
         messages.append({"role": role, "content": content})
@@ -227,12 +263,23 @@ def _messages(given: Sequence[Any], where: str) -> list[Message]:
     return messages
 
 
-def worked_answer(text: str) -> tuple[str, str] | None:
+def _joined_parts(parts: Sequence[Any]) -> str | None:
+    """Join a content in OpenAI's form, ``[{type: text, text: ..}]``; None if a part is no text."""
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(part_text, str) for part_text in texts):
+        return None
+    return "".join(map(str, texts))
+
+
+def worked_answer(answer: str) -> tuple[str, str] | None:
     """Split GSM8K's form into solution and answer, ``.. <<1+1=2>> .. #### 1,234``, on one line or several.
 
-    The calculator's notes and the commas between digits are left out; None for a text in another form.
+    The calculator's notes and the commas between digits are left out. An answer in another form gives None.
     """
-    if (found := _WORKED.fullmatch(text)) is None:
+    match = _WORKED.fullmatch(answer)
+    if match is None:
         return None
-    solution, answer = found.groups()
-    return _CALCULATOR.sub("", solution).strip(), re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer.strip())
+    solution, final = match.groups()
+    without_notes = _CALCULATOR.sub("", solution).strip()
+    without_commas = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", final.strip())
+    return without_notes, without_commas

@@ -13,7 +13,7 @@ from nemo_grpo.tasks.response import render_response
 from nemo_grpo.tasks.rewards.own_reward import OwnReward
 
 FEW = 3
-"""Failed rewards that a step tolerates whatever `Scorer.max_failed` is."""
+"""Number of failed rewards that a step tolerates whatever `Scorer.max_failed` is."""
 ABSTAINED = "abstained"
 """Metric: share of responses with a reward that abstains."""
 NUM_TRIED = 4
@@ -27,74 +27,96 @@ class RewardsFailed(RuntimeError):
 class Scorer:
     """Components and rewards of responses.
 
-    Attributes: task: gives the components that it declares.  weights: ``nemo_grpo.rewards``.
-                max_failed: ``nemo_grpo.max_failed_rewards``.  first_words: of every response that is scored.
+    Attributes:
+        task: gives the components that it declares.
+        weights: ``nemo_grpo.rewards``.
+        prompt: the recipe's.
+        max_failed: ``nemo_grpo.max_failed_rewards``, a share of a step's responses.
+        first_words: first words of every response that is scored.
+        own_rewards: the user's functions among the weights.
     """
 
     def __init__(
         self, task: Task, weights: Mapping[str, float], prompt: Prompt, max_failed: float = 1.0
     ) -> None:
+        self.task = task
+        self.weights = weights
+        self.prompt = prompt
         self.max_failed = max_failed
-        self.task, self.weights, self.prompt = task, weights, prompt
         self.first_words = first_words(prompt, getattr(task, "config", None))
-        self.own = [OwnReward(name) for name in weights if extensions.is_reference(name)]
+        self.own_rewards = [OwnReward(name) for name in weights if extensions.is_reference(name)]
 
     def __call__(
-        self, problems: Sequence[Problem], responses: Sequence[str], each: Callable[..., Any] = map
+        self, problems: Sequence[Problem], responses: Sequence[str], mapper: Callable[..., Any] = map
     ) -> list[dict[str, float]]:
         """Score responses; a component that is not finite is 0 and marked by `NOT_FINITE`.
 
-        A component of an own function that abstains is NaN.
+        The component of an own function that abstains is NaN.
 
-        Args:   each: ``map``, or one that calls in parallel.
-        Raises: RewardsFailed: more than `FEW` and the share ``max_failed`` are without one.
+        Args:
+            problems: problem of each response.
+            responses: the responses.
+            mapper: ``map``, or a function like it that makes the calls in parallel.
+
+        Raises:
+            RewardsFailed: more than `FEW` responses, and more than the share ``max_failed``, have a reward
+                that failed.
         """
-        rows: list[dict[str, float]] = list(
-            each(lambda pair: checked_score(self.task, *pair), zip(problems, responses, strict=True))
-        )
-        prompts = [self._text(problem) for problem in problems] if self.own else []
-        for function in self.own:
-            values = function(prompts, responses, problems, each)
-            rows = [
-                row | _component(function.reference, value) for row, value in zip(rows, values, strict=True)
-            ]
-        failed = sum(NOT_FINITE in row for row in rows)
-        if failed > max(FEW, self.max_failed * len(rows)):
+
+        def score(pair: tuple[Problem, str]) -> dict[str, float]:
+            return checked_score(self.task, *pair)
+
+        rows: list[dict[str, float]] = list(mapper(score, zip(problems, responses, strict=True)))
+        if self.own_rewards:
+            prompts = [self._user_message(problem) for problem in problems]
+            for own_reward in self.own_rewards:
+                values = own_reward(prompts, responses, problems, mapper)
+                components = [_component(own_reward.reference, value) for value in values]
+                rows = [row | component for row, component in zip(rows, components, strict=True)]
+        num_failed = sum(NOT_FINITE in row for row in rows)
+        # A few are tolerated in any step: a share of a small step is less than one response.
+        if num_failed > max(FEW, self.max_failed * len(rows)):
             raise RewardsFailed(
-                f"the rewards of {failed} of {len(rows)} responses failed, as the log says; correct the "
+                f"the rewards of {num_failed} of {len(rows)} responses failed, as the log says; correct the "
                 f"function and resume, or raise nemo_grpo.max_failed_rewards={self.max_failed} and let them "
                 "count as 0"
             )
         return rows
 
     def reward(self, scores: Mapping[str, float]) -> float:
-        """Weight a response's components; NaN: see `reward_of`."""
+        """Weight a response's components; see `reward_of` for NaN."""
         return reward_of(scores, self.weights)
 
     def try_out(self, seed: int) -> None:
         """Call each own function on a few training problems, with an empty, short and correct response."""
-        for number in range(NUM_TRIED if self.own else 0):
+        if not self.own_rewards:
+            return  # the task may have no training problems
+        for number in range(NUM_TRIED):
             problem = self.task.train_problem(number, seed)
-            for function in self.own:
-                responses = ("", problem.answer, render_response("so", problem.answer))
-                function.try_on(self._text(problem), responses, problem)
+            responses = ("", problem.answer, render_response("so", problem.answer))
+            for own_reward in self.own_rewards:
+                own_reward.try_on(self._user_message(problem), responses, problem)
 
     def close(self) -> None:
         """End the workers of own functions."""
-        for function in self.own:
-            function.pool.close()
+        for own_reward in self.own_rewards:
+            own_reward.pool.close()
 
-    def _text(self, problem: Problem) -> str:
+    def _user_message(self, problem: Problem) -> str:
         """Return the prompt of own functions: the user's message, without the chat template's marks."""
         return chat_messages(self.prompt, problem)[-1]["content"]
 
 
 def component_means(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Average each component over the responses that have it, and count those that failed or abstain."""
-    columns = {name: [one.get(name, 0.0) for one in scores] for name in (*scores[0], NOT_FINITE)}
-    columns[ABSTAINED] = [float(any(map(math.isnan, one.values()))) for one in scores]
-    given = {name: [value for value in column if not math.isnan(value)] for name, column in columns.items()}
-    return {f"reward/{name}": fmean(values) for name, values in given.items() if values}
+    columns = {name: [row.get(name, 0.0) for row in scores] for name in (*scores[0], NOT_FINITE)}
+    columns[ABSTAINED] = [float(any(map(math.isnan, row.values()))) for row in scores]
+    means: dict[str, float] = {}
+    for name, column in columns.items():
+        values = [value for value in column if not math.isnan(value)]
+        if values:
+            means[f"reward/{name}"] = fmean(values)
+    return means
 
 
 def validation_rewards(
@@ -102,14 +124,18 @@ def validation_rewards(
 ) -> dict[str, float]:
     """Average the reward, as ``reward``, and each component over the responses that have it.
 
-    Args: scores: components of each response to a validation set.  weights: ``nemo_grpo.rewards``.
+    Args:
+        scores: components of each response to a validation set.
+        weights: ``nemo_grpo.rewards``.
     """
     means = {name.removeprefix("reward/"): mean for name, mean in component_means(scores).items()}
     for name in (NOT_FINITE, ABSTAINED):
         means.pop(name, None)
-    rewards = [reward_of(row, weights) for row in scores]
-    given = [reward for reward in rewards if not math.isnan(reward)]
-    return means | ({"reward": fmean(given)} if given else {})
+    all_rewards = [reward_of(row, weights) for row in scores]
+    rewards = [reward for reward in all_rewards if not math.isnan(reward)]
+    if rewards:
+        means["reward"] = fmean(rewards)
+    return means
 
 
 def over_sets(sets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -119,12 +145,17 @@ def over_sets(sets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """
     if len(sets) == 1:
         return dict(*sets.values())
-    found = {f"{name}/{metric}": value for name, metrics in sets.items() for metric, value in metrics.items()}
-    for metric in dict.fromkeys(metric for metrics in sets.values() for metric in metrics):
-        values = [metrics[metric] for metrics in sets.values() if metric in metrics]
+    merged: dict[str, float] = {}
+    values_by_metric: dict[str, list[float]] = {}
+    for set_name, metrics in sets.items():
+        for metric, value in metrics.items():
+            merged[f"{set_name}/{metric}"] = value
+            values_by_metric.setdefault(metric, []).append(value)
+    for metric, values in values_by_metric.items():
+        # The sets are independent, so the variances of their means add up.
         total = math.hypot(*values) if metric.endswith("_stderr") else sum(values)
-        found[metric] = total / len(values)
-    return found
+        merged[metric] = total / len(values)
+    return merged
 
 
 def right_and_wrong(groups: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, float]:
@@ -141,12 +172,18 @@ def reward_metrics(
 ) -> dict[str, float]:
     """Compute a step's ``reward/*`` and ``rollout/all_*``, on either engine.
 
-    Args: trained: groups of the step, of which the rewards are means.  drawn: all groups drawn for it.
+    Args:
+        trained: scores of the groups that the step trains on; ``reward/*`` are their means.
+        drawn: scores of all groups that were sampled for it, those dropped by dynamic sampling included.
     """
-    return component_means([scores for group in trained for scores in group]) | right_and_wrong(drawn)
+    trained_scores = [scores for group in trained for scores in group]
+    return component_means(trained_scores) | right_and_wrong(drawn)
 
 
 def _component(name: str, value: float | None) -> dict[str, float]:
+    """Return the component of an own function, whose value is None if it abstains."""
     if value is None:
         return {name: math.nan}
-    return {name: value} if math.isfinite(value) else {name: 0.0, NOT_FINITE: 1.0}
+    if not math.isfinite(value):
+        return {name: 0.0, NOT_FINITE: 1.0}
+    return {name: value}

@@ -30,21 +30,24 @@ FRIEND = "friend"
 class Facts:
     """All people by name, each with the relations of `VALUES` and a friend's name; the same in every run.
 
-    Args: hops: number of facts that a question needs, drawn uniformly; 1: a person's, 2: a friend's.
+    Args:
+        name: the task's, which seeds the random streams.
+        hops: numbers of facts that a question may need, drawn uniformly. 1: a person's; 2: a friend's.
     """
 
     def __init__(self, name: str, hops: tuple[int, ...]) -> None:
-        self.name, self.hops = name, hops
-        names = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
+        self.name = name
+        self.hops = hops
+        full_names = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
         rng = stream(name, "people")
-        self.people = {
-            name: {FRIEND: rng.choice([other for other in names if other != name])}
-            | {relation: rng.choice(values) for relation, values in VALUES.items()}
-            for name in names
-        }
-        self._asked = {
-            held_out: [name for name in names if is_held_out(name) == held_out] for held_out in (False, True)
-        }
+        self.people: dict[str, dict[str, str]] = {}
+        for person in full_names:
+            relations = {FRIEND: rng.choice([friend for friend in full_names if friend != person])}
+            for relation, values in VALUES.items():
+                relations[relation] = rng.choice(values)
+            self.people[person] = relations
+        self._training_people = [person for person in full_names if not is_held_out(person)]
+        self._validation_people = [person for person in full_names if is_held_out(person)]
 
     def passages(self) -> list[Passage]:
         """Make a passage for each fact."""
@@ -59,26 +62,33 @@ class Facts:
         return self._draw(stream(self.name, seed, index), held_out=False)
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
-        available = len(self._asked[True]) * len(VALUES) * len(set(self.hops))
+        available = len(self._validation_people) * len(VALUES) * len(set(self.hops))
         check_num_validation(num_problems, available, f"{self.name} without files")
         rng = stream(self.name, "validation")
         return distinct(lambda _: self._draw(rng, held_out=True), num_problems)
 
     def queries(self, problem: Problem) -> list[str]:
         """List the searches that lead to the answer, one for each hop."""
-        name, relation, hops = (problem.metadata[key] for key in ("person", "relation", "hops"))
-        if hops == 1:
-            return [f"{relation} of {name}"]
-        return [f"{FRIEND} of {name}", f"{relation} of {self.people[name][FRIEND]}"]
+        person = problem.metadata["person"]
+        relation = problem.metadata["relation"]
+        if problem.metadata["hops"] == 1:
+            return [f"{relation} of {person}"]
+        return [f"{FRIEND} of {person}", f"{relation} of {self.people[person][FRIEND]}"]
 
     def _draw(self, rng: random.Random, *, held_out: bool) -> Problem:
-        name, relation = rng.choice(self._asked[held_out]), rng.choice(list(VALUES))
+        person = rng.choice(self._validation_people if held_out else self._training_people)
+        relation = rng.choice(list(VALUES))
         hops = rng.choice(self.hops)
-        whose = name if hops == 1 else f"the {FRIEND} of {name}"
-        answer = self.people[name if hops == 1 else self.people[name][FRIEND]][relation]
+        if hops == 1:
+            described_person = person
+            answer = self.people[person][relation]
+        else:
+            described_person = f"the {FRIEND} of {person}"
+            friend = self.people[person][FRIEND]
+            answer = self.people[friend][relation]
         return Problem(
-            id=f"{relation}-{hops}-{name}".lower().replace(" ", "-"),
-            question=f"What is the {relation} of {whose}?",
+            id=f"{relation}-{hops}-{person}".lower().replace(" ", "-"),
+            question=f"What is the {relation} of {described_person}?",
             answer=answer,
-            metadata={"answers": [answer], "person": name, "relation": relation, "hops": hops},
+            metadata={"answers": [answer], "person": person, "relation": relation, "hops": hops},
         )

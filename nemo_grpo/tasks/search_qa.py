@@ -84,33 +84,31 @@ class SearchQAConfig(FileTaskConfig):
 
 
 class SearchQA:
-    """A `MultiTurnTask`; correct: one of `accepted_answers`, by SQuAD's exact match."""
+    """Questions that the policy answers by searching, a `MultiTurnTask`.
+
+    An answer is correct if it is one of `accepted_answers`, by SQuAD's exact match.
+    """
 
     stop_texts: ClassVar[tuple[str, ...]] = SearchQAConfig.stop_texts
     tags: ClassVar[tuple[str, ...]] = SEARCH_TAGS
 
-    def __init__(self, config: SearchQAConfig, retriever: Retriever | None = None) -> None:
-        """``retriever``: instead of the one that the configuration names."""
+    def __init__(self, config: SearchQAConfig) -> None:
         self.config = config
-        from_files = bool(config.train_files or config.validation_files)
-        if from_files and retriever is None and config.corpus is None and config.retriever_url is None:
+        self._source: FileTask | Facts
+        if not (config.train_files or config.validation_files):
+            self._source = Facts(config.name, config.hops)
+            return
+        if config.corpus is None and config.retriever_url is None:
             raise UserError(
                 "nemo_grpo.task: problems from files need passages to search; set corpus (a JSONL file) or "
                 "retriever_url (a running `nemo-grpo retriever serve`)"
             )
-        self._source = FileTask(config) if from_files else Facts(config.name, config.hops)
-        if isinstance(self._source, FileTask):
-            for problem in (*self._source.train, *self._source.validation):
-                further = problem.metadata.get("answers", [])
-                if not (isinstance(further, list) and all(isinstance(answer, str) for answer in further)):
-                    raise UserError(
-                        f"problem {problem.id!r}: metadata.answers={further!r} must be a list of texts, "
-                        "which are accepted besides its answer"
-                    )
-            self.num_train_problems = self._source.num_train_problems
-        if retriever is not None:
-            self.retriever = retriever
+        self._source = FileTask(config)
+        _check_answers([*self._source.train, *self._source.validation])
+        # Only here: without files the stream of problems has no end.
+        self.num_train_problems = self._source.num_train_problems
 
+    # Built when first asked for: checking a recipe builds its task, and needs no index.
     @cached_property
     def retriever(self) -> Retriever:
         from nemo_grpo.tasks.retriever.bm25 import BM25Retriever
@@ -118,7 +116,7 @@ class SearchQA:
         if self.config.retriever_url is not None:
             from nemo_grpo.tasks.retriever.client import RetrieverClient
 
-            return RetrieverClient(self.config.retriever_url, timeout=self.config.retriever_timeout)
+            return RetrieverClient(self.config.retriever_url, self.config.retriever_timeout)
         if self.config.corpus is not None:
             return BM25Retriever.of_file(self.config.corpus)
         assert isinstance(self._source, Facts)
@@ -138,9 +136,10 @@ class SearchQA:
         if isinstance(self._source, FileTask):
             return self._source.demonstration(problem, rng)
         queries = self._source.queries(problem)
-        found = self.retriever.search(queries, self.config.top_k)
+        results = self.retriever.search(queries, self.config.top_k)
         calls = [
-            f"<search>{query}</search>{self._render(p)}" for query, p in zip(queries, found, strict=True)
+            f"<search>{query}</search>{self._render(passages)}"
+            for query, passages in zip(queries, results, strict=True)
         ]
         return f"{''.join(calls)}<answer>{problem.answer}</answer>"
 
@@ -150,22 +149,21 @@ class SearchQA:
         self, episodes: Sequence[Episode], turns: Sequence[str], reserved: Sequence[str] = ()
     ) -> list[Observed]:
         """Send all searches of these turns to the retriever together; see `MultiTurnTask.observe`."""
-        calls = [find_call(turn, self.config.max_query_chars) for turn in turns]
-        over = [episode.num_turns + 1 >= self.config.max_turns for episode in episodes]
-        queries = [
-            call[1]
-            for call, last in zip(calls, over, strict=True)
-            if call and call[0] == "search" and not last
-        ]
-        found = iter(self.retriever.search(queries, self.config.top_k) if queries else ())
+        calls: list[Call | None] = []
+        for episode, turn in zip(episodes, turns, strict=True):
+            # A call in the last turn is not carried out: no turn follows that could use its result.
+            is_last_turn = episode.num_turns + 1 >= self.config.max_turns
+            calls.append(None if is_last_turn else find_call(turn, self.config.max_query_chars))
+        queries = [call[1] for call in calls if call is not None and call[0] == "search"]
+        results = iter(self.retriever.search(queries, self.config.top_k) if queries else ())
         observed = []
-        for episode, call, last in zip(episodes, calls, over, strict=True):
+        for episode, call in zip(episodes, calls, strict=True):
             after = replace(episode, num_turns=episode.num_turns + 1)
-            if call is None or last:
+            if call is None:
                 observed.append(Observed(after, None))
             elif call[0] == "search":
                 after = replace(after, num_searches=after.num_searches + 1)
-                observed.append(Observed(after, self._render(next(found), reserved)))
+                observed.append(Observed(after, self._render(next(results), reserved)))
             else:
                 after = replace(after, num_errors=after.num_errors + 1)
                 observed.append(Observed(after, _information(f"Error: {call[1]}")))
@@ -177,14 +175,18 @@ class SearchQA:
         return [(text, index % 2 == 0) for index, text in enumerate(parts) if text]
 
     def _render(self, passages: Sequence[Passage], reserved: Sequence[str] = ()) -> str:
-        lines = [
-            f"[{rank}] {passage.title + ': ' if passage.title else ''}{passage.text}"
-            for rank, passage in enumerate(passages, 1)
-        ]
+        """Write the passages of a search, so that none imitates our tags, chat markers or reserved texts."""
+        lines = []
+        for rank, passage in enumerate(passages, 1):
+            title = f"{passage.title}: " if passage.title else ""
+            lines.append(f"[{rank}] {title}{passage.text}")
         text = "\n".join(lines)[: self.config.max_information_chars]
-        # no passage can imitate our tags, chat markers and reserved texts
-        without_tags = _TAG.sub(r"(\1\2)", text).replace("<|", "< |")
-        return _information(_TAG.sub(r"(\1\2)", broken_up(without_tags, reserved)) or NO_PASSAGE)
+        text = _TAG.sub(r"(\1\2)", text)
+        text = text.replace("<|", "< |")
+        text = broken_up(text, reserved)
+        # Again, because `broken_up` may write a character in its compatibility form.
+        text = _TAG.sub(r"(\1\2)", text)
+        return _information(text or NO_PASSAGE)
 
     # ------------------------------------------------------------------ the reward
 
@@ -194,21 +196,37 @@ class SearchQA:
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         """Score a response; ``answer`` is TR-GRPO's Eq. 15: 1 for an exact match, otherwise -1."""
-        right = matches_any(last_answer(response), accepted_answers(problem))
-        return {"accuracy": float(right), "answer": 1.0 if right else -1.0, "format": search_format(response)}
+        is_right = matches_any(last_answer(response), accepted_answers(problem))
+        return {
+            "accuracy": float(is_right),
+            "answer": 1.0 if is_right else -1.0,
+            "format": search_format(response),
+        }
+
+
+def _check_answers(problems: Iterable[Problem]) -> None:
+    for problem in problems:
+        answers = problem.metadata.get("answers", [])
+        if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
+            raise UserError(
+                f"problem {problem.id!r}: metadata.answers={answers!r} must be a list of texts, "
+                "which are accepted besides its answer"
+            )
 
 
 def find_call(turn: str, max_query_chars: int) -> Call | None:
-    """Read a finished turn's request to the environment; None: the response is over.
+    """Read a finished turn's request to the environment, or return None if the response is over.
 
-    An answer ends the response whatever else the turn holds. Linear in the text.
+    An answer ends the response whatever else the turn holds. The time is linear in the text.
     """
     if "</answer>" in turn:
         return None
     end = turn.find("</search>")
-    start = turn.rfind("<search>", 0, end if end >= 0 else len(turn))
     if end < 0:
-        return ("error", "the search was not closed.") if start >= 0 else None
+        if "<search>" in turn:
+            return "error", "the search was not closed."
+        return None
+    start = turn.rfind("<search>", 0, end)
     if start < 0:
         return "error", "the search was not opened."
     query = " ".join(turn[start + len("<search>") : end].split())
@@ -225,19 +243,28 @@ def search_format(response: str) -> float:
     Every search is followed directly by its information; one answer, after at most one think block, ends the
     response.
     """
-    names: list[str] = []
-    expected_open, end = True, 0
+    block_names: list[str] = []
+    is_inside_block = False
+    end_of_tag = 0
     for tag in _TAG.finditer(response):
-        closing, name = bool(tag[1]), tag[2]
-        if closing == expected_open or (closing and name != names[-1]):
+        is_closing = bool(tag[1])
+        name = tag[2]
+        if is_closing != is_inside_block:  # a block in a block, or an end without a beginning
             return 0.0
-        if not closing:
-            if response[end : tag.start()].strip():
+        if is_closing:
+            if name != block_names[-1]:
                 return 0.0
-            names.append(name)
-        expected_open, end = closing, tag.end()
-    complete = expected_open and not response[end:].strip()
-    return float(complete and _WELL_FORMED.fullmatch("".join(f"{name} " for name in names)) is not None)
+        else:
+            if response[end_of_tag : tag.start()].strip():  # text between two blocks
+                return 0.0
+            block_names.append(name)
+        is_inside_block = not is_closing
+        end_of_tag = tag.end()
+    if is_inside_block or response[end_of_tag:].strip():
+        return 0.0
+    # The order is checked on the names alone, so that no pattern runs over the texts inside.
+    order = "".join(f"{name} " for name in block_names)
+    return float(_WELL_FORMED.fullmatch(order) is not None)
 
 
 def accepted_answers(problem: Problem) -> list[str]:
@@ -260,12 +287,18 @@ def normalize_open_answer(answer: str) -> str:
     Deviation: decomposed letters are composed, and a step that would empty ``A`` or ``+`` is skipped.
     """
     lowered = unicodedata.normalize("NFC", answer).lower()
-    bare = lowered.translate(_NO_PUNCTUATION)
-    forms = (" ".join(form.split()) for form in (_ARTICLES.sub(" ", bare), bare, lowered))
-    return next(filter(None, forms), "")
+    without_punctuation = lowered.translate(_NO_PUNCTUATION)
+    without_articles = _ARTICLES.sub(" ", without_punctuation)
+    for form in (without_articles, without_punctuation, lowered):
+        single_spaced = " ".join(form.split())
+        if single_spaced:
+            return single_spaced
+    return ""
 
 
 def matches_any(answer: str | None, accepted: Iterable[str]) -> bool:
-    """True if the answer, normalised, is one of the accepted ones; an empty answer matches nothing."""
+    """Return True if the normalised answer is one of the accepted ones; an empty answer matches nothing."""
     normalized = normalize_open_answer(answer or "")
-    return bool(normalized) and any(normalized == normalize_open_answer(gold) for gold in accepted)
+    if not normalized:
+        return False
+    return any(normalized == normalize_open_answer(gold) for gold in accepted)

@@ -12,18 +12,16 @@ from nemo_grpo.support.errors import UserError
 def reserved_texts(tokenizer: Any) -> tuple[str, ...]:
     """List the texts that a Hugging Face tokenizer always reads as one mark, such as ``</s>`` or ``[INST]``.
 
-    Its special tokens, and those added tokens that neither begin nor end like a word: added words and runs of
-    spaces are ordinary text.
+    These are its special tokens, and those added tokens that neither begin nor end like a word: added words
+    and runs of spaces are ordinary text.
     """
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    ends = [(token, {token.content[:1], token.content[-1:]}) for token in added]
-    marks = [
-        token.content
-        for token, both in ends
-        if token.special or not any(end.isalnum() or end.isspace() for end in both)
-    ]
-    special = map(str, getattr(tokenizer, "all_special_tokens", ()))
-    return tuple(sorted({text for text in (*marks, *special) if text.strip()}))
+    texts = set(map(str, getattr(tokenizer, "all_special_tokens", ())))
+    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
+        ends = (token.content[:1], token.content[-1:])
+        is_ordinary = any(character.isalnum() or character.isspace() for character in ends)
+        if token.special or not is_ordinary:
+            texts.add(token.content)
+    return tuple(sorted(text for text in texts if text.strip()))
 
 
 def special_tags(tokenizer: Any, tags: Collection[str]) -> set[str]:
@@ -34,11 +32,12 @@ def special_tags(tokenizer: Any, tags: Collection[str]) -> set[str]:
 
 def refuse_special_tags(tokenizer: Any, tags: Collection[str]) -> None:
     """Refuse special tags for an engine that drops every special token before a response is scored."""
-    if hidden := sorted(special_tags(tokenizer, tags)):
+    dropped_tags = sorted(special_tags(tokenizer, tags))
+    if dropped_tags:
         raise UserError(
-            f"the tokenizer {tokenizer.name_or_path!r} has {', '.join(hidden)} as special tokens, which "
-            'NeMo-RL drops before rewards see a response; set "special": false for them in its files and '
-            "take them off the lists of special tokens, as in Qwen3's, or use the embedded engine"
+            f"the tokenizer {tokenizer.name_or_path!r} has {', '.join(dropped_tags)} as special tokens, "
+            'which NeMo-RL drops before rewards see a response; set "special": false for them in its files '
+            "and take them off the lists of special tokens, as in Qwen3's, or use the embedded engine"
         )
 
 
@@ -56,7 +55,9 @@ def broken_up(text: str, reserved: Sequence[str]) -> str:
     if not marks:
         return text
     pattern = _pattern(marks)
-    while True:  # a space may complete another mark; it takes a longer run of spaces each time
+    # A space may complete another mark, so this repeats until nothing changes. It ends, because each time
+    # it takes a longer run of spaces.
+    while True:
         before = text
         for unseen in ("", " "):
             text = _broken_once(text, pattern, unseen)
@@ -65,19 +66,25 @@ def broken_up(text: str, reserved: Sequence[str]) -> str:
 
 
 def _broken_once(text: str, pattern: re.Pattern[str], unseen: str) -> str:
-    plain = _PLAIN.fullmatch(text) is not None
-    pieces = list(text) if plain else [_folded(character, unseen) for character in text]
+    """Put a space inside each mark in a text, whose invisible characters are read as ``unseen``."""
+    pieces = list(text)
+    if not _PLAIN.fullmatch(text):
+        pieces = [_folded(character, unseen) for character in text]
     folded = "".join(pieces)
-    found = [match.start() for match in pattern.finditer(folded)]
-    if not found:
+    starts = [match.start() for match in pattern.finditer(folded)]
+    if not starts:
         return text
+    # The place in the text of each folded character: one character may fold to several, or to none.
     places = [place for place, piece in enumerate(pieces) for _ in piece]
-    for start in reversed(found):
-        first, second = places[start], places[start + 1]
+    for start in reversed(starts):  # from the end, so that earlier places stay valid
+        first = places[start]
+        second = places[start + 1]
         if second > first:
             text = f"{text[:second]} {text[second:]}"
-        else:  # one character that stands for several
-            text = text[:first] + " ".join(unicodedata.normalize("NFKD", text[first])) + text[first + 1 :]
+        else:
+            # One character stands for several, such as a ligature: it is written out.
+            written_out = " ".join(unicodedata.normalize("NFKD", text[first]))
+            text = text[:first] + written_out + text[first + 1 :]
     return text
 
 
@@ -87,19 +94,29 @@ _PLAIN = re.compile(r"[ -~]*")
 
 @lru_cache(maxsize=4096)
 def _folded(character: str, unseen: str) -> str:
-    """Fold a character as normalisers may; one that is not seen becomes ``unseen``."""
+    """Fold a character as normalisers may; an invisible one becomes ``unseen``."""
     folded = ""
     for part in unicodedata.normalize("NFKD", character):
-        kind = unicodedata.category(part)
-        is_unseen = kind[0] == "C" or part == "\ufffd"
-        folded += " " if part.isspace() else "" if kind == "Mn" else unseen if is_unseen else part
+        category = unicodedata.category(part)
+        if part.isspace():
+            folded += " "
+        elif category == "Mn":  # an accent
+            continue
+        elif category.startswith("C") or part == "\ufffd":  # a control or format character
+            folded += unseen
+        else:
+            folded += part
     return folded
 
 
 @lru_cache(maxsize=8)
 def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
-    folded = {
-        "".join(_folded(character, unseen) for character in mark) for mark in marks for unseen in ("", " ")
-    }
-    both = {text for text in (*marks, *folded) if len(text) > 1 and text.strip()}
-    return re.compile("|".join(map(re.escape, sorted(both, key=len, reverse=True))), re.IGNORECASE)
+    """Make a pattern of the marks as they are written, and as they fold."""
+    spellings = set(marks)
+    for mark in marks:
+        for unseen in ("", " "):
+            spellings.add("".join(_folded(character, unseen) for character in mark))
+    breakable = [spelling for spelling in spellings if len(spelling) > 1 and spelling.strip()]
+    # The longest first: of alternatives that match at one place, a pattern takes the first.
+    breakable.sort(key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, breakable)), re.IGNORECASE)

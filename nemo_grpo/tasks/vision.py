@@ -28,6 +28,7 @@ Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
 _NUMBER = re.compile(r"(?<![\w.])-?\d{1,9}(?:\.\d{1,9})?(?!\w|\.\d)")
 MAX_NUMBERS = 4
+"""Numbers of a box."""
 _COLORS = ("red", "green", "blue", "black")
 
 
@@ -37,15 +38,18 @@ class _Vision(FileTask):
         return extract_answer(with_opened_think(response, self.config.think_is_open))
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        seen = with_opened_think(response, self.config.think_is_open)
-        return {"accuracy": float(self.is_right(problem, response)), "format": format_reward(seen)}
+        whole_response = with_opened_think(response, self.config.think_is_open)
+        return {
+            "accuracy": float(self.is_right(problem, response)),
+            "format": format_reward(whole_response),
+        }
 
     def is_right(self, problem: Problem, response: str) -> bool:
         raise NotImplementedError
 
 
 class VisionGrounding(_Vision):
-    """Answer: ``(x1,y1),(x2,y2)`` in pixels, as Qwen2.5-VL writes boxes."""
+    """Asks where an object is; the answer is ``(x1,y1),(x2,y2)`` in pixels, as Qwen2.5-VL writes boxes."""
 
     def __init__(self, config: VisionGroundingConfig) -> None:
         super().__init__(config)
@@ -53,29 +57,33 @@ class VisionGrounding(_Vision):
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         reference, box = self._boxes(problem, response)
+        # Shifted by 1, so that a response without a box has the worst value.
         giou = 0.0 if box is None else generalized_iou(reference, box) + 1
         return {**super().score(problem, response), "iou": _iou(reference, box), "giou": giou}
 
     def is_right(self, problem: Problem, response: str) -> bool:
         iou = _iou(*self._boxes(problem, response))
+        # With a threshold of 0, too, boxes that do not overlap are wrong.
         return iou >= self.config.iou_threshold and iou > 0
 
     def overall(self, answered: Answered) -> dict[str, float]:
         """Return ``box_miou``, mean IoU of all responses, and ``box_ciou``, summed intersections / unions."""
         pairs = [self._boxes(problem, response) for problem, responses in answered for response in responses]
         areas = [shared_and_union(*pair) for pair in pairs]
-        shared, union = (sum(column) for column in zip(*areas, strict=True))
-        ious = [one / of if of > 0 else 0.0 for one, of in areas]
-        return {"box_miou": sum(ious) / len(ious), "box_ciou": shared / union if union > 0 else 0.0}
+        ious = [_ratio(shared, union) for shared, union in areas]
+        total_shared = sum(shared for shared, _ in areas)
+        total_union = sum(union for _, union in areas)
+        return {"box_miou": sum(ious) / len(ious), "box_ciou": _ratio(total_shared, total_union)}
 
     def _boxes(self, problem: Problem, response: str) -> tuple[Box, Box | None]:
+        """Return the reference, and the response's box, which is None if it has none."""
         reference = parse_box(problem.answer)
-        assert reference is not None
+        assert reference is not None  # checked when the task was built
         return reference, parse_box(self.extract(response) or "")
 
 
 class VisionClassification(_Vision):
-    """Answer: a label; case, spaces, punctuation and underscores do not matter, signs as in ``C++`` do.
+    """Asks for a label. Case, spaces, punctuation and underscores do not matter; signs as in ``C++`` do.
 
     With ``metadata.choices`` the answer is a letter, (A) for the first; the choice's own words count too, as
     in VisualThinker-R1-Zero's evaluation on CV-Bench.
@@ -95,14 +103,18 @@ class VisionClassification(_Vision):
         return None if answer is None else _label(answer)
 
     def is_right(self, problem: Problem, response: str) -> bool:
-        label, choices = _label(problem.answer), problem.metadata.get("choices") or []
-        number = ord(label) - ord("a") if len(label) == 1 else -1
-        words = [_label(choices[number])] if 0 <= number < len(choices) else []
-        return self.extract(response) in [label, *words]
+        label = _label(problem.answer)
+        accepted = [label]
+        choices = problem.metadata.get("choices") or []
+        if len(label) == 1:
+            number = ord(label) - ord("a")
+            if 0 <= number < len(choices):
+                accepted.append(_label(choices[number]))
+        return self.extract(response) in accepted
 
 
 class VisionCounting(_Vision):
-    """Answer: a whole number, the only one in the answer block."""
+    """Asks how many objects there are; the answer is the only number in the answer block."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__(config)
@@ -132,13 +144,17 @@ class VisionConfig(FileTaskConfig):
         """Make a picture of 56 x 56 pixels with a colored square, and ask about it."""
         from PIL import Image, ImageDraw
 
-        left, top, side, name = 8 * (number % 4), 8 * (number // 4 % 4), 24, f"{number}.png"
+        name = f"{number}.png"
+        left = 8 * (number % 4)
+        top = 8 * (number // 4 % 4)
+        side = 24
         corners = (left, top, left + side, top + side)
         folder.mkdir(parents=True, exist_ok=True)
         image = Image.new("RGB", (56, 56), "white")
         ImageDraw.Draw(image).rectangle(corners, fill=_COLORS[number % len(_COLORS)])
         image.save(folder / name)
-        return Problem(f"square-{number}", *self.made_up_question(number, corners), {"images": [name]})
+        question, answer = self.made_up_question(number, corners)
+        return Problem(f"square-{number}", question, answer, {"images": [name]})
 
     def made_up_question(self, number: int, corners: tuple[int, int, int, int]) -> tuple[str, str]:
         """Return question and answer about the square of picture ``number``."""
@@ -194,21 +210,23 @@ class VisionMathConfig(VisionConfig):
     """Form that ``format`` rewards, as for the task math."""
 
     def made_up_question(self, number: int, corners: tuple[int, int, int, int]) -> tuple[str, str]:
-        value, times = number % len(_COLORS) + 1, number // len(_COLORS) + 1
-        values = ", ".join(f"{name} {value}" for value, name in enumerate(_COLORS, 1))
-        return f"Of {values}: what is the square's color + {times}?", str(value + times)
+        value = number % len(_COLORS) + 1
+        summand = number // len(_COLORS) + 1
+        values = ", ".join(f"{color} {index}" for index, color in enumerate(_COLORS, 1))
+        return f"Of {values}: what is the square's color + {summand}?", str(value + summand)
 
 
 def parse_box(answer: str) -> Box | None:
     """Read the four numbers of an answer such as ``(10,20),(30,40)`` or ``[10, 20, 30, 40]``.
 
-    Returns: the box with its corners in order; None unless there are exactly four numbers.
+    Returns:
+        The box with its corners in order, or None unless there are exactly four numbers.
     """
-    numbers = []
+    numbers: list[float] = []
     for match in _NUMBER.finditer(answer):
         numbers.append(float(match[0]))
         if len(numbers) > MAX_NUMBERS:
-            return None
+            return None  # a response of a thousand numbers is not read to its end
     if len(numbers) != MAX_NUMBERS:
         return None
     x1, y1, x2, y2 = numbers
@@ -240,6 +258,10 @@ def shared_and_union(a: Box, b: Box | None) -> tuple[float, float]:
     return shared, _area(a) + _area(b) - shared
 
 
+def _ratio(shared: float, union: float) -> float:
+    return shared / union if union > 0 else 0.0
+
+
 def _area(box: Box) -> float:
     return (box[2] - box[0]) * (box[3] - box[1])
 
@@ -249,21 +271,23 @@ def _iou(reference: Box, box: Box | None) -> float:
 
 
 def _label(answer: str) -> str:
-    """Keep letters, marks, digits and signs, in words; all of the text where there are none."""
+    """Reduce a label to its letters, marks, digits and signs, in words; one without any stays as it is."""
     text = unicodedata.normalize("NFC", answer).casefold()
-    signs = {place for found in _SIGN.finditer(text) for place in range(*found.span())}
-    parts = (
-        character if place in signs or unicodedata.category(character)[0] in "LMN" else " "
-        for place, character in enumerate(text)
-    )
-    return " ".join("".join(parts).split()) or text.strip()
+    characters = [
+        character if unicodedata.category(character)[0] in "LMN" else " "  # letters, marks and numbers
+        for character in text
+    ]
+    for sign in _SIGN.finditer(text):
+        characters[sign.start() : sign.end()] = sign[0]
+    words = "".join(characters).split()
+    return " ".join(words) if words else text.strip()
 
 
 def _count(answer: str) -> int | None:
     """Read the text's only number, if it is a non-negative integer."""
-    found = None
+    count = None
     for match in _COUNT.finditer(answer):
-        if found is not None:
-            return None
-        found = int(match[0].partition(".")[0])
-    return found
+        if count is not None:
+            return None  # a second number
+        count = int(match[0].partition(".")[0])
+    return count

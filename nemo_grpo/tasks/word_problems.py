@@ -43,7 +43,8 @@ class WordProblems(MathematicalAnswers):
         return self._draw(stream(self.config.name, seed, index), held_out=False)
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
-        # A fifth is held out, and far more than half of these leave nothing negative
+        # A fifth is held out, and in far more than half of these no count is negative: a twentieth is a safe
+        # limit for problems that are drawn until enough differ.
         available = (self.config.max_number - 1) ** 3
         source = f"{self.config.name} with max_number={self.config.max_number}"
         check_num_validation(num_problems, available // 20, source)
@@ -72,16 +73,18 @@ def _problem(rng: random.Random, numbers: tuple[int, ...], more_first: bool) -> 
     changes = (first, -second) if more_first else (-first, second)
     if start + changes[0] < 0 or start + sum(changes) < 0:
         return None
-    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    name = rng.choice(NAMES)
+    objects = rng.choice(THINGS)
     phrases = [rng.choice(MORE if change > 0 else LESS).format(abs(change)) for change in changes]
     return Problem(
         id="".join(f"{number:+d}" for number in (start, *changes)),
-        question=f"{name} has {start} {thing}. {name} {phrases[0]} and then {phrases[1]}. "
-        f"How many {thing} does {name} have now?",
+        question=f"{name} has {start} {objects}. {name} {phrases[0]} and then {phrases[1]}. "
+        f"How many {objects} does {name} have now?",
         answer=str(start + sum(changes)),
         metadata={"numbers": [start, *changes]},
     )
 
 
 def _equation(value: int, change: int) -> str:
-    return f"{value} {'+' if change > 0 else '-'} {abs(change)} = {value + change}"
+    sign = "+" if change > 0 else "-"
+    return f"{value} {sign} {abs(change)} = {value + change}"

@@ -2,9 +2,9 @@
 
     weights   storage under Hugging Face names, and matrix products
     rotary    rotary position embeddings
-    prompts   as streams of tokens without padding
+    prompts   prompts as streams of tokens without padding
     cache     keys and values of unfinished responses, and attention over them
-    model     the forward pass, for whole prompts and for one token of every response
+    model     forward pass, for whole prompts and for one token of every response
 
 A training loop's sampler needs none of a transformers model's modules, hooks, masks and padding. Models of
 other families are sampled by `generate_hf`.

@@ -18,8 +18,8 @@ from nemo_grpo.sampling.decoder.prompts import PromptRun
 MIN_ROOM = 64
 """Columns for new tokens at first; the cache then grows by half."""
 
-MOST_CAST = 256
-"""Most columns whose 16-bit keys and values attention casts to float32; at 500 the cast is slower."""
+MAX_CAST_COLUMNS = 256
+"""Up to this many columns attention casts 16-bit keys and values to float32; at 500 the cast is slower."""
 
 
 class KVCache:
@@ -30,44 +30,58 @@ class KVCache:
     ) -> None:
         """Allocate empty rows.
 
-        Args: shape: layers, G, D.  row_lengths: [R], tokens of each row's prompt.  room: most new tokens.
-              place: dtype and device.
+        Args:
+            shape: number of layers, G, D.
+            row_lengths: [R], tokens of each row's prompt.
+            room: largest number of new tokens.
+            place: dtype and device.
         """
         num_layers, self._groups, self._head_size = shape
         self._place = place
         self.num_rows = len(row_lengths)
-        self.columns = int(row_lengths.max())  # filled ones
-        self._prompt_columns, self._last_column = self.columns, self.columns + room
-        self._first = self.columns - row_lengths  # [rows], each one's first used column
-        self._ragged = bool(self._first.any())
+        # Number of columns that are filled.
+        self.columns = int(row_lengths.max())
+        self._prompt_columns = self.columns
+        self._max_columns = self.columns + room
+        # [rows], the first column that each row uses.
+        self._first = self.columns - row_lengths
+        self._is_ragged = bool(self._first.any())
         self._bias: Tensor | None = None
+        # Number of columns that are allocated. Few responses reach the limit, so the cache begins small.
         self._width = self.columns + min(room, MIN_ROOM)
-        self._layers = [self._empty() for _ in range(num_layers)]
+        self._layers = [self._empty_layer() for _ in range(num_layers)]
         self._set_bias()
-        if self._ragged:  # what no token wrote must be finite: attention multiplies it by 0
-            for held in chain.from_iterable(self._layers):
-                held[:, :, : self.columns] = 0
+        if self._is_ragged:
+            # The columns in front of a prompt must be finite: attention multiplies them by 0, and 0 times the
+            # NaN that fresh memory may hold is NaN.
+            for tensor in chain.from_iterable(self._layers):
+                tensor[:, :, : self.columns] = 0
 
-    def _empty(self) -> tuple[Tensor, Tensor]:
+    def _empty_layer(self) -> tuple[Tensor, Tensor]:
+        """Allocate keys and values of a layer, each [rows, G, columns, D]."""
         values = torch.empty(self.num_rows, self._groups, self._width, self._head_size, **self._place)
         if values.dtype != torch.float32:
             return torch.empty_like(values), values
-        # `_attend`'s product is faster with each component's columns side by side
-        return torch.empty_like(values.transpose(2, 3), memory_format=torch.contiguous_format).mT, values
+        # `_attend`'s product is faster with the columns of each component side by side in memory.
+        keys = torch.empty_like(values.transpose(2, 3), memory_format=torch.contiguous_format).mT
+        return keys, values
 
     def _set_bias(self) -> None:
-        """[rows, G, 1, columns], added to the scores: -inf in front of a row's prompt."""
-        if self._ragged:
-            columns = torch.arange(self._width, device=self._first.device)
-            unused = (columns < self._first[:, None])[:, None, None]
-            bias = torch.zeros(unused.shape, **self._place).masked_fill_(unused, -torch.inf)
-            self._bias = bias.repeat(1, self._groups, 1, 1)
+        """Set the bias of the scores, [rows, G, 1, columns]: -inf in front of a row's prompt."""
+        if not self._is_ragged:
+            return
+        columns = torch.arange(self._width, device=self._first.device)
+        unused = (columns < self._first[:, None])[:, None, None]
+        bias = torch.zeros(unused.shape, **self._place).masked_fill_(unused, -torch.inf)
+        self._bias = bias.repeat(1, self._groups, 1, 1)
 
     @property
     def positions(self) -> Tensor | int:
         """Positions of the newest column's tokens: [R], or one number for all."""
         newest = self.columns - 1
-        return newest - self._first[: self.num_rows] if self._ragged else newest
+        if self._is_ragged:
+            return newest - self._first[: self.num_rows]
+        return newest
 
     def add_column(self) -> None:
         """Make room for one more token per row."""
@@ -76,46 +90,56 @@ class KVCache:
         self.columns += 1
 
     def _grow(self) -> None:
-        self._width = min(self._last_column, self._width + self._width // 2 + 1)
+        """Allocate half as many columns again, for the rows that are left."""
+        self._width = min(self._max_columns, self._width + self._width // 2 + 1)
         self._first = self._first[: self.num_rows]
-        for number, pair in enumerate(self._layers):
-            self._layers[number] = self._empty()
-            for old, new in zip(pair, self._layers[number], strict=True):
+        # Layer by layer: only one layer is in memory twice.
+        for number, old_layer in enumerate(self._layers):
+            self._layers[number] = self._empty_layer()
+            for old, new in zip(old_layer, self._layers[number], strict=True):
                 new[:, :, : self.columns] = old[: self.num_rows]
         self._set_bias()
 
     def keep(self, going: Tensor) -> Tensor:
         """Drop the rows that are False in going [R]; returns the rows' old numbers, in their new order."""
-        order = going.nonzero()[:, 0]
-        number = len(order)
-        free, moved = (~going[:number]).nonzero()[:, 0], order[order >= number]
-        order = torch.arange(number, device=going.device)
+        remaining = going.nonzero()[:, 0]
+        num_remaining = len(remaining)
+        # Rows that go on and lie beyond the new end move to the places of rows that have ended.
+        free = (~going[:num_remaining]).nonzero()[:, 0]
+        moved = remaining[remaining >= num_remaining]
+        order = torch.arange(num_remaining, device=going.device)
         order[free] = moved
-        for held in chain.from_iterable(self._layers):
-            filled = held[:, :, : self.columns]
+        for tensor in chain.from_iterable(self._layers):
+            filled = tensor[:, :, : self.columns]
             filled[free] = filled[moved]
         self._first[free] = self._first[moved]
         if self._bias is not None:
             self._bias[free] = self._bias[moved]
-        self.num_rows = number
+        self.num_rows = num_remaining
         return order
 
     def attend_step(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Write the newest column, and attend from it to all.
 
-        Args:    queries: [R, H, D].  keys, values: [R, G, D].
-        Returns: [R, H D].
+        Args:
+            layer: number of the layer.
+            queries: [R, H, D].
+            keys: [R, G, D].
+            values: [R, G, D].
+
+        Returns:
+            [R, H D].
         """
-        rows, columns = slice(self.num_rows), slice(self.columns)
-        held_keys, held_values = self._layers[layer]
-        held_keys[rows, :, self.columns - 1] = keys
-        held_values[rows, :, self.columns - 1] = values
+        rows = slice(self.num_rows)
+        columns = slice(self.columns)
+        cached_keys, cached_values = self._layers[layer]
+        cached_keys[rows, :, self.columns - 1] = keys
+        cached_values[rows, :, self.columns - 1] = values
+        bias = None if self._bias is None else self._bias[rows, :, :, columns]
+        # The queries of a group see the same keys: they go in as one head's queries.
+        grouped_queries = queries.unflatten(1, (self._groups, -1))
         attended = _attend(
-            # the queries of a group see the same keys: they go in as one head's queries
-            queries.unflatten(1, (self._groups, -1)),
-            held_keys[rows, :, columns],
-            held_values[rows, :, columns],
-            None if self._bias is None else self._bias[rows, :, :, columns],
+            grouped_queries, cached_keys[rows, :, columns], cached_values[rows, :, columns], bias
         )
         return attended.reshape(len(queries), -1)
 
@@ -124,36 +148,57 @@ class KVCache:
     ) -> Tensor:
         """Write whole prompts into the rows that begin with them, and attend within each.
 
-        Args:    queries: [N, H, D], a stream of tokens.  keys, values: [N, G, D].
-        Returns: [N, H D].
+        Args:
+            runs: the stream's prompts, by length.
+            layer: number of the layer.
+            queries: [N, H, D], of a stream of tokens.
+            keys: [N, G, D].
+            values: [N, G, D].
+
+        Returns:
+            [N, H D].
         """
         attended = torch.empty_like(queries)
-        held_keys, held_values = self._layers[layer]
+        cached_keys, cached_values = self._layers[layer]
+        # Prompts of one length make a batch without padding, for the causal kernel, which takes no mask.
         for run in runs:
-            q, k, v = (
-                x[run.tokens].view(run.number, run.length, -1, self._head_size).transpose(1, 2)
-                for x in (queries, keys, values)
-            )
+            q = self._by_prompt(queries, run)
+            k = self._by_prompt(keys, run)
+            v = self._by_prompt(values, run)
+            # All prompts end at the same column.
             columns = slice(self._prompt_columns - run.length, self._prompt_columns)
-            held_keys[run.rows, :, columns] = k[run.prompt_of_row]
-            held_values[run.rows, :, columns] = v[run.prompt_of_row]
+            cached_keys[run.rows, :, columns] = k[run.prompt_of_row]
+            cached_values[run.rows, :, columns] = v[run.prompt_of_row]
             result = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             attended[run.tokens] = result.transpose(1, 2).flatten(0, 1)
         return attended.flatten(1)
+
+    def _by_prompt(self, stream: Tensor, run: PromptRun) -> Tensor:
+        """Cut a run out of a stream [N, heads, D]: [prompts, heads, length, D]."""
+        return stream[run.tokens].view(run.number, run.length, -1, self._head_size).transpose(1, 2)
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
     """Compute scaled_dot_product_attention, in half its time for a few queries per head.
 
-    Scores are at least float32. For that 16-bit keys and values are cast, unless they are many.
+    Args:
+        queries: [R, G, q, D].
+        keys: [R, G, columns, D].
+        values: [R, G, columns, D].
+        bias: [R, G, 1, columns], added to the scores.
 
-    Args:    queries: [R, G, q, D].  keys, values: [R, G, columns, D].  bias: [R, G, 1, columns].
-    Returns: [R, G, q, D].
+    Returns:
+        [R, G, q, D].
     """
+    # Scores are at least float32, for which 16-bit keys and values are cast. Where they are many, or on a
+    # GPU, torch's own kernel is faster.
     dtype = torch.promote_types(queries.dtype, torch.float32)
-    if queries.dtype != dtype and (queries.is_cuda or keys.shape[2] > MOST_CAST):
+    needs_cast = queries.dtype != dtype
+    if needs_cast and (queries.is_cuda or keys.shape[2] > MAX_CAST_COLUMNS):
         return F.scaled_dot_product_attention(queries, keys, values, bias)
-    q, k, v = (x.to(dtype).flatten(0, 1) for x in (queries, keys, values))
+    q = queries.to(dtype).flatten(0, 1)
+    k = keys.to(dtype).flatten(0, 1)
+    v = values.to(dtype).flatten(0, 1)
     scale = queries.shape[-1] ** -0.5
     if bias is None:
         scores = torch.bmm(q, k.mT).mul_(scale)

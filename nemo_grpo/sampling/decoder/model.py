@@ -26,16 +26,24 @@ class Decoder:
         self._place: dict[str, Any] = {"dtype": dtype, "device": device}
         self._rotary = RotaryTable(config, dtype, device)
         spec = self.weights.spec
-        self._eps, self._head_size = spec.norm_eps, spec.head_dim
-        self._heads, self._groups = spec.num_attention_heads, spec.num_key_value_heads
+        self._eps = spec.norm_eps
+        self._head_size = spec.head_dim
+        self._heads = spec.num_attention_heads
+        self._groups = spec.num_key_value_heads
 
     def read(self, prompts: Sequence[list[int]], prompt_of_row: Tensor, room: int) -> tuple[Tensor, KVCache]:
         """Read prompts, each once however many rows begin with it.
 
-        Args:    prompt_of_row: [R].  room: most tokens that will follow.
-        Returns: logits [R, V] of each row's first new token, and the rows' cache.
+        Args:
+            prompts: their tokens.
+            prompt_of_row: [R], number of the prompt that each row begins with.
+            room: largest number of tokens that will follow.
+
+        Returns:
+            Logits [R, V] of each row's first new token, and the rows' cache.
         """
         cache = self._cache(prompts, prompt_of_row, room)
+        # Of each prompt's last token alone: the logits of all tokens would be the largest tensor.
         logits = torch.empty(len(prompts), len(self.weights.embedding), **self._place)
         for stream, hidden in self._read(prompts, prompt_of_row, cache):
             logits[stream.prompts] = self._logits(hidden[stream.ends])
@@ -43,15 +51,17 @@ class Decoder:
 
     def logits(self, sequences: Sequence[list[int]]) -> Tensor:
         """Compute [B, S, V] of whole sequences, right-padded with 0."""
-        rows, longest = torch.arange(len(sequences)), max(map(len, sequences))
+        rows = torch.arange(len(sequences))
+        longest = max(map(len, sequences))
         logits = torch.zeros(len(sequences), longest, len(self.weights.embedding), **self._place)
-        for stream, hidden in self._read(sequences, rows, self._cache(sequences, rows, 0)):
+        cache = self._cache(sequences, rows, 0)
+        for stream, hidden in self._read(sequences, rows, cache):
             logits[stream.prompt_of_token, stream.positions] = self._logits(hidden)
         return logits
 
     def _cache(self, prompts: Sequence[list[int]], prompt_of_row: Tensor, room: int) -> KVCache:
         lengths = torch.tensor([len(prompt) for prompt in prompts])[prompt_of_row]
-        shape = len(self.weights.layers), self._groups, self._head_size
+        shape = (len(self.weights.layers), self._groups, self._head_size)
         return KVCache(shape, lengths.to(self.device), room, self._place)
 
     def _read(
@@ -66,8 +76,12 @@ class Decoder:
     def step(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Feed every row of the cache one token [R]; returns logits [R, V] of the next."""
         cache.add_column()
-        table, positions = self._rotary.upto(cache.columns), cache.positions
-        rotations = table[positions] if isinstance(positions, Tensor) else table[positions : positions + 1]
+        table = self._rotary.upto(cache.columns)
+        positions = cache.positions
+        if isinstance(positions, Tensor):
+            rotations = table[positions]
+        else:
+            rotations = table[positions : positions + 1]  # one rotation for all rows
         return self._logits(self._hidden_states(tokens, rotations, cache.attend_step))
 
     def _hidden_states(self, tokens: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
@@ -77,6 +91,7 @@ class Decoder:
             queries, keys, values = self._project(layer, hidden, rotations)
             hidden = layer.output.plus(hidden, attend(number, queries, keys, values))
             gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, -1)
+            # In place on the activation's own output, which nothing else reads.
             hidden = layer.down.plus(hidden, F.silu(gate).mul_(up))
         return hidden
 
@@ -84,12 +99,14 @@ class Decoder:
         """Compute [N, H, D] queries, [N, G, D] keys and values; queries and keys are rotated."""
         fused = layer.qkv(self._normed(hidden, layer.input_norm))
         heads = fused.view(len(fused), -1, self._head_size)
-        turned, values = heads.split([self._heads + self._groups, self._groups], 1)
+        # Queries and keys stay together, so that one operation rotates them.
+        queries_keys, values = heads.split([self._heads + self._groups, self._groups], 1)
         if layer.query_norm is not None and layer.key_norm is not None:
-            queries, keys = turned.split([self._heads, self._groups], 1)
-            queries = self._normed(queries, layer.query_norm)
-            turned = torch.cat([queries, self._normed(keys, layer.key_norm)], 1)
-        queries, keys = rotate(turned, rotations).split([self._heads, self._groups], 1)
+            queries, keys = queries_keys.split([self._heads, self._groups], 1)
+            normed_queries = self._normed(queries, layer.query_norm)
+            normed_keys = self._normed(keys, layer.key_norm)
+            queries_keys = torch.cat([normed_queries, normed_keys], 1)
+        queries, keys = rotate(queries_keys, rotations).split([self._heads, self._groups], 1)
         return queries, keys, values
 
     def _normed(self, values: Tensor, weight: Tensor) -> Tensor:

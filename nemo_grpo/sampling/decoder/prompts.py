@@ -7,7 +7,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-MOST_TOKENS = 8192
+MAX_TOKENS = 8192
 """Prompt tokens read at a time, or those of one longer prompt; bounds the memory of their activations."""
 
 
@@ -15,8 +15,12 @@ MOST_TOKENS = 8192
 class PromptRun:
     """Prompts of one length, next to each other in a stream.
 
-    Attributes: tokens: their part of the stream.  number, length: of the prompts.
-                rows: [r], responses to them.  prompt_of_row: [r], the prompt's number in the run.
+    Attributes:
+        tokens: their part of the stream.
+        number: of prompts.
+        length: of each prompt.
+        rows: [r], the responses to them.
+        prompt_of_row: [r], number of the row's prompt in the run.
     """
 
     tokens: slice
@@ -30,9 +34,13 @@ class PromptRun:
 class PromptStream:
     """Prompts one after the other, shorter ones first.
 
-    Attributes: prompts: [P], their numbers.  ends: [P], index of each one's last token.
-                tokens, positions, prompt_of_token: [N].
-                runs: the stream's parts.
+    Attributes:
+        prompts: [P], numbers of the prompts.
+        ends: [P], index of each prompt's last token in the stream.
+        tokens: [N].
+        positions: [N], position of each token in its prompt.
+        prompt_of_token: [N], number of each token's prompt.
+        runs: the stream's parts.
     """
 
     prompts: Tensor
@@ -46,7 +54,13 @@ class PromptStream:
 def prompt_streams(
     prompts: Sequence[list[int]], prompt_of_row: Tensor, device: torch.device
 ) -> Iterator[PromptStream]:
-    """Yield streams that together hold each prompt once.  Args: prompt_of_row: [R], each row's prompt."""
+    """Yield streams that together hold each prompt once.
+
+    Args:
+        prompts: their tokens.
+        prompt_of_row: [R], number of each row's prompt.
+        device: of the streams.
+    """
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     place = torch.empty(len(order), dtype=torch.long)
     place[order] = torch.arange(len(order))
@@ -66,20 +80,38 @@ def prompt_streams(
 
 def _passes(lengths: list[int]) -> Iterator[tuple[int, int]]:
     """Yield (first, after) of consecutive prompts that are read together."""
-    first, total = 0, 0
+    first = 0
+    total = 0
     for place, length in enumerate(lengths):
-        if total and total + length > MOST_TOKENS:
+        if total and total + length > MAX_TOKENS:
             yield first, place
-            first, total = place, 0
+            first = place
+            total = 0
         total += length
     yield first, len(lengths)
 
 
 def _runs(lengths: list[int], place_of_row: Tensor, device: torch.device) -> Iterator[PromptRun]:
-    place, start = 0, 0
-    for length, equal in groupby(lengths):
-        number = len(list(equal))
-        rows = ((place <= place_of_row) & (place_of_row < place + number)).nonzero()[:, 0]
-        tokens = slice(start, start + number * length)
-        yield PromptRun(tokens, number, length, rows.to(device), (place_of_row[rows] - place).to(device))
-        place, start = place + number, tokens.stop
+    """Yield the runs of a stream.
+
+    Args:
+        lengths: of the stream's prompts, in order.
+        place_of_row: [R], place of each row's prompt in the stream; outside of it for other prompts.
+        device: of the runs.
+    """
+    place = 0
+    start = 0
+    for length, equal_lengths in groupby(lengths):
+        number = len(list(equal_lengths))
+        is_in_run = (place <= place_of_row) & (place_of_row < place + number)
+        rows = is_in_run.nonzero()[:, 0]
+        end = start + number * length
+        yield PromptRun(
+            tokens=slice(start, end),
+            number=number,
+            length=length,
+            rows=rows.to(device),
+            prompt_of_row=(place_of_row[rows] - place).to(device),
+        )
+        place += number
+        start = end

@@ -11,16 +11,19 @@ SCALED = ("linear", "llama3", "yarn")
 
 
 def unsupported(config: Any) -> str | None:
-    """Explain why rotations of this configuration cannot be computed; None: they can."""
-    kind = _parameters(config).get("rope_type", "default")
-    if kind not in ("default", *SCALED):
-        return f"rope_type={kind}"
-    if _parameters(config).get("partial_rotary_factor") not in (None, 1.0):
-        return f"partial_rotary_factor={_parameters(config)['partial_rotary_factor']}"
+    """Explain why rotations of this configuration cannot be computed, or return None."""
+    parameters = _parameters(config)
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type not in ("default", *SCALED):
+        return f"rope_type={rope_type}"
+    partial_factor = parameters.get("partial_rotary_factor")
+    if partial_factor not in (None, 1.0):
+        return f"partial_rotary_factor={partial_factor}"
     return None
 
 
 def _parameters(config: Any) -> dict[str, Any]:
+    # Fills in what a config leaves out or calls by an older name.
     config.standardize_rope_params()
     return dict(config.rope_parameters)
 
@@ -32,24 +35,33 @@ class RotaryTable:
     """
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        kind, base = _parameters(config).get("rope_type", "default"), _parameters(config)["rope_theta"]
-        if kind == "default":
-            size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            frequencies, scale = 1.0 / (base ** (torch.arange(0, size, 2, dtype=torch.float) / size)), 1.0
+        parameters = _parameters(config)
+        rope_type = parameters.get("rope_type", "default")
+        if rope_type == "default":
+            size = getattr(config, "head_dim", None)
+            if size is None:
+                size = config.hidden_size // config.num_attention_heads
+            exponents = torch.arange(0, size, 2, dtype=torch.float) / size
+            frequencies = 1.0 / (parameters["rope_theta"] ** exponents)
+            scale = 1.0
         else:
-            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config)
-        self._frequencies, self._scale = frequencies.to(device), scale
+            frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](config)
+        self._frequencies = frequencies.to(device)
+        self._scale = scale
         self._dtype = dtype
         self._table = torch.empty(0, device=device)
 
     def upto(self, length: int) -> Tensor:
         """Return [at least length, 2, D]: cosines and sines by position, as `rotate` takes them."""
-        if len(self._table) < length:  # grown by half, so that not every step of a long response grows it
-            positions = torch.arange(
-                length + len(self._table) // 2, device=self._frequencies.device, dtype=torch.float
-            )
+        if len(self._table) < length:
+            # By half more than asked for, so that not every step of a long response computes it anew.
+            new_length = length + len(self._table) // 2
+            positions = torch.arange(new_length, device=self._frequencies.device, dtype=torch.float)
+            # Angles in float32 whatever the model's dtype: in 16 bits large positions would coincide.
             angles = positions[:, None] * self._frequencies
-            cos, sin = angles.cos(), angles.sin()
+            cos = angles.cos()
+            sin = angles.sin()
+            # The sign of the rotation is in the table, so that `rotate` is two products.
             table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
             self._table = (table * self._scale).to(self._dtype)
         return self._table
@@ -58,8 +70,11 @@ class RotaryTable:
 def rotate(heads: Tensor, rotations: Tensor) -> Tensor:
     """Turn every head by its token's position.
 
-    Args:    heads: [N, heads, D].  rotations: [N or 1, 2, D], rows of `RotaryTable.upto`.
+    Args:
+        heads: [N, heads, D].
+        rotations: [N or 1, 2, D], rows of `RotaryTable.upto`.
     """
-    cos, signed_sin = rotations[:, :1], rotations[:, 1:]
+    cos = rotations[:, :1]
+    signed_sin = rotations[:, 1:]
     swapped = heads.roll(heads.shape[-1] // 2, -1)
     return torch.addcmul(heads * cos, swapped, signed_sin)

@@ -18,20 +18,30 @@ from nemo_grpo.sampling.decoder import rotary
 from nemo_grpo.support import machine
 from nemo_grpo.support.errors import UserError
 
-EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+NORM = "model.norm.weight"
 QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
-SMALLEST = 2**18
+MIN_PACKED_VALUES = 2**18
 """Values of a weight from which packing pays; oneDNN takes longer to start a product."""
 
 
 def packs(weight: Tensor) -> bool:
-    """True if this weight should be packed; the processor's identity decides, so a resumed run agrees."""
-    if weight.device.type != "cpu" or weight.numel() < SMALLEST or not torch.backends.mkldnn.is_available():
+    """Return True if this weight should be packed."""
+    if weight.device.type != "cpu" or weight.numel() < MIN_PACKED_VALUES:
         return False
-    computes = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and machine.has_bf16())
-    return computes and machine.packs_weights()
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        # Without the instructions, BF16 products are slow.
+        if not machine.has_bf16():
+            return False
+    elif weight.dtype != torch.float32:
+        return False
+    # The processor's identity decides, not a measurement: a resumed run must compute the same bits.
+    return machine.packs_weights()
 
 
 class Matrix:
@@ -41,8 +51,10 @@ class Matrix:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False) -> None:
-        self.weight, self.bias = weight, bias
-        self._shared, self._num_bytes = shared, weight.untyped_storage().nbytes()
+        self.weight = weight
+        self.bias = bias
+        self._shared = shared
+        self._num_bytes = weight.untyped_storage().nbytes()
         self._packed: Tensor | None = None
 
     def pack(self) -> None:
@@ -59,7 +71,7 @@ class Matrix:
         self.weight.untyped_storage().resize_(self._num_bytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[N, in] -> [N, out]."""
+        """Compute [N, in] -> [N, out]."""
         if self._packed is None:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
@@ -75,9 +87,15 @@ class Matrix:
 class Layer:
     """One layer; H query heads and G key-value heads of size D, width h, MLP width f.
 
-    Attributes: qkv: [(H + 2G) D, h], queries, keys and values one below the other.
-                query_norm, key_norm: [D], or None.  output: [h, H D].  gate_up: [2f, h].  down: [h, f].
-                input_norm, mlp_norm: [h].
+    Attributes:
+        qkv: [(H + 2G) D, h], queries, keys and values one below the other.
+        query_norm: [D], or None.
+        key_norm: [D], or None.
+        output: [h, H D].
+        gate_up: [2f, h].
+        down: [h, f].
+        input_norm: [h].
+        mlp_norm: [h].
     """
 
     qkv: Matrix
@@ -95,35 +113,50 @@ class Weights:
 
     Attributes:
         named: Hugging Face name -> tensor, a view of the fused one; write it within `writable`. Tied weights
-            are one tensor under both names.
-        layers, embedding [V, h], head, norm [h]: for the forward pass.
+            are one tensor under two names.
+        layers: of the forward pass.
+        embedding: [V, h].
+        head: from hidden states to logits.
+        norm: [h].
         spec: of the model.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
-        """``config``: a transformers config object for which `unsupported` is None."""
+        """Allocate the weights of a transformers config for which `unsupported` is None."""
         family = family_for(config.to_dict())
         self.spec = family.spec
-        self._shapes, self._nowhere = family.hf_shapes, torch.empty(0, dtype=dtype, device=device)
+        self._shapes = family.hf_shapes
+        # An empty tensor, whose `new_empty` gives further ones its dtype and device.
+        self._template = torch.empty(0, dtype=dtype, device=device)
         self.named: dict[str, Tensor] = {}
-        self.embedding, self.norm = self._one(EMBEDDING), self._one(NORM)
+        self.embedding = self._allocate(EMBEDDING)
+        self.norm = self._allocate(NORM)
         if family.tied:
             self.named[HEAD] = self.embedding
-        self.head = Matrix(self.embedding, shared=True) if family.tied else Matrix(self._one(HEAD))
+            # The embedding looks up rows of it, so packing must not release its memory.
+            self.head = Matrix(self.embedding, shared=True)
+        else:
+            self.head = Matrix(self._allocate(HEAD))
         self.layers = [self._layer(f"model.layers.{number}.") for number in range(family.num_layers)]
 
     def _layer(self, prefix: str) -> Layer:
-        has_bias, has_norms = self.spec.has_qkv_bias, self.spec.has_qk_norm
-        bias = self._fused(f"{prefix}{name}.bias" for name in QKV) if has_bias else None
+        bias = None
+        if self.spec.has_qkv_bias:
+            bias = self._allocate_fused([f"{prefix}{name}.bias" for name in QKV])
+        query_norm = None
+        key_norm = None
+        if self.spec.has_qk_norm:
+            query_norm = self._allocate(f"{prefix}self_attn.q_norm.weight")
+            key_norm = self._allocate(f"{prefix}self_attn.k_norm.weight")
         return Layer(
-            qkv=Matrix(self._fused(f"{prefix}{name}.weight" for name in QKV), bias),
-            query_norm=self._one(f"{prefix}self_attn.q_norm.weight") if has_norms else None,
-            key_norm=self._one(f"{prefix}self_attn.k_norm.weight") if has_norms else None,
-            output=Matrix(self._one(f"{prefix}self_attn.o_proj.weight")),
-            gate_up=Matrix(self._fused(f"{prefix}{name}.weight" for name in GATE_UP)),
-            down=Matrix(self._one(f"{prefix}mlp.down_proj.weight")),
-            input_norm=self._one(f"{prefix}input_layernorm.weight"),
-            mlp_norm=self._one(f"{prefix}post_attention_layernorm.weight"),
+            qkv=Matrix(self._allocate_fused([f"{prefix}{name}.weight" for name in QKV]), bias),
+            query_norm=query_norm,
+            key_norm=key_norm,
+            output=Matrix(self._allocate(f"{prefix}self_attn.o_proj.weight")),
+            gate_up=Matrix(self._allocate_fused([f"{prefix}{name}.weight" for name in GATE_UP])),
+            down=Matrix(self._allocate(f"{prefix}mlp.down_proj.weight")),
+            input_norm=self._allocate(f"{prefix}input_layernorm.weight"),
+            mlp_norm=self._allocate(f"{prefix}post_attention_layernorm.weight"),
         )
 
     @contextmanager
@@ -132,6 +165,8 @@ class Weights:
         for matrix in self._matrices():
             matrix.unpack()
         yield self.named
+        # Not after an error: weights that are not all written must not be used, and `LocalGenerator` sees to
+        # that.
         for matrix in self._matrices():
             matrix.pack()
 
@@ -140,22 +175,21 @@ class Weights:
             yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
         yield self.head
 
-    def _one(self, name: str) -> Tensor:
-        self.named[name] = self._nowhere.new_empty(self._shapes[name])
+    def _allocate(self, name: str) -> Tensor:
+        self.named[name] = self._template.new_empty(self._shapes[name])
         return self.named[name]
 
-    def _fused(self, names: Any) -> Tensor:
+    def _allocate_fused(self, names: list[str]) -> Tensor:
         """Allocate these tensors one below the other; each is a view of the whole."""
-        names = list(names)
         shapes = [self._shapes[name] for name in names]
-        rows = [shape[0] for shape in shapes]
-        whole = self._nowhere.new_empty((sum(rows), *shapes[0][1:]))
-        self.named |= zip(names, whole.split(rows), strict=True)
-        return whole
+        num_rows = [shape[0] for shape in shapes]
+        fused = self._template.new_empty((sum(num_rows), *shapes[0][1:]))
+        self.named |= zip(names, fused.split(num_rows), strict=True)
+        return fused
 
 
 def unsupported(config: Any) -> str | None:
-    """Explain why the decoder cannot compute a transformers model of this configuration; None: it can."""
+    """Explain why the decoder cannot compute a transformers model of this configuration, or return None."""
     content = config.to_dict()
     try:
         spec = read_spec(content, among=COMPUTED)
@@ -173,5 +207,7 @@ def unsupported(config: Any) -> str | None:
 def missing_weights(config: Any, names: set[str]) -> list[str]:
     """List the model's tensors that a checkpoint with these names lacks."""
     family = family_for(config.to_dict())
-    present = names | {EMBEDDING} if family.tied and HEAD in names else names
+    present = set(names)
+    if family.tied and HEAD in names:
+        present.add(EMBEDDING)  # the same tensor; a checkpoint may have it under either name
     return sorted(family.hf_shapes.keys() - present)

@@ -14,7 +14,11 @@ class RetrieverError(RuntimeError):
 
 @dataclass(frozen=True)
 class Passage:
-    """One entry of a corpus. ``score`` orders the passages of one answer: higher is better."""
+    """One entry of a corpus.
+
+    Attributes:
+        score: orders the passages of one answer; higher is better.
+    """
 
     id: str
     title: str
@@ -28,6 +32,7 @@ class Retriever(Protocol):
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """Find at most ``top_k`` passages for each query, best first; the same query gives the same passages.
 
-        Raises: RetrieverError: the service fails.
+        Raises:
+            RetrieverError: the service fails.
         """
         ...

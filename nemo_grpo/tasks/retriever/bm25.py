@@ -24,7 +24,8 @@ class BM25Retriever:
     """
 
     def __init__(self, passages: Sequence[Passage], index: Any) -> None:
-        self.passages, self._index = passages, index
+        self.passages = passages
+        self._index = index
 
     @classmethod
     def in_memory(cls, passages: Sequence[Passage]) -> Self:
@@ -35,14 +36,22 @@ class BM25Retriever:
     def of_file(cls, path: str | Path, cache: str | Path | None = None) -> Self:
         """Index a JSONL file: read the index from ``cache``, or build it there if the file has changed.
 
-        Args:   cache: folder; None: the corpus's path with ``.bm25`` appended.
+        Args:
+            path: of the corpus.
+            cache: folder; None: the corpus's path with ``.bm25`` appended.
         """
-        bm25s, corpus = _bm25s(), Corpus(path)
+        bm25s = _bm25s()
+        corpus = Corpus(path)
         key = {"kind": "bm25", "bm25s": bm25s.__version__, "stopwords": STOPWORDS, "form": _FORM}
         key |= corpus.fingerprint
         folder = Path(cache) if cache is not None else Path(f"{path}.bm25")
-        built = index_folder(folder, key, lambda target: _build(corpus).save(target, show_progress=False))
-        return cls(corpus, bm25s.BM25.load(built, mmap=True, show_progress=False))
+
+        def build(target: Path) -> None:
+            _build(corpus).save(target, show_progress=False)
+
+        index_folder(folder, key, build)
+        # Mapped, so that the processes of a machine share one copy of the index.
+        return cls(corpus, bm25s.BM25.load(folder, mmap=True, show_progress=False))
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         return [self._search(query, top_k) for query in queries]
@@ -56,14 +65,19 @@ class BM25Retriever:
             return []
         scores = self._index.get_scores_from_ids(ids)
         top_k = min(top_k, len(scores))
-        worst = np.partition(scores, -top_k)[-top_k]
-        found = np.flatnonzero((scores >= worst) & (scores > 0))
-        best = found[np.argsort(-scores[found], kind="stable")][:top_k]
-        return [replace(self.passages[int(i)], score=float(scores[i])) for i in best]
+        # bm25s's own top-k promises no order of equal scores. Here all passages that tie with the last one
+        # are candidates, and a stable sort keeps the corpus's order among them.
+        lowest_score = np.partition(scores, -top_k)[-top_k]
+        candidates = np.flatnonzero((scores >= lowest_score) & (scores > 0))
+        best_first = np.argsort(-scores[candidates], kind="stable")[:top_k]
+        return [
+            replace(self.passages[int(index)], score=float(scores[index])) for index in candidates[best_first]
+        ]
 
 
 def _build(passages: Iterable[Passage]) -> Any:
-    index, words = _bm25s().BM25(), _words(map(indexed_text, passages), as_ids=True)
+    index = _bm25s().BM25()
+    words = _words(map(indexed_text, passages), as_ids=True)
     if not words.vocab:
         raise UserError(
             "the corpus has no word that BM25 could find: its passages hold only English stop words and "
@@ -74,8 +88,9 @@ def _build(passages: Iterable[Passage]) -> Any:
 
 
 def _words(texts: Iterable[str], *, as_ids: bool) -> Any:
-    texts = (unicodedata.normalize(_FORM, text) for text in texts)  # accents have two encodings
-    return _bm25s().tokenize(texts, stopwords=STOPWORDS, return_ids=as_ids, show_progress=False)
+    # Accents have two encodings, which bm25s takes for different words.
+    composed = (unicodedata.normalize(_FORM, text) for text in texts)
+    return _bm25s().tokenize(composed, stopwords=STOPWORDS, return_ids=as_ids, show_progress=False)
 
 
 def _bm25s() -> ModuleType:
@@ -83,5 +98,6 @@ def _bm25s() -> ModuleType:
         import bm25s
     except ImportError as error:
         raise UserError("BM25 needs the package bm25s; pip install 'nemo-grpo[search]'") from error
-    logging.getLogger("bm25s").setLevel(logging.WARNING)  # its import sets DEBUG
+    # The import sets DEBUG.
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
     return bm25s

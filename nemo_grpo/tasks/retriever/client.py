@@ -18,9 +18,11 @@ log = logging.getLogger(__name__)
 
 PATH = "/retrieve"
 QUERIES_PER_REQUEST = 64
+NUM_TRIES = 6
+"""All tries of one request."""
 FIRST_WAIT = 0.5
 """Seconds before the second try; doubled before each later one."""
-BROKEN = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError, UserError)
+TRANSIENT = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError, UserError)
 """Errors of a connection or an answer that another try may not meet."""
 
 
@@ -30,41 +32,45 @@ class RetrieverClient:
     Failures that may be transient (no connection, a timeout, 5xx, a broken answer) are retried; refused
     requests (4xx) are not. Proxies of the environment are not used.
 
-    Args: url: of the service, with or without `PATH`.  timeout: seconds for one try.
-          num_tries: all tries of one request, at least 1.
+    Args:
+        url: of the service, with or without `PATH`.
+        timeout: seconds for one try.
     """
 
-    def __init__(self, url: str, *, timeout: float = 30.0, num_tries: int = 6) -> None:
-        assert num_tries >= 1, num_tries
-        self.url, self.timeout, self.num_tries = url.rstrip("/").removesuffix(PATH), timeout, num_tries
+    def __init__(self, url: str, timeout: float) -> None:
+        self.url = url.rstrip("/").removesuffix(PATH)
+        self.timeout = timeout
+        # Clusters often set a proxy for the way out, which does not know their own machines.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
-        found: list[list[Passage]] = []
+        results: list[list[Passage]] = []
         for start in range(0, len(queries), QUERIES_PER_REQUEST):
             part = queries[start : start + QUERIES_PER_REQUEST]
-            # without halves of characters, which JSON cannot carry
-            found += self._request([query.encode(errors="replace").decode() for query in part], top_k)
-        return found
+            # A policy may write half of a character, which JSON cannot carry.
+            encodable = [query.encode(errors="replace").decode() for query in part]
+            results += self._request(encodable, top_k)
+        return results
 
     def _request(self, queries: list[str], top_k: int) -> list[list[Passage]]:
+        """Send one request, again after failures that may be transient."""
         body = json.dumps({"queries": queries, "topk": top_k, "return_scores": True}).encode()
         wait = FIRST_WAIT
-        for number in range(1, self.num_tries + 1):
+        for number in range(1, NUM_TRIES + 1):
             try:
                 return _passages(queries, self._once(body))
             except urllib.error.HTTPError as error:
-                reason = f"{error.code} {_said(error)}"
+                reason = f"{error.code} {_detail(error)}"
                 if error.code < 500:
                     raise RetrieverError(f"the retriever at {self.url} refused {PATH}: {reason}") from error
-            except BROKEN as error:
+            except TRANSIENT as error:
                 reason = f"{type(error).__name__}: {error}"
-            if number < self.num_tries:
-                log.warning("retriever %s: %s; try %d of %d", self.url, reason, number + 1, self.num_tries)
+            if number < NUM_TRIES:
+                log.warning("retriever %s: %s; try %d of %d", self.url, reason, number + 1, NUM_TRIES)
                 time.sleep(wait)
                 wait *= 2
         raise RetrieverError(
-            f"the retriever at {self.url} gave no answer in {self.num_tries} tries ({reason}); is "
+            f"the retriever at {self.url} gave no answer in {NUM_TRIES} tries ({reason}); is "
             f"`nemo-grpo retriever serve`, or another service with Search-R1's {PATH}, running there?"
         )
 
@@ -75,19 +81,24 @@ class RetrieverClient:
 
 
 def _passages(queries: list[str], answer: Any) -> list[list[Passage]]:
-    results = [[_passage(item, index) for index, item in enumerate(items)] for items in answer["result"]]
+    results = []
+    for items in answer["result"]:
+        results.append([_passage(item, index) for index, item in enumerate(items)])
     if len(results) != len(queries):
         raise ValueError(f"{len(results)} results for {len(queries)} queries")
     return results
 
 
 def _passage(item: Mapping[str, Any], index: int) -> Passage:
-    found = passage_of(item.get("document", item), index, "the retriever's answer")
-    return replace(found, score=float(item.get("score", 0.0)))
+    # Without return_scores, or from a server that ignores it, the item is the document itself.
+    document = item.get("document", item)
+    passage = passage_of(document, index, "the retriever's answer")
+    return replace(passage, score=float(item.get("score", 0.0)))
 
 
-def _said(error: urllib.error.HTTPError) -> str:
+def _detail(error: urllib.error.HTTPError) -> str:
+    """Return the detail that FastAPI and our own service add to an error, or else its standard reason."""
     try:
         return str(json.load(error)["detail"])
-    except BROKEN:
+    except TRANSIENT:
         return str(error.reason)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.files import publish_folder
 from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.rows import parse_object
 
@@ -26,19 +27,22 @@ class Corpus(Sequence[Passage]):
     Either ``{"id", "title", "text"}``, title and id optional, or ``{"id", "contents"}`` with the title as the
     first line of the contents. Blank lines are skipped.
 
-    Args:   path: the file; it must not change while it is open.
+    Args:
+        path: the file; it must not change while it is open.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._starts, self._numbers = array("q"), array("q")
+        # 8 bytes a number: lists of Python's integers would take five times that, for millions of passages.
+        self._starts = array("q")
+        self._line_numbers = array("q")
         try:
             with self.path.open("rb") as file:
                 position = 0
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         self._starts.append(position)
-                        self._numbers.append(number)
+                        self._line_numbers.append(number)
                     position += len(line)
             self._starts.append(position)
             self._descriptor = os.open(self.path, os.O_RDONLY)
@@ -52,20 +56,23 @@ class Corpus(Sequence[Passage]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        start, end = self._starts[index], self._starts[index + 1]
-        line = os.pread(self._descriptor, end - start, start)  # no shared file position: safe in threads
-        where = f"corpus {self.path}:{self._numbers[index]}"
+            return [self[number] for number in range(*index.indices(len(self)))]
+        index = range(len(self))[index]  # negative ones count from the end; others raise IndexError
+        start = self._starts[index]
+        end = self._starts[index + 1]
+        # pread has no file position that threads would share.
+        line = os.pread(self._descriptor, end - start, start)
+        where = f"corpus {self.path}:{self._line_numbers[index]}"
         return passage_of(parse_object(line, where), index, where)
 
     def __del__(self) -> None:
+        # Not set where the constructor has failed.
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
 
     @property
     def fingerprint(self) -> dict[str, int]:
-        """Changes when the file does, without reading it."""
+        """Return values that change when the file does, without reading it."""
         status = self.path.stat()
         return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "num_passages": len(self)}
 
@@ -78,27 +85,41 @@ def indexed_text(passage: Passage) -> str:
 def passage_of(entry: Mapping[str, Any], index: int, where: str) -> Passage:
     """Read a passage from a corpus's line or a service's document.
 
-    Args:   index: stands in for a missing id.  where: for messages.
+    Args:
+        entry: the line or document.
+        index: stands in for a missing id.
+        where: place of the entry, for messages.
     """
-    title, text = entry.get("title") or "", entry.get("text")
-    if text is None and isinstance(entry.get("contents"), str):
-        first, newline, rest = entry["contents"].partition("\n")
-        title, text = (first.strip().strip('"'), rest) if newline else ("", first)
+    title = entry.get("title") or ""
+    text = entry.get("text")
+    contents = entry.get("contents")
+    if text is None and isinstance(contents, str):
+        # Search-R1's corpora have the title, in quotation marks, as the first line.
+        first_line, line_break, further_lines = contents.partition("\n")
+        if line_break:
+            title = first_line.strip().strip('"')
+            text = further_lines
+        else:
+            title = ""
+            text = contents
     if not isinstance(text, str) or not isinstance(title, str):
         raise UserError(f'{where}: neither a "text" nor "contents"; a passage needs one of them, as a text')
     return Passage(str(entry.get("id", index)), title, text)
 
 
-def index_folder(folder: Path, key: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
-    """Return the folder with the index for ``key``; ``build`` fills it if it holds another one or none.
+def index_folder(folder: Path, key: Mapping[str, Any], build: Callable[[Path], None]) -> None:
+    """Build the index for ``key``, unless the folder holds it already.
 
     The new index appears under its name in one step, after it is complete: a killed build leaves none, and
     two concurrent builds both end with a complete one.
 
-    Args:   key: all that the index depends on, as JSON values.
+    Args:
+        folder: of the index.
+        key: all that the index depends on, as JSON values.
+        build: writes the index into the folder that it gets.
     """
     if _key_of(folder) == dict(key):
-        return folder
+        return
     if folder.exists() and not (folder / KEY).is_file():
         raise UserError(f"index folder {folder} holds something else; choose another, or remove it")
     try:
@@ -113,11 +134,15 @@ def index_folder(folder: Path, key: Mapping[str, Any], build: Callable[[Path], N
         log.info("building the index %s", folder)
         build(unfinished)
         (unfinished / KEY).write_text(json.dumps(dict(key), sort_keys=True) + "\n", encoding="utf-8")
-        _publish(unfinished, folder, key)
+        try:
+            publish_folder(unfinished, folder)
+        except OSError:
+            # Another process may have published the same index in the meantime, which serves as well.
+            if _key_of(folder) != dict(key):
+                raise
         log.info("built in %.1f s", time.monotonic() - start)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
 
 
 def _key_of(folder: Path) -> Any:
@@ -125,15 +150,3 @@ def _key_of(folder: Path) -> Any:
         return json.loads((folder / KEY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def _publish(unfinished: Path, folder: Path, key: Mapping[str, Any]) -> None:
-    if folder.exists():
-        stale = Path(tempfile.mkdtemp(prefix=f".{folder.name}-stale-", dir=folder.parent))
-        folder.replace(stale / folder.name)
-        shutil.rmtree(stale, ignore_errors=True)
-    try:
-        unfinished.rename(folder)
-    except OSError:
-        if _key_of(folder) != dict(key):  # not the same index by another process
-            raise

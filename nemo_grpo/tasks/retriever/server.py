@@ -34,15 +34,24 @@ class RetrieveRequest(BaseModel):
 
 
 def application(retriever: Retriever, top_k: int) -> Starlette:
-    """Make the service of a retriever.  Args: top_k: passages per query if a request gives no ``topk``."""
+    """Make the service of a retriever.
+
+    Args:
+        retriever: answers the queries.
+        top_k: passages per query if a request gives no ``topk``.
+    """
 
     async def retrieve(request: Request) -> JSONResponse:
         try:
-            asked = RetrieveRequest.model_validate_json(await request.body())
+            body = RetrieveRequest.model_validate_json(await request.body())
         except ValidationError as error:
+            # Without the input: a body that is no UTF-8 has no JSON form.
             return JSONResponse({"detail": error.errors(include_url=False, include_input=False)}, 422)
-        found = await run_in_threadpool(retriever.search, asked.queries, asked.topk or top_k)
-        answers = [[_answer(each, asked.return_scores) for each in passages] for passages in found]
+        # In a thread: a search keeps the processor busy, and other requests must not wait for it.
+        results = await run_in_threadpool(retriever.search, body.queries, body.topk or top_k)
+        answers = []
+        for passages in results:
+            answers.append([_answer(passage, body.return_scores) for passage in passages])
         return JSONResponse({"result": answers})
 
     return Starlette(routes=[Route("/retrieve", retrieve, methods=["POST"])])
@@ -51,20 +60,28 @@ def application(retriever: Retriever, top_k: int) -> Starlette:
 def _answer(passage: Passage, with_score: bool) -> dict[str, Any]:
     document = {"id": passage.id, "title": passage.title, "text": passage.text}
     document["contents"] = indexed_text(passage)
-    return {"document": document, "score": passage.score} if with_score else document
+    if with_score:
+        return {"document": document, "score": passage.score}
+    return document
 
 
 def serve(service: Starlette, host: str, port: int, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT, then finish what is under way.
 
-    Args:   port: 0 for a free one.  on_ready: gets the address once the service listens.
+    Args:
+        service: from `application`.
+        host: address to listen on.
+        port: 0 for a free one.
+        on_ready: gets the service's address once it listens.
     """
     try:
         listening = socket.create_server((host, port), backlog=256)
     except OSError as error:
         raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another") from error
     server = uvicorn.Server(uvicorn.Config(service, lifespan="off", log_level="warning"))
+    # uvicorn raises the signal again when it has ended. The default handlers would then end this process with
+    # the signal's status instead of 0.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, server.handle_exit)  # uvicorn raises the signal again when it has ended
+        signal.signal(number, server.handle_exit)
     on_ready("http://{}:{}".format(*listening.getsockname()))
     server.run([listening])

@@ -1,14 +1,16 @@
 r"""The final answer of a mathematical response, found in linear time for any text.
 
-Searched outside the thinking: in the last complete ``<answer>`` block that is not empty, or, without one, in
-all of the text. There the complete ``\boxed{..}`` that closes last and is not empty counts, with those that
-``,``, ``and``, ``or`` or ``\quad`` joins to it. A block without a box is read as a whole: all its
-``$formulas$`` are one list, unless a number stands beside them; without formulas the text after ``answer is``
-counts, else all of it.
+It is looked for outside the thinking: in the last complete ``<answer>`` block that is not empty, or, without
+a block, in all of the text.
+
+- With boxes, the answer is the complete ``\boxed{..}`` that closes last and is not empty. Boxes that ``,``,
+  ``and``, ``or`` or ``\quad`` joins to it make one list with it.
+- A block without a box is read as a whole. All its ``$formulas$`` are one list, unless a number stands beside
+  them. Without formulas the answer is the text after ``answer is``, or all of the block.
 """
 
 import re
-from itertools import accumulate
+from typing import NamedTuple
 
 from nemo_grpo.tasks.response import last_answer, outside_thinking
 from nemo_grpo.tasks.rewards.latex import normalized
@@ -37,7 +39,7 @@ _FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$]+)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\
 
 
 def final_answer(response: str) -> str | None:
-    """Return the final answer without its box; None: there is none, or it is too long or too deep."""
+    """Return the final answer without its box, or None if there is none, or if it is too long or too deep."""
     response = outside_thinking(response)
     block = last_answer(response)
     answer = last_boxed(response if block is None else block)
@@ -45,58 +47,100 @@ def final_answer(response: str) -> str | None:
         answer = _whole_block(block.strip())
     if answer is None or len(answer) > MAX_CHARS:
         return None
-    answer = _BOX.sub("", answer).strip()  # else math-verify would take 5 from \boxed{\boxed{5} or 6}
-    if not normalized(answer):
+    # Otherwise math-verify would take 5 from \boxed{\boxed{5} or 6}.
+    answer = _BOX.sub("", answer).strip()
+    if not normalized(answer) or _depth(answer) > MAX_DEPTH:
         return None
-    steps = ((character in "([{") - (character in ")]}") for character in answer)
-    depths = accumulate(steps, lambda depth, step: max(0, depth + step), initial=0)
-    return answer if max(depths) <= MAX_DEPTH else None
+    return answer
+
+
+def _depth(answer: str) -> int:
+    """Return the deepest nesting of brackets; one that closes without an opening one does not count."""
+    depth = 0
+    deepest = 0
+    for character in answer:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+    return deepest
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the inside of the ``\boxed{..}``, ``\fbox{..}`` or ``\boxed 5`` that closes last; None: no box.
+    r"""Return the content of the box that closes last, or None if there is no box.
 
-    Boxes joined to it make one list with it. Empty boxes do not count; a box that contains
-    only another box counts as the inner one.
+    A box is ``\boxed{..}``, ``\fbox{..}`` or ``\boxed 5``. Boxes joined to the last one make one list with
+    it. Empty boxes do not count. A box that contains only another box counts as the inner one.
     """
-    insides: list[str] = []
-    after = 0
-    for start, inside, end in reversed(_boxes(text)):
-        if insides and (after - end > MAX_JOINT or not _JOINT.fullmatch(text, end, after)):
-            break
-        boxed = text[inside]
-        while len(boxed) <= MAX_CHARS and (boxes := _boxes(boxed := boxed.strip())):
-            if boxes[-1][::2] != (0, len(boxed)):
+    contents: list[str] = []
+    start_of_next = 0
+    for box in reversed(_boxes(text)):
+        if contents:
+            # The length first, which bounds the time of the pattern.
+            is_close = start_of_next - box.end <= MAX_JOINT
+            if not is_close or not _JOINT.fullmatch(text, box.end, start_of_next):
                 break
-            boxed = boxed[boxes[-1][1]]
-        insides.append(boxed)
-        after = start
-    return ", ".join(dict.fromkeys(reversed(insides))) or None
+        contents.append(_innermost(text[box.inside]))
+        start_of_next = box.start
+    # A box repeated in the list counts once.
+    boxed = ", ".join(dict.fromkeys(reversed(contents)))
+    return boxed if boxed else None
 
 
-def _boxes(text: str) -> list[tuple[int, slice, int]]:
-    """Find start, inside and end of complete boxes that are not empty, without those inside another."""
-    boxes: list[tuple[int, slice, int]] = []
-    open_braces: list[tuple[int, int] | None] = []  # of a box: its start and its inside's; None for no box
+def _innermost(content: str) -> str:
+    """Unwrap a box's content while it is nothing but another box."""
+    while len(content) <= MAX_CHARS:
+        content = content.strip()
+        boxes = _boxes(content)
+        if not boxes:
+            break
+        last = boxes[-1]
+        if (last.start, last.end) != (0, len(content)):
+            break
+        content = content[last.inside]
+    return content
+
+
+class _Box(NamedTuple):
+    """A complete box in a text: where it starts, its content, and where it ends."""
+
+    start: int
+    inside: slice
+    end: int
+
+
+def _boxes(text: str) -> list[_Box]:
+    """Find the complete boxes that are not empty, without those inside another."""
+    boxes: list[_Box] = []
+    # Open braces: for a box its start and its content's start, None for any other brace.
+    open_braces: list[tuple[int, int] | None] = []
     for token in _TOKEN.finditer(text):
         if token["bare"] is not None:
-            boxes.append((token.start(), slice(*token.span("bare")), token.end()))
+            boxes.append(_Box(token.start(), slice(*token.span("bare")), token.end()))
         elif token[0][-1] == "{" and token[0] != "\\{":
             open_braces.append(token.span() if token["box"] else None)
-        elif token[0] == "}" and open_braces and (opened := open_braces.pop()) is not None:
-            inside = slice(opened[1], token.start())
-            if token.start() - opened[1] > MAX_CHARS or text[inside].strip():
-                while boxes and boxes[-1][0] > opened[0]:
+        elif token[0] == "}" and open_braces:
+            opened = open_braces.pop()
+            if opened is None:
+                continue
+            start, inside_start = opened
+            inside = slice(inside_start, token.start())
+            # A box that is too long for an answer is not stripped: that would copy it once per nesting.
+            if token.start() - inside_start > MAX_CHARS or text[inside].strip():
+                while boxes and boxes[-1].start > start:
                     boxes.pop()
-                boxes.append((opened[0], inside, token.end()))
+                boxes.append(_Box(start, inside, token.end()))
     return boxes
 
 
 def _whole_block(block: str) -> str | None:
-    """Read a block without a box; None: it is too long, so that its formulas are found in short time."""
+    """Read a block without a box; return None if it is too long."""
+    # Finding formulas takes more than linear time.
     if len(block) > MAX_CHARS:
         return None
-    text = block.replace("\\$", "")
+    text = block.replace("\\$", "")  # a price's sign begins no formula
+    # Of the groups of a match, one for each kind of marks, one holds the formula.
     formulas = ["".join(filter(None, groups)).strip() for groups in _FORMULA.findall(text)]
     has_number_beside = re.search(r"\d", _FORMULA.sub("", text))
     if formulas and not has_number_beside:

@@ -11,8 +11,9 @@ Form = Literal["think_answer", "tags", "think", "think_closed", "boxed"]
 
 def matched_think_tags(response: str) -> float:
     """Return 1 if there is one ``<think>`` followed by one ``</think>`` (CW-GRPO Appendix C)."""
-    once = response.count("<think>") == 1 == response.count("</think>")
-    return float(once and response.index("<think>") < response.index("</think>"))
+    if response.count("<think>") != 1 or response.count("</think>") != 1:
+        return 0.0
+    return float(response.index("<think>") < response.index("</think>"))
 
 
 def tags_in_order(response: str) -> float:
@@ -20,8 +21,10 @@ def tags_in_order(response: str) -> float:
 
     Logic-RL's release (TR-GRPO Table 5): kk.py, validate_response_structure.
     """
+    if any(response.count(tag) != 1 for tag in TAGS):
+        return 0.0
     places = [response.find(tag) for tag in TAGS]
-    return float(places == sorted(places) and all(response.count(tag) == 1 for tag in TAGS))
+    return float(places == sorted(places))
 
 
 def think_closed(response: str) -> float:
@@ -53,7 +56,9 @@ def demonstrated_form(solution: str, answer: str, form: Form) -> str:
         return f"<think>{solution}</think>\n\n\\boxed{{{answer}}}"
     if form == "think_closed":
         return f"<think>{solution}\n</think>\n\n\\boxed{{{answer}}}"
-    return solution if last_boxed(solution) else f"{solution} \\boxed{{{answer}}}"
+    if last_boxed(solution):
+        return solution  # many solutions of data sets end in a box
+    return f"{solution} \\boxed{{{answer}}}"
 
 
 def with_opened_think(response: str, is_open: bool) -> str:

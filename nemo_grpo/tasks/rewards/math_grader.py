@@ -1,8 +1,8 @@
-r"""Compares mathematical answers: as texts, else by math-verify in expendable worker processes.
+r"""Comparison of mathematical answers, as texts or by math-verify in expendable worker processes.
 
 Equal texts are right. An answer that is no mathematics is compared as text only. Everything else is for
-math-verify, with the settings of NeMo-RL's environment (`worker.mathematics`). One that takes too much time
-or memory, or that crashes the worker, is wrong; see `worker_pool`.
+math-verify, with the settings of NeMo-RL's environment (`worker.mathematics`). An answer that takes too much
+time or memory, or that crashes the worker, is wrong; see `worker_pool`.
 """
 
 import logging
@@ -36,53 +36,69 @@ _SEPARATOR = re.compile(r"[,;]|\b(?:and|or)\b")
 class MathGrader(WorkerPool):
     """Compares answers; safe to call from several threads, each of which has a worker while it waits."""
 
-    def __init__(self, *, cpu_seconds: float = 3.0, wall_seconds: float = 60.0) -> None:
-        """Starts nothing yet; see `WorkerPool` for the limits of one comparison."""
+    def __init__(self) -> None:
         unready = f"the worker that compares answers did not start; is math-verify in {sys.executable}?"
-        super().__init__(("mathematics",), unready, cpu_seconds=cpu_seconds, wall_seconds=wall_seconds)
+        super().__init__(("mathematics",), unready)
 
     def _forget(self) -> None:
         super()._forget()
         self._verdicts: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
 
     def equal(self, reference: str, answer: str) -> bool:
-        """True if the answer is the reference, as text or as mathematics; False for anything pathological."""
+        """Return True if the answer is the reference, as text or as mathematics.
+
+        Anything that takes too much time or memory is False.
+        """
         return bool(self.same(reference, answer))
 
     def undecided(self, reference: str, answer: str) -> bool:
-        """True if the two were compared without a verdict in time."""
+        """Return True if the two were compared without a verdict in time."""
+        pair = (normalized(answer_of(reference)), normalized(answer))
         with self._lock:
-            return self._verdicts.get((normalized(answer_of(reference)), normalized(answer)), False) is None
+            # None is a recorded comparison without a verdict; False stands for a pair never compared.
+            return self._verdicts.get(pair, False) is None
 
     def same(self, reference: str, answer: str) -> bool | None:
-        """Compare an answer with a reference, or with another answer; None: no verdict in time."""
+        """Compare an answer with a reference, or with another answer.
+
+        Returns:
+            None if there is no verdict within the limits on time and memory.
+        """
         reference = answer_of(reference)
-        pair = normalized(reference), normalized(answer)
-        if pair[0] == pair[1]:
-            return bool(pair[0])
-        text_verdict = verdict_on_texts(*pair)
+        normal_reference = normalized(reference)
+        normal_answer = normalized(answer)
+        if normal_reference == normal_answer:
+            return bool(normal_reference)  # two empty texts are no answer
+        text_verdict = verdict_on_texts(normal_reference, normal_answer)
         if text_verdict is not None:
             return text_verdict
         # math-verify reads the answer as it was written, as in NeMo-RL, not as it was normalised.
-        request = as_latex(reference), as_latex(answer)
+        request = (as_latex(reference), as_latex(answer))
         with self._lock:
             if request in self._verdicts:
                 return self._verdicts[request]
-        verdict = {b"1": True, b"0": False}.get(self.ask(request) or b"")
+        # The lock is not held while a worker computes: other threads' comparisons go on.
+        reply = self.ask(request)
+        verdict = None if reply is None else _VERDICTS.get(reply)
         with self._lock:
             self._verdicts[request] = verdict
             if verdict is None:
                 log.info("no verdict within the limits, so 0: %.60r against %.60r", answer, reference)
                 # `undecided` is asked about extracted answers, which are normalised.
-                self._verdicts[pair] = None
+                self._verdicts[normal_reference, normal_answer] = None
             while len(self._verdicts) > CACHE_SIZE:
                 self._verdicts.popitem(last=False)
         return verdict
 
 
+_VERDICTS = {b"1": True, b"0": False}
+"""Reply of a worker -> verdict."""
+
+
 def answer_of(reference: str) -> str:
     """Take a reference out of its box."""
-    return last_boxed(reference) or reference
+    boxed = last_boxed(reference)
+    return reference if boxed is None else boxed
 
 
 SHARED = MathGrader()
@@ -90,7 +106,7 @@ SHARED = MathGrader()
 
 
 def verdict_on_texts(reference: str, answer: str) -> bool | None:
-    """Compare two different normalised answers as texts; None: both are mathematics."""
+    """Compare two different normalised answers as texts; return None if both are mathematics."""
     if _INTEGER.fullmatch(reference) and _INTEGER.fullmatch(answer):
         return False
     if is_text(reference) or is_text(answer):
@@ -99,13 +115,14 @@ def verdict_on_texts(reference: str, answer: str) -> bool | None:
 
 
 def is_text(answer: str) -> bool:
-    """True for what is no mathematics: words, times, ratios, dates and options such as ``(B) 42``."""
-    return bool(
-        _WORDS.fullmatch(answer)
-        or _TIME_OR_RATIO.search(answer)
-        or _DATE.search(answer)
-        or _OPTION.match(answer)
+    """Return True for words, times, ratios, dates and options such as ``(B) 42``: no mathematics."""
+    matches = (
+        _WORDS.fullmatch(answer),
+        _TIME_OR_RATIO.search(answer),
+        _DATE.search(answer),
+        _OPTION.match(answer),
     )
+    return any(matches)
 
 
 def compared_text(answer: str) -> str:
@@ -113,6 +130,12 @@ def compared_text(answer: str) -> str:
     option = _OPTION.match(answer)
     if option:
         return option[0].strip("().:")
-    parts = [re.sub(r"[\s'\"]|\.(?!\d)", "", part) for part in _SEPARATOR.split(answer)]
-    # The case of a single letter counts: the options A and B, the variables a and b.
-    return ",".join(sorted(part.casefold() if len(part) > 1 else part for part in parts if part))
+    words = []
+    for part in _SEPARATOR.split(answer):
+        word = re.sub(r"[\s'\"]|\.(?!\d)", "", part)
+        # The case of a single letter counts: the options A and B, the variables a and b.
+        if len(word) > 1:
+            word = word.casefold()
+        if word:
+            words.append(word)
+    return ",".join(sorted(words))

@@ -23,6 +23,9 @@ ONE = ("prompt", "response", "problem")
 BATCH = ("prompts", "responses", "problems")
 """Parameters of a function that scores a list of responses and returns a list of numbers."""
 
+NO_VALUE = "no value within the limits on time and memory"
+"""Error of a call without a reply; see `WorkerPool`."""
+
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -30,13 +33,20 @@ def parameters_of(reference: str) -> tuple[str, ...]:
     """List the parameters of a function: some of `ONE`, or some of `BATCH`."""
     key = f"nemo_grpo.rewards.{reference}"
     function = extensions.load(reference, key)
-    rule = f"a reward function takes some of {', '.join(ONE)} and returns a number, or some of " + (
-        f"{', '.join(BATCH)} and returns a list of numbers"
+    rule = (
+        f"a reward function takes some of {', '.join(ONE)} and returns a number, "
+        f"or some of {', '.join(BATCH)} and returns a list of numbers"
     )
     if not callable(function) or inspect.isclass(function):
         raise UserError(f"{key}: it is not a function; {rule}")
-    named = [p for p in inspect.signature(function).parameters.values() if p.kind in _NAMED]
-    names = tuple(p.name for p in named if p.default is p.empty or p.name in (*ONE, *BATCH))
+    parameters = inspect.signature(function).parameters.values()
+    # A further parameter with a default is the function's own business.
+    names = tuple(
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in _NAMED
+        and (parameter.default is parameter.empty or parameter.name in (*ONE, *BATCH))
+    )
     if not names or not (set(names) <= set(ONE) or set(names) <= set(BATCH)):
         raise UserError(f"{key}({', '.join(names)}): {rule}")
     return names
@@ -45,7 +55,11 @@ def parameters_of(reference: str) -> tuple[str, ...]:
 class OwnReward:
     """One function and its workers.
 
-    Attributes: reference: its name in the recipe.  batched: it takes lists.
+    Attributes:
+        reference: its name in the recipe.
+        parameters: names of the arguments that it takes.
+        batched: it takes lists.
+        pool: the workers.
     """
 
     def __init__(self, reference: str) -> None:
@@ -63,57 +77,93 @@ class OwnReward:
         prompts: Sequence[str],
         responses: Sequence[str],
         problems: Sequence[Problem],
-        each: Callable[..., Any] = map,
+        mapper: Callable[..., Any] = map,
     ) -> list[float | None]:
-        """Return a number per response; None where the function abstains, NaN where it failed (logged).
+        """Return a number per response: None if the function abstains, NaN if it failed (logged).
 
-        Args: each: ``map``, or one that calls in parallel.
+        Args:
+            prompts: user message of each response.
+            responses: the responses.
+            problems: problem of each response.
+            mapper: ``map``, or a function like it that makes the calls in parallel.
         """
         if not responses:
             return []
-        values, errors = self._values(prompts, responses, problems, each)
+        values, errors = self._values(prompts, responses, problems, mapper)
         if errors:
             log.warning(
                 "nemo_grpo.rewards.%s failed for %d of %d responses, which get 0 for it: %s",
-                *(self.reference, sum(map(_is_nan, values)), len(values), errors[0]),
+                self.reference,
+                sum(map(_is_nan, values)),
+                len(values),
+                errors[0],
             )
         return values
 
     def try_on(self, prompt: str, responses: Sequence[str], problem: Problem) -> None:
         """Call the function on responses to a problem: on each, or on the list if it takes lists."""
-        for tried in [list(responses)] if self.batched else [[response] for response in responses]:
-            count = len(tried)
-            values, errors = self._values([prompt] * count, tried, [problem] * count)
-            wrong = next((one for one in values if one is not None and not math.isfinite(one)), None)
-            if errors or wrong is not None:
-                what = f"the responses {tried}" if self.batched else f"the response {tried[0]!r}"
-                raise UserError(
-                    f"nemo_grpo.rewards.{self.reference}: {errors[0] if errors else wrong}, for {what} to "
-                    f"problem {problem.id!r}; return a finite number, or None to abstain, for "
-                    f"{'each response of the list' if self.batched else 'any response'}"
-                )
+        if self.batched:
+            self._try_call(prompt, list(responses), problem)
+            return
+        for response in responses:
+            self._try_call(prompt, [response], problem)
+
+    def _try_call(self, prompt: str, responses: list[str], problem: Problem) -> None:
+        count = len(responses)
+        values, errors = self._values([prompt] * count, responses, [problem] * count)
+        not_finite = [str(value) for value in values if value is not None and not math.isfinite(value)]
+        failures = errors + not_finite
+        if not failures:
+            return
+        if self.batched:
+            arguments = f"the responses {responses}"
+            scope = "each response of the list"
+        else:
+            arguments = f"the response {responses[0]!r}"
+            scope = "any response"
+        raise UserError(
+            f"nemo_grpo.rewards.{self.reference}: {failures[0]}, for {arguments} to problem {problem.id!r}; "
+            f"return a finite number, or None to abstain, for {scope}"
+        )
 
     def _values(
         self,
         prompts: Sequence[str],
         responses: Sequence[str],
         problems: Sequence[Problem],
-        each: Callable[..., Any] = map,
+        mapper: Callable[..., Any] = map,
     ) -> tuple[list[float | None], list[str]]:
+        """Return a value per response, and the errors of calls that failed."""
         if self.batched:
-            given = dict(zip(BATCH, (prompts, responses, problems), strict=True))
-            return self._ask(given, len(responses))
-        rows = zip(prompts, responses, problems, strict=True)
-        replies = list(each(lambda row: self._ask(dict(zip(ONE, row, strict=True)), None), rows))
-        return [v for values, _ in replies for v in values], [e for _, errors in replies for e in errors]
+            arguments = dict(zip(BATCH, (prompts, responses, problems), strict=True))
+            return self._ask(arguments, len(responses))
 
-    def _ask(self, given: dict[str, Any], count: int | None) -> tuple[list[float | None], list[str]]:
-        """Return (values, errors); ``count`` None: one response."""
-        reply = self.pool.ask(({name: given[name] for name in self.parameters}, count), count or 1)
-        found = json.loads(reply) if reply else {"error": "no value within the limits on time and memory"}
-        if "error" in found:
-            return [math.nan] * (count or 1), [found["error"]]
-        return list(found["values"]), []
+        def ask_about_one(row: tuple[str, str, Problem]) -> tuple[list[float | None], list[str]]:
+            return self._ask(dict(zip(ONE, row, strict=True)), None)
+
+        all_values: list[float | None] = []
+        all_errors: list[str] = []
+        for values, errors in mapper(ask_about_one, zip(prompts, responses, problems, strict=True)):
+            all_values += values
+            all_errors += errors
+        return all_values, all_errors
+
+    def _ask(self, arguments: dict[str, Any], count: int | None) -> tuple[list[float | None], list[str]]:
+        """Call the function in a worker; returns (values, errors).
+
+        Args:
+            arguments: all that a function may take.
+            count: number of responses of a list; None: one response.
+        """
+        num_responses = 1 if count is None else count
+        parameters = {name: arguments[name] for name in self.parameters}
+        reply = self.pool.ask((parameters, count), num_responses)
+        if not reply:
+            return [math.nan] * num_responses, [NO_VALUE]
+        result = json.loads(reply)
+        if "error" in result:
+            return [math.nan] * num_responses, [result["error"]]
+        return list(result["values"]), []
 
 
 def _is_nan(value: float | None) -> bool:

@@ -18,21 +18,35 @@ from typing import Any
 
 
 def main(connection: Connection, cpu_seconds: float, memory_bytes: int) -> None:
+    """Answer requests until the parent is gone.
+
+    Args:
+        connection: to the parent.
+        cpu_seconds: limit on the CPU time of each response.
+        memory_bytes: limit on the process's address space.
+    """
+    # By default SIGPROF, the timer's signal, ends the process; the parent may have had it ignored.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the parent
+    # Ctrl-C in a terminal is for the parent, which ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A killed worker is no reason to write gigabytes of a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    me, (job, *details) = os.getpid(), connection.recv()
+    own_pid = os.getpid()
+    job, *details = connection.recv()
     answer = JOBS[job](*details)
     connection.send_bytes(b"ready")
     while True:
         try:
-            number, request, count = connection.recv()
-        except (EOFError, OSError):  # the parent is gone
-            os.killpg(me, signal.SIGKILL)
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds * count)
+            number, request, num_responses = connection.recv()
+        except (EOFError, OSError):
+            # The parent is gone. The group ends with this process, and with it all that a function started.
+            os.killpg(own_pid, signal.SIGKILL)
+        # The timer is the kernel's: it ends a computation in C, too, and without the parent.
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds * num_responses)
         reply = answer(*request)
-        if os.getpid() != me:  # the function forked and this is the copy
+        # A function that forks returns twice; only the worker itself may reply.
+        if os.getpid() != own_pid:
             os._exit(1)
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send_bytes(numbered(number, reply))
@@ -44,7 +58,7 @@ def numbered(number: int, reply: bytes) -> bytes:
 
 
 def mathematics() -> Callable[[str, str], bytes]:
-    """Make (reference, answer) -> ``1`` if math-verify finds them equal, else ``0``.
+    """Make the function (reference, answer) -> ``1`` if math-verify finds them equal, else ``0``.
 
     Both are in boxes and read with the settings of NeMo-RL's math environment (HFVerifyWorker): a reference
     as LaTeX, an answer as LaTeX or as a plain expression, decimals equal to 6 places.
@@ -53,27 +67,38 @@ def mathematics() -> Callable[[str, str], bytes]:
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
     from sympy.core.random import seed
 
-    logging.disable(logging.CRITICAL)  # what cannot be read is no news
+    # math-verify logs every answer that it cannot read: policies write many of them.
+    logging.disable(logging.CRITICAL)
     latex = (LatexExtractionConfig(),)
     any_notation = (ExprExtractionConfig(), LatexExtractionConfig())
 
-    def answer(reference: str, given: str) -> bytes:
-        seed(0)  # sympy tries random points
+    def compare(reference: str, answer: str) -> bytes:
+        seed(0)  # sympy compares at random points
         # math-verify's own limits are alarms after seconds of the clock: verdicts would depend on the
         # machine's load. Without them its caller must set limits, as `main` does on CPU time.
         try:
             gold = parse(f"\\boxed{{{reference}}}", latex, parsing_timeout=None)
-            target = parse(f"\\boxed{{{given}}}", any_notation, parsing_timeout=None)
+            target = parse(f"\\boxed{{{answer}}}", any_notation, parsing_timeout=None)
             return b"%d" % verify(gold, target, float_rounding=6, timeout_seconds=None)
         except (Exception, RecursionError, MemoryError):
             return b"0"
 
-    answer("x<1", "0.5")
-    return answer
+    # Once in advance: the first comparison imports and builds much, which no request's limit should pay for.
+    compare("x<1", "0.5")
+    return compare
 
 
 def own_function(path: list[str], files: dict[str, str], reference: str) -> Callable[..., bytes]:
-    """Make (arguments by name, number of responses, or None for one) -> JSON, ``values`` or an ``error``."""
+    """Make the function (arguments by name, count) -> JSON with ``values`` or an ``error``.
+
+    Its ``count`` is the number of responses of a list, or None for one response.
+
+    Args:
+        path: the parent's ``sys.path``.
+        files: texts of the user's files as the parent has read them.
+        reference: the function's name in the recipe.
+    """
+    # Before the import: the package may be found by the parent's path alone.
     sys.path[:] = path
     from nemo_grpo.support import extensions
 
@@ -91,21 +116,30 @@ def own_function(path: list[str], files: dict[str, str], reference: str) -> Call
 
 
 def own_task(path: list[str], files: dict[str, str], section: dict[str, Any]) -> Callable[..., bytes]:
-    """Make (method, its arguments) -> JSON, ``value`` or an ``error``; the methods are score and extract."""
+    """Make the function (method, its arguments) -> JSON with ``value`` or an ``error``.
+
+    The methods are score and extract.
+
+    Args:
+        path: the parent's ``sys.path``.
+        files: texts of the user's files as the parent has read them.
+        section: the recipe's ``nemo_grpo.task``.
+    """
     sys.path[:] = path
     from nemo_grpo.support import extensions
 
     extensions.receive_files(files)
     config = extensions.load(section["name"], "nemo_grpo.task.name").model_validate(section)
-    task, declared = config.build(), set(config.reward_components)
-    results = {
-        "score": lambda value: components(value, declared),
-        "extract": answer_text,
-    }
+    task = config.build()
+    declared = set(config.reward_components)
+
+    def call(method: str, arguments: tuple[Any, ...]) -> Any:
+        value = getattr(task, method)(*arguments)
+        return components(value, declared) if method == "score" else answer_text(value)
 
     def answer(method: str, arguments: tuple[Any, ...]) -> bytes:
         try:
-            reply: dict[str, Any] = {"value": results[method](getattr(task, method)(*arguments))}
+            reply: dict[str, Any] = {"value": call(method, arguments)}
         except (Exception, RecursionError, MemoryError) as error:
             reply = {"error": extensions.place_of(error, section["name"].rpartition(":")[0])}
         return json.dumps(reply).encode()
@@ -124,6 +158,7 @@ def components(scores: Any, declared: Set[str]) -> dict[str, float]:
             f"score returns {name!r}, which reward_components does not declare; add it there or leave it out"
         )
     for name, value in scores.items():
+        # float() would read a text such as "1".
         if value is None or isinstance(value, str):
             raise TypeError(f"score returns {name}={value!r}; it must be a number")
     return {name: float(value) for name, value in scores.items()}
@@ -137,18 +172,26 @@ def answer_text(answer: Any) -> str | None:
 
 
 def numbers(value: Any, count: int | None) -> list[float | None]:
-    """Check a function's value, or its ``count`` values; None: it abstains."""
+    """Check a function's value.
+
+    Args:
+        value: that the function returned.
+        count: number of responses that it was called for; None: one, and the value is no list.
+
+    Returns:
+        A number per response, or None where the function abstains.
+    """
+    # A dict or set has no order of the responses; a text is a list of characters.
     if isinstance(value, (Mapping, Set, str)):
-        raise TypeError(
-            f"a {type(value).__name__} instead of {'a number' if count is None else 'a list of numbers'}"
-        )
+        expected = "a number" if count is None else "a list of numbers"
+        raise TypeError(f"a {type(value).__name__} instead of {expected}")
     values = [value] if count is None else list(value)
     if count is not None and len(values) != count:
         raise ValueError(f"{len(values)} values for {count} responses")
-    for one in values:
-        if isinstance(one, str):
-            raise TypeError(f"{one!r} instead of a number")
-    return [None if one is None else float(one) for one in values]
+    for number in values:
+        if isinstance(number, str):
+            raise TypeError(f"{number!r} instead of a number")
+    return [None if number is None else float(number) for number in values]
 
 
 JOBS: dict[str, Callable[..., Callable[..., bytes]]] = {

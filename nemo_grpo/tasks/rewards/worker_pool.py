@@ -26,6 +26,13 @@ from nemo_grpo.tasks.rewards.worker import numbered
 
 SCRIPT = Path(__file__).with_name("worker.py")
 STARTUP_SECONDS = 120.0
+CPU_SECONDS = 3.0
+"""CPU time of one response, which does not depend on the machine's load."""
+WALL_SECONDS = 60.0
+"""Time in which a worker could have run, without the time in which it waited for a core. It bounds a request
+whose worker uses no CPU time, such as one that was stopped."""
+WALL_SECONDS_PER_RESPONSE = 10.0
+"""The same for each response of a request with many, where the sum is more than `WALL_SECONDS`."""
 MEMORY_BYTES = 2 << 30
 REQUESTS_PER_WORKER = 5000
 """Requests after which a worker is replaced, because caches grow."""
@@ -35,7 +42,10 @@ READY = b"ready"
 class WorkerPool:
     """Workers with one job; safe to use from several threads, each of which has a worker while it waits.
 
-    Attributes: num_killed: workers that gave no reply within the limits.
+    Attributes:
+        job: a name of `worker.JOBS` and its arguments.
+        arguments: limits of a worker, as its command line gets them.
+        num_killed: number of workers that gave no reply within the limits.
     """
 
     def __init__(
@@ -43,57 +53,57 @@ class WorkerPool:
         job: tuple[Any, ...],
         unready: str,
         *,
-        cpu_seconds: float = 3.0,
-        wall_seconds: float = 60.0,
-        wall_seconds_each: float = 10.0,
         prints: bool = False,
     ) -> None:
-        """Starts nothing yet.
+        """Store the job; the first request starts a worker.
 
-        Args: job: a name of `worker.JOBS` and its arguments.  unready: what to say if no worker starts.
-              cpu_seconds: CPU time of one response, which does not depend on the machine's load.
-              wall_seconds: limit for the rest, such as a worker that was stopped: the time in which a worker
-                could have run, without that in which it waited for a core. A new worker tries once more.
-              wall_seconds_each: the limit for many responses is this for each of them, if that is more.
-              prints: what a worker prints is shown on stderr.
+        Args:
+            job: a name of `worker.JOBS` and its arguments.
+            unready: error message if no worker starts.
+            prints: show on stderr what a worker prints.
         """
-        self.job, self.unready, self.prints = job, unready, prints
-        self.arguments = (str(cpu_seconds), str(MEMORY_BYTES))
-        self.wall_seconds, self.wall_seconds_each = wall_seconds, wall_seconds_each
+        self.job = job
+        self.unready = unready
+        self.prints = prints
+        self.arguments = (str(CPU_SECONDS), str(MEMORY_BYTES))
         self.num_killed = 0
         self._forget()
         _POOLS.add(self)
 
     def _forget(self) -> None:
+        """Begin without workers, and with a new lock: a fork may copy one that another thread holds."""
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
 
     def ask(self, request: tuple[Any, ...], num_responses: int = 1) -> bytes | None:
-        """Ask a worker; None: it died or was too slow. A reply is bytes, so a worker can do no harm by it.
+        """Ask a worker; return None if it died or was too slow.
 
-        A second worker is asked if the first stood still, which need not be the request's fault.
+        Args:
+            request: the job's arguments.
+            num_responses: responses in the request; each has `CPU_SECONDS`.
 
-        Args:   request: the job's arguments.  num_responses: in it; each has `cpu_seconds`.
-        Raises: RuntimeError: no worker can be started.
+        Raises:
+            RuntimeError: no worker can be started.
         """
-        for is_last in (False, True):
-            worker, reply = self._ask_one(request, num_responses)
-            if not worker.stood_still or is_last:
-                break
-        with self._lock:
-            self.num_killed += reply is None
+        worker, reply = self._ask_one(request, num_responses)
+        if worker.stood_still:
+            # Somebody may have stopped the first worker: that need not be the request's fault.
+            _, reply = self._ask_one(request, num_responses)
+        if reply is None:
+            with self._lock:
+                self.num_killed += 1
         return reply
 
     def _ask_one(self, request: Any, num_responses: int) -> tuple[_Worker, bytes | None]:
         with self._lock:
             worker = self._idle.pop() if self._idle else None
-        worker = worker or _Worker(self)
+        if worker is None:
+            worker = _Worker(self)  # takes seconds, without the lock
         with self._lock:
             self._busy.add(worker)
-        reply = worker.answer(
-            request, num_responses, max(self.wall_seconds, self.wall_seconds_each * num_responses)
-        )
+        seconds = max(WALL_SECONDS, WALL_SECONDS_PER_RESPONSE * num_responses)
+        reply = worker.answer(request, num_responses, seconds)
         with self._lock:
             self._busy.discard(worker)
             if reply is not None and worker.num_requests < REQUESTS_PER_WORKER:
@@ -105,13 +115,15 @@ class WorkerPool:
     def close(self) -> None:
         """End all workers; the pool may be used again."""
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle = self._idle
+            self._idle = []
             for worker in self._busy:
                 worker.kill()  # its waiting thread sees the end of its output and cleans up
         for worker in idle:
             worker.end()
 
-    def _after_fork_in_child(self) -> None:
+    def after_fork_in_child(self) -> None:
+        """Leave the parent's workers to the parent."""
         for worker in (*self._idle, *self._busy):
             worker.abandon()
         self._forget()
@@ -120,53 +132,68 @@ class WorkerPool:
 class _Worker:
     """One process and the connection to it.
 
-    Attributes: stood_still: the last request had no reply though the worker could have run.
+    Attributes:
+        num_requests: number of requests so far.
+        stood_still: the last request had no reply though the worker could have run.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
         self.num_requests = 0
         self.stood_still = False
-        self._connection, theirs = multiprocessing.Pipe()
+        self._connection, worker_end = multiprocessing.Pipe()
+        # 2 is the real stderr: a notebook's or pytest's has no file descriptor.
         output = 2 if pool.prints else subprocess.DEVNULL
-        with theirs:
-            # -P: the script's folder is no place to import from.
+        with worker_end:
+            # -P: the script's folder is no place to import from. A group of its own: all that the job starts
+            # is killed with it, and Ctrl-C in a terminal reaches the parent alone.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(SCRIPT), str(theirs.fileno()), *pool.arguments],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", str(SCRIPT), str(worker_end.fileno()), *pool.arguments],
+                pass_fds=[worker_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                process_group=0,  # what the job starts ends with it
+                process_group=0,
             )
         if self._ask(pool.job, STARTUP_SECONDS) != READY:
             self.end()
             raise RuntimeError(pool.unready)
 
     def answer(self, request: Any, num_responses: int, seconds: float) -> bytes | None:
-        """Reply to a request; None: no reply in time, and the worker is unusable."""
+        """Send a request and return its reply; None means that the worker must not be used again."""
         self.num_requests += 1
         reply = self._ask((self.num_requests, request, num_responses), seconds)
+        # A reply with another number is not to this request: a user's function can write to the connection.
         number = numbered(self.num_requests, b"")
-        return reply.removeprefix(number) if reply and reply.startswith(number) else None
+        if reply is None or not reply.startswith(number):
+            return None
+        return reply.removeprefix(number)
 
     def _ask(self, message: Any, seconds: float) -> bytes | None:
         try:
             self._connection.send(message)
             self.stood_still = not self._replies_within(seconds)
-            return None if self.stood_still else self._connection.recv_bytes() or None
+            if self.stood_still:
+                return None
+            # Bytes, not `recv`, which would unpickle and so run whatever a user's function has sent.
+            return self._connection.recv_bytes() or None
         except (EOFError, OSError):
             return None
 
     def _replies_within(self, seconds: float) -> bool:
         """Wait for a reply, or the worker's end, for these seconds of time in which it could run."""
-        start, waited = time.monotonic(), self._seconds_without_core()
-        while (left := seconds - (time.monotonic() - start) + self._seconds_without_core() - waited) > 0:
-            if self._connection.poll(left):
+        start = time.monotonic()
+        waited_at_start = self._seconds_without_core()
+        while True:
+            # Time in which the worker waited for a core does not count, so each wait makes up for it.
+            waited = self._seconds_without_core() - waited_at_start
+            remaining = seconds + waited - (time.monotonic() - start)
+            if remaining <= 0:
+                return False
+            if self._connection.poll(remaining):
                 return True
-        return False
 
     def _seconds_without_core(self) -> float:
-        """Time in which the worker was ready to run and had no core; 0 where the kernel does not say."""
+        """Return the time in which the worker was ready to run but had no core; 0 if it is not counted."""
         try:
             return int(Path(f"/proc/{self._process.pid}/schedstat").read_text().split()[1]) / 1e9
         except (OSError, IndexError, ValueError):
@@ -174,7 +201,8 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process and all that it started at once, if it still runs."""
-        if self._process.returncode is None:  # else the number may be another's
+        # After it was waited for, its number may belong to another process.
+        if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -186,7 +214,8 @@ class _Worker:
 
     def abandon(self) -> None:
         """Release the parent's worker in a forked child, without disturbing it."""
-        self._process.returncode = 0  # else its destructor would warn about a process that is not ours
+        # Otherwise its destructor would warn about a process that is not this one's child.
+        self._process.returncode = 0
         self._connection.close()
 
 
@@ -195,7 +224,7 @@ _POOLS: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for pool in list(_POOLS):
-        pool._after_fork_in_child()
+        pool.after_fork_in_child()
 
 
 def close_all() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from character_tokenizer import END, CharacterTokenizer
 from processes import ROOT
 
 from nemo_grpo.evaluate import ResponseSource, evaluate_problems
@@ -23,23 +24,6 @@ RIGHT = "<think></think><answer>Knight, knave</answer>"
 WRONG = "<think></think><answer>knave, knave</answer>"
 BARE = "<answer>knave,  KNAVE</answer>"
 NONE = "I do not know"
-END = 0
-
-
-class CharacterTokenizer:
-    chat_template = "given"
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        return f"[{messages[-1]['content']}]"
-
-    def __call__(self, text, add_special_tokens):
-        return {"input_ids": [ord(character) for character in text]}
-
-    def decode(self, tokens, skip_special_tokens):
-        return "".join(chr(token) for token in tokens if token != END or not skip_special_tokens)
-
-    def batch_decode(self, rows, skip_special_tokens):
-        return [self.decode(row, skip_special_tokens) for row in rows]
 
 
 class Killed(BaseException):

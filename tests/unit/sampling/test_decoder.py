@@ -137,7 +137,7 @@ def test_the_cache_grows_and_keeps_what_it_holds(qwen3, monkeypatch):
 
 def test_prompts_are_read_in_passes_of_bounded_size(qwen3, monkeypatch):
     at_once = decoder_of(qwen3).generate(Request(PROMPTS, 2, SamplingParams(6), 1))
-    monkeypatch.setattr(prompts, "MOST_TOKENS", 6)
+    monkeypatch.setattr(prompts, "MAX_TOKENS", 6)
     streams = list(prompts.prompt_streams(PROMPTS, torch.arange(5), torch.device("cpu")))
     assert [stream.prompts.tolist() for stream in streams] == [[1, 3, 0], [4], [2]]
     in_passes = decoder_of(qwen3).generate(Request(PROMPTS, 2, SamplingParams(6), 1))

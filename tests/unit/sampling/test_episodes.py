@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from character_tokenizer import END, CharacterTokenizer
 from small_models import SPECIAL, small_config
 from toy_models import logprobs_of, make_generator, make_model
 
@@ -19,21 +20,13 @@ from nemo_grpo.tasks.retriever import Passage
 from nemo_grpo.tasks.scoring import Scorer
 from nemo_grpo.tasks.search_qa import SearchQA, SearchQAConfig
 
-END = 0
 
-
-class CharacterTokenizer:
-    """Token n is character n; token 0 ends a response and is written as nothing."""
+class ContinuingTokenizer(CharacterTokenizer):
+    """Refuses special tokens: an observation continues a text."""
 
     def __call__(self, text, add_special_tokens):
         assert not add_special_tokens
-        return {"input_ids": [ord(character) for character in text]}
-
-    def decode(self, tokens, skip_special_tokens):
-        return "".join(chr(token) for token in tokens if token != END or not skip_special_tokens)
-
-    def batch_decode(self, rows, skip_special_tokens):
-        return [self.decode(row, skip_special_tokens) for row in rows]
+        return super().__call__(text, add_special_tokens)
 
 
 class ScriptedGenerator:
@@ -68,7 +61,9 @@ class OneFact:
 
 @pytest.fixture
 def task():
-    return SearchQA(SearchQAConfig(max_turns=3), OneFact())
+    search = SearchQA(SearchQAConfig(max_turns=3))
+    search.retriever = OneFact()
+    return search
 
 
 ASK, TOLD = "<search>a</search>", "\n<information>[1] A!</information>\n"
@@ -80,14 +75,16 @@ def converse(task, script, prompts, num_generations, max_new_tokens=200, meter=N
     ids = [[ord(character) for character in prompt] for prompt in prompts]
     sampling = SamplingParams(max_new_tokens, stop_token_ids=(END,))
     request = Request(ids, num_generations, sampling, 0, meter=meter)
-    sampled = sample_responses(generator, CharacterTokenizer(), task, request)
+    sampled = sample_responses(generator, ContinuingTokenizer(), task, request)
     return sampled, generator.calls
 
 
-def test_turns_and_observations_alternate_and_only_turns_carry_the_mask(task):
-    script = {"p": [ASK, "no\0"], f"p{ASK}{TOLD}": ANSWER}
-    told = []
-    (first, second), calls = converse(task, script, ["p"], 2, meter=lambda *step: told.append(step))
+TWO_RESPONSES = {"p": [ASK, "no\0"], f"p{ASK}{TOLD}": ANSWER}
+"""Script: the first response asks, hears and answers; the second ends in its first turn."""
+
+
+def test_only_turns_carry_the_mask(task):
+    (first, second), _ = converse(task, TWO_RESPONSES, ["p"], 2)
     assert first.text == ASK + TOLD + ANSWER
     assert "".join(map(chr, first.tokens.tolist())) == first.text
     spoken = [True] * len(ASK) + [False] * len(TOLD) + [True] * len(ANSWER)
@@ -97,6 +94,11 @@ def test_turns_and_observations_alternate_and_only_turns_carry_the_mask(task):
     assert (first.truncated, first.episode) == (False, Episode(2, 1, 0))
     assert (second.text, second.tokens.tolist()) == ("no", [ord("n"), ord("o"), END])
     assert (second.truncated, second.episode) == (False, Episode(1, 0, 0))
+
+
+def test_turns_and_observations_alternate(task):
+    told = []
+    _, calls = converse(task, TWO_RESPONSES, ["p"], 2, meter=lambda *step: told.append(step))
     # two turns in the first call, one of which ends its response; then the other response's last turn
     assert told == [(len(ASK) + 3, 0), (0, 1), (len(ANSWER), 0), (0, 1)]
     left = 200 - len(ASK) - len(TOLD)  # the second call: only who goes on, with what is left
@@ -144,7 +146,7 @@ def test_the_response_prefix_begins_what_is_graded_observed_and_recorded(task):
     asked = Request([[ord("p")]], 2, SamplingParams(200, stop_token_ids=(END,)), 0)
     scorer = Scorer(task, {"answer": 1.0}, prompt)
     problem = Problem("x", "?", "A", {"answers": ["A"]})
-    (group,) = sample_groups(ScriptedGenerator(script), CharacterTokenizer(), scorer, [problem], asked)
+    (group,) = sample_groups(ScriptedGenerator(script), ContinuingTokenizer(), scorer, [problem], asked)
     assert [one.response.text for one in group.responses] == [ASK + TOLD + ANSWER] * 2
     assert [response.reward for response in group.responses] == [1.0, 1.0]
     assert "".join(map(chr, group.responses[0].response.tokens.tolist())) == said + TOLD + ANSWER

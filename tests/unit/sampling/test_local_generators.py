@@ -72,9 +72,15 @@ def test_logprobs_equal_a_full_forward_pass(model, generator, options):
         torch.testing.assert_close(rollout.logprobs[row, : len(response)], want, atol=1e-5, rtol=0)
 
 
-def test_stop_token_belongs_to_its_response_and_nothing_follows(generator):
+@pytest.fixture
+def stopped(generator):
+    """Stop tokens, and a rollout with responses that end at one."""
     stop = tuple(range(0, VOCAB, 3))
-    rollout = generator.generate(Request(PROMPTS, 8, SamplingParams(6, stop_token_ids=stop), 1))
+    return stop, generator.generate(Request(PROMPTS, 8, SamplingParams(6, stop_token_ids=stop), 1))
+
+
+def test_stop_token_belongs_to_its_response(stopped):
+    stop, rollout = stopped
     assert rollout.truncated.any()
     assert not rollout.truncated.all()
     for row, length in enumerate(rollout.lengths.tolist()):
@@ -82,10 +88,18 @@ def test_stop_token_belongs_to_its_response_and_nothing_follows(generator):
         assert all(token not in stop for token in response[:-1])
         assert (response[-1] not in stop) == bool(rollout.truncated[row])
         assert length == 6 or response[-1] in stop
+
+
+def test_nothing_follows_the_end_of_a_response(stopped):
+    _, rollout = stopped
+    for row, length in enumerate(rollout.lengths.tolist()):
         for values in (rollout.tokens, rollout.logprobs):
             assert (values[row, length:] == 0).all()
         assert (rollout.logprobs[row, :length] < 0).all()
-    every = tuple(range(VOCAB))  # one at the limit is no truncation
+
+
+def test_stop_token_at_the_limit_is_no_truncation(generator):
+    every = tuple(range(VOCAB))
     rollout = generator.generate(Request(PROMPTS, 2, SamplingParams(1, stop_token_ids=every), 1))
     assert not rollout.truncated.any()
 

@@ -20,6 +20,7 @@ from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 from nemo_grpo.tasks import Problem, parse_task
 from nemo_grpo.tasks.mathematics import MathConfig
 from nemo_grpo.tasks.response import outside_thinking
+from nemo_grpo.tasks.rewards import worker_pool
 from nemo_grpo.tasks.rewards.final_answer import final_answer
 from nemo_grpo.tasks.rewards.format_reward import FORMS
 from nemo_grpo.tasks.rewards.latex import normalized
@@ -43,7 +44,10 @@ def text_of(response):
 
 @pytest.fixture(scope="module")
 def graders():
-    with closing(MathGrader()) as patient, closing(MathGrader(cpu_seconds=0.3)) as hurried:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_pool, "CPU_SECONDS", 0.3)
+        hurried = MathGrader()
+    with closing(MathGrader()) as patient, closing(hurried):
         yield patient, hurried
 
 

@@ -29,16 +29,28 @@ def busy(response):
 """
 
 
-def own_function(reference, **limits):
+def own_function(reference):
     """A pool whose workers run a function of a file."""
     job = ("own_function", sys.path, extensions.texts_of([reference]), reference)
-    return worker_pool.WorkerPool(job, "no worker", **limits)
+    return worker_pool.WorkerPool(job, "no worker")
 
 
 @pytest.fixture
-def grader():
-    with closing(MathGrader(cpu_seconds=0.4)) as grader:
+def grader(monkeypatch):
+    monkeypatch.setattr(worker_pool, "CPU_SECONDS", 0.4)
+    with closing(MathGrader()) as grader:
         yield grader
+
+
+@pytest.fixture
+def wall_limit(monkeypatch):
+    """Set the wall limit of a request, whatever its number of responses."""
+
+    def set_limit(seconds):
+        monkeypatch.setattr(worker_pool, "WALL_SECONDS", seconds)
+        monkeypatch.setattr(worker_pool, "WALL_SECONDS_PER_RESPONSE", 0.0)
+
+    return set_limit
 
 
 def workers(pid=None):
@@ -80,9 +92,9 @@ def test_a_pathological_reference_harms_no_other_problem(grader):
     assert grader.num_killed == 2  # a pair without a verdict is compared once
 
 
-def test_stopped_worker_is_replaced_after_the_wall_limit_and_its_request_asked_again():
-    grader = MathGrader(wall_seconds=1.0)
-    grader.wall_seconds_each = 0.0
+def test_stopped_worker_is_replaced_after_the_wall_limit_and_its_request_asked_again(wall_limit):
+    wall_limit(1.0)
+    grader = MathGrader()
     before = set(workers())
     started_by(grader).suspend()
     start = time.monotonic()
@@ -93,10 +105,10 @@ def test_stopped_worker_is_replaced_after_the_wall_limit_and_its_request_asked_a
     assert set(workers()) == before
 
 
-def test_request_at_which_every_worker_stands_still_has_no_reply_after_two(tmp_path):
+def test_request_at_which_every_worker_stands_still_has_no_reply_after_two(tmp_path, wall_limit):
     (tmp_path / "own.py").write_text("import time\n\ndef still(response):\n    time.sleep(60)\n")
-    with closing(own_function(f"{tmp_path}/own.py:still", wall_seconds=0.5)) as pool:
-        pool.wall_seconds_each = 0.0
+    wall_limit(0.5)
+    with closing(own_function(f"{tmp_path}/own.py:still")) as pool:
         start = time.monotonic()
         assert pool.ask(({"response": ""}, None)) is None
         assert time.monotonic() - start > 0.9
@@ -105,11 +117,12 @@ def test_request_at_which_every_worker_stands_still_has_no_reply_after_two(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux's affinities")
-def test_wall_limit_leaves_out_the_time_without_a_core(tmp_path):
+def test_wall_limit_leaves_out_the_time_without_a_core(tmp_path, wall_limit):
     """Half a second of work takes two seconds beside four others on one core; the limit is one second."""
     cores = os.sched_getaffinity(0)
     (tmp_path / "own.py").write_text(BUSY)
-    with closing(own_function(f"{tmp_path}/own.py:busy", wall_seconds=1.0)) as pool:
+    wall_limit(1.0)
+    with closing(own_function(f"{tmp_path}/own.py:busy")) as pool:
         assert pool.ask(({"response": "0"}, None)) == b'{"values": [1.0]}'
         (worker,) = pool._idle
         os.sched_setaffinity(worker._process.pid, {min(cores)})
@@ -165,8 +178,10 @@ def test_forked_daemon_starts_its_own_worker_and_keeps_the_parents_alive(grader)
 
 SCRIPT = """
 import sys, threading, time
+from nemo_grpo.tasks.rewards import worker_pool
 from nemo_grpo.tasks.rewards.math_grader import MathGrader
-grader = MathGrader(cpu_seconds=2.0)
+worker_pool.CPU_SECONDS = 2.0
+grader = MathGrader()
 grader.equal("1/2", "0.5")
 if sys.argv[1] == "busy":
     threading.Thread(target=grader.equal, args=("5", "1000000000!"), daemon=True).start()

@@ -24,6 +24,7 @@ from nemo_grpo.tasks import Problem, Prompt, parse_task
 from nemo_grpo.tasks.base import NOT_FINITE
 from nemo_grpo.tasks.grading import workers_of
 from nemo_grpo.tasks.own_task import try_own_task
+from nemo_grpo.tasks.rewards import worker_pool
 from nemo_grpo.tasks.rewards.own_reward import OwnReward, parameters_of
 from nemo_grpo.tasks.scoring import RewardsFailed, Scorer, component_means
 from nemo_grpo.variants import parse_loss_fn
@@ -136,12 +137,13 @@ def test_a_function_beyond_the_time_limit_costs_only_its_response(folder):
     assert math.isnan(got[1])
 
 
-def test_time_for_a_list_grows_with_its_length(folder):
+def test_time_for_a_list_grows_with_its_length(folder, monkeypatch):
     function = OwnReward("my_rewards.py:slow")
+    monkeypatch.setattr(worker_pool, "WALL_SECONDS", 0.3)
     with closing(function.pool):
-        function.pool.wall_seconds, function.pool.wall_seconds_each = 0.3, 2.0
+        monkeypatch.setattr(worker_pool, "WALL_SECONDS_PER_RESPONSE", 2.0)
         assert function(["q"] * 4, ["a"] * 4, [PROBLEM] * 4) == [1.0] * 4  # 0.8 s
-        function.pool.wall_seconds_each = 0.05
+        monkeypatch.setattr(worker_pool, "WALL_SECONDS_PER_RESPONSE", 0.05)
         assert all(map(math.isnan, function(["q"] * 4, ["a"] * 4, [PROBLEM] * 4)))
 
 

@@ -55,6 +55,10 @@ def url(retriever):
     assert not thread.is_alive()
 
 
+def client_of(url):
+    return RetrieverClient(url, timeout=20.0)
+
+
 def post(url, body, path="/retrieve", method="POST"):
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
     connection.request(method, path, body)
@@ -88,11 +92,11 @@ def test_the_service_answers_in_search_r1s_form(url):
 
 def test_passages_come_back_as_they_are(url, retriever):
     queries = ["word7", "nothing", "züge word3"]
-    found = RetrieverClient(url).search(queries, 2)
+    found = client_of(url).search(queries, 2)
     assert found == retriever.search(queries, 2)
-    assert RetrieverClient(url + "/").search([], 2) == []
-    assert RetrieverClient(url + "/retrieve").search(["word7"], 1) == [found[0][:1]]
-    assert RetrieverClient(url).search(["\ud800 word7"], 1) == [found[0][:1]]  # half a character
+    assert client_of(url + "/").search([], 2) == []
+    assert client_of(url + "/retrieve").search(["word7"], 1) == [found[0][:1]]
+    assert client_of(url).search(["\ud800 word7"], 1) == [found[0][:1]]  # half a character
 
 
 def test_service_and_local_index_give_the_same_observations(url, retriever):
@@ -137,7 +141,7 @@ def test_the_client_reads_the_answers_of_search_r1s_own_server(form, monkeypatch
     asked = []
     answer = {"result": [FORMS[form]]}
     monkeypatch.setattr(RetrieverClient, "_once", lambda _, body: asked.append(json.loads(body)) or answer)
-    (found,) = RetrieverClient("http://elsewhere:80/retrieve").search(["capital"], 2)
+    (found,) = client_of("http://elsewhere:80/retrieve").search(["capital"], 2)
     assert asked == [{"queries": ["capital"], "topk": 2, "return_scores": True}]
     assert [(p.title, p.text) for p in found] == [
         ("Bern", "Bern is a capital.\nIt is old."),
@@ -149,19 +153,21 @@ def test_the_client_reads_the_answers_of_search_r1s_own_server(form, monkeypatch
 def test_the_client_retries_broken_answers_but_not_refusals(url, monkeypatch):
     waits = []
     monkeypatch.setattr(client.time, "sleep", waits.append)
+    monkeypatch.setattr(client, "NUM_TRIES", 4)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         nowhere = f"http://127.0.0.1:{unused.getsockname()[1]}"
     with pytest.raises(RetrieverError, match=r"gave no answer in 4 tries .*Connection refused.*serve"):
-        RetrieverClient(nowhere, num_tries=4).search(["a"], 1)
+        client_of(nowhere).search(["a"], 1)
     assert waits == [0.5, 1.0, 2.0]
+    monkeypatch.setattr(client, "NUM_TRIES", 2)
     with pytest.raises(RetrieverError, match="500 Internal Server Error"):
-        RetrieverClient(url, num_tries=2).search(["break"], 1)
+        client_of(url).search(["break"], 1)
     with pytest.raises(RetrieverError, match="timed out"):
-        RetrieverClient(url, timeout=0.2, num_tries=2).search(["wait"], 1)
+        RetrieverClient(url, timeout=0.2).search(["wait"], 1)
     waits.clear()
     with pytest.raises(RetrieverError, match=r"refused /retrieve: 422 .*topk"):
-        RetrieverClient(url).search(["a"], -1)
+        client_of(url).search(["a"], -1)
     assert not waits
     for answer, told in (
         ({"result": []}, "0 results for 1 queries"),
@@ -170,7 +176,7 @@ def test_the_client_retries_broken_answers_but_not_refusals(url, monkeypatch):
     ):
         monkeypatch.setattr(RetrieverClient, "_once", lambda *_, answer=answer: answer)
         with pytest.raises(RetrieverError, match=told):
-            RetrieverClient(url, num_tries=2).search(["a"], 1)
+            client_of(url).search(["a"], 1)
 
 
 def test_the_command_says_what_to_install(monkeypatch, tmp_path):
@@ -187,7 +193,7 @@ def test_the_command_serves_until_sigterm(tmp_path):
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
     line = process.stdout.readline()
     assert line.startswith("1 passages at http://127.0.0.1:")
-    assert RetrieverClient(line.split()[-1]).search(["capital"], 3)[0][0].title == "Bern"
+    assert client_of(line.split()[-1]).search(["capital"], 3)[0][0].title == "Bern"
     with pytest.raises(UserError, match=r"cannot listen on 127\.0\.0\.1"):
         serve(application(None, 1), "127.0.0.1", int(line.split()[-1].rpartition(":")[2]), print)
     process.terminate()

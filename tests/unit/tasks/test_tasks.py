@@ -110,32 +110,49 @@ def test_statement_truths_by_hand(kinds, truths):
     assert tuple(is_true(statement, (True, False)) for statement in meaning(kinds)) == truths
 
 
-def test_knights_knaves_question_and_demonstration_by_hand():
-    task = parse_task({"name": "knights_knaves"}).build()
-    everything = {problem.id: problem for problem in task.validation_problems(1000)}
-    problem = next(p for p in everything.values() if p.metadata["statements"] == ("both_knaves", "knave"))
+@pytest.fixture
+def knaves_problem():
+    problems = parse_task({"name": "knights_knaves"}).build().validation_problems(1000)
+    return next(problem for problem in problems if problem.metadata["statements"] == ("both_knaves", "knave"))
+
+
+def test_knights_knaves_question_by_hand(knaves_problem):
+    problem = knaves_problem
     first, second = problem.metadata["names"]
     assert problem.question == f"{first}: {second} and I are knaves. {second}: {first} is a knave."
     assert problem.answer == "knave, knight"
+
+
+def test_knights_knaves_demonstration_by_hand(knaves_problem):
+    task = parse_task({"name": "knights_knaves"}).build()
     attempts = dict.fromkeys(("knight, knight", "knight, knave"), "lie no")
     attempts |= {"knave, knight": "lie true ok", "knave, knave": "true no"}
     for seed in range(20):
-        shown = task.demonstration(problem, random.Random(seed))
+        shown = task.demonstration(knaves_problem, random.Random(seed))
         thought = shown.split("</think>")[0].removeprefix("<think>")
         lines = dict(line.split(": ") for line in thought.split("; "))
         assert lines == {world: attempts[world] for world in lines}
         assert thought.endswith("knave, knight: lie true ok")
 
 
-def test_word_problems_tell_their_numbers_and_leave_nothing_negative():
+@pytest.fixture(scope="module")
+def word_problems():
     task = parse_task({"name": "word_problems", "max_number": 20}).build()
-    signs = set()
-    for index in range(300):
-        problem = task.train_problem(index, 0)
+    return [task.train_problem(index, 0) for index in range(300)]
+
+
+def test_word_problems_leave_nothing_negative(word_problems):
+    for problem in word_problems:
         start, *changes = problem.metadata["numbers"]
-        assert [int(number) for number in re.findall(r"\d+", problem.question)] == [start, *map(abs, changes)]
         assert int(problem.answer) == start + sum(changes) >= 0
         assert start + changes[0] >= 0
+
+
+def test_word_problems_tell_their_numbers(word_problems):
+    signs = set()
+    for problem in word_problems:
+        start, *changes = problem.metadata["numbers"]
+        assert [int(number) for number in re.findall(r"\d+", problem.question)] == [start, *map(abs, changes)]
         told = re.findall(r"(gives away|loses|sells|leaves)|buys|finds|gets|is given", problem.question)
         assert [not loss for loss in told] == [change > 0 for change in changes]
         assert all(2 <= number <= 20 for number in (start, *map(abs, changes)))
@@ -153,16 +170,21 @@ def test_demonstration_by_hand(numbers, thought, answer):
     assert task.demonstration(Problem("x", "", answer, {"numbers": numbers}), random.Random(0)) == expected
 
 
-def test_score_reads_the_last_answer_without_regard_to_case_and_space():
+def test_score_disregards_case_and_space():
     task = parse_task({"name": "knights_knaves"}).build()
     problem = Problem("x", "", "knight, knave")
     good = "<think>a</think><answer>\n KNIGHT ,  knave\t</answer>"
     assert task.score(problem, good) == {"accuracy": 1.0, "format": 1.0}
+    assert task.extract("<answer> A,b  1 2 </answer>") == "a,b 1 2"
+
+
+def test_score_reads_the_last_answer():
+    task = parse_task({"name": "knights_knaves"}).build()
+    problem = Problem("x", "", "knight, knave")
     twice = "<answer>knave, knave</answer> no: <answer>knight, knave</answer>"
     assert task.score(problem, twice) == {"accuracy": 1.0, "format": 0.0}
     assert task.score(problem, "knight, knave") == {"accuracy": 0.0, "format": 0.0}
     assert task.score(problem, "<think></think><answer>knave, knight</answer>")["accuracy"] == 0.0
-    assert task.extract("<answer> A,b  1 2 </answer>") == "a,b 1 2"
     assert task.extract("<answer>A, b") is None
 
 
@@ -229,11 +251,16 @@ def test_parse_task_refuses_in_one_line(section, message):
     assert "\n" not in str(error.value)
 
 
-def test_every_registered_task_parses_its_own_section_and_declares_what_it_scores():
-    for name, kind in TASKS.items():
+@pytest.mark.parametrize("name", TASKS)
+def test_registered_task_parses_its_own_section(name):
+    config = parse_task({"name": name})
+    assert type(config) is TASKS[name]
+    assert parse_task(config.model_dump(mode="json")) == config
+
+
+def test_every_registered_task_declares_its_scores():
+    for name in TASKS:
         config = parse_task({"name": name})
-        assert type(config) is kind
-        assert parse_task(config.model_dump(mode="json")) == config
         assert set(config.reward_components) >= {"accuracy", "format"}
         assert all(meaning for meaning in config.reward_components.values())
         problem = Problem("x", "q", "(1,2),(3,4)" if name == "vision_grounding" else "1")
