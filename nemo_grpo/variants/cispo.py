@@ -21,10 +21,10 @@ from pydantic import Field
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.objective import TokenTerms
 from nemo_grpo.core.surrogates import reinforce
-from nemo_grpo.variants.base import RatioConfig, ratio_metrics
+from nemo_grpo.variants.base import TokenRatioConfig, ratio_metrics
 
 
-class CISPO(RatioConfig):
+class CISPO(TokenRatioConfig):
     """Clipped IS-weight Policy Optimization."""
 
     title: ClassVar[str] = "CISPO"
@@ -38,6 +38,8 @@ class CISPO(RatioConfig):
     variant: Literal["cispo"] = "cispo"
     ratio_clip_min: float = Field(1.0, ge=0, description="lower bound of the weight, below 1; 1: none")
     ratio_clip_max: float = Field(5.0, ge=0, description="upper bound of the weight, above 1")
+    # Keys of the other ratio variants. A resolved recipe holds every key, and a recipe inherits those of the
+    # recipe that it builds on, so they are accepted as long as they are off.
     ratio_clip_c: None = Field(None, description="not in CISPO, whose clip leaves every gradient")
     sequence_level_importance_ratios: Literal[False] = Field(
         False, description="not in CISPO, whose weights are of tokens"
