@@ -53,8 +53,10 @@ class CISPO(TokenRatioConfig):
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
         """Compute the weighted policy gradient, and the KL term if penalised."""
         batch = prepared.batch
+        # Detached, so that a token outside the bounds still has the gradient of its logprob.
         ratio = self.ratio(batch).detach()
         weights = ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
         policy = weights * reinforce(batch.next_token_logprobs, prepared.advantages)
-        metrics = {"ratio/clip_fraction": (weights != ratio).to(ratio.dtype)}
+        is_clipped = (weights != ratio).to(ratio.dtype)
+        metrics = {"ratio/clip_fraction": is_clipped}
         return TokenTerms(policy, self.kl_term(batch), metrics | ratio_metrics(batch, ratio))

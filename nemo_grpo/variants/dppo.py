@@ -78,17 +78,19 @@ class DPPO(TokenRatioConfig):
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
         """Compute the masked, weighted policy gradient, and the KL term if penalised."""
-        batch, advantages = prepared.batch, prepared.advantages
+        batch = prepared.batch
+        advantages = prepared.advantages
+        # Detached: the gradient is that of the logprob, as in the released code.
         ratio = self.ratio(batch).detach()
-        moved = batch.next_token_logprobs.detach().exp() - batch.generation_logprobs.exp()
-        rises_too_far = (advantages > 0) & (moved > self.divergence_threshold)
-        falls_too_far = (advantages < 0) & (moved < -self.divergence_threshold)
+        difference = batch.next_token_logprobs.detach().exp() - batch.generation_logprobs.exp()
+        rises_too_far = (advantages > 0) & (difference > self.divergence_threshold)
+        falls_too_far = (advantages < 0) & (difference < -self.divergence_threshold)
         is_masked = rises_too_far | falls_too_far
         weights = ratio if self.ratio_max is None else ratio.clamp(max=self.ratio_max)
         weights = weights.masked_fill(is_masked, 0.0)
         policy = weights * reinforce(batch.next_token_logprobs, advantages)
         metrics = {
-            "dppo/divergence": moved.abs(),
+            "dppo/divergence": difference.abs(),
             "dppo/masked_fraction": is_masked.to(ratio.dtype),
         }
         return TokenTerms(policy, self.kl_term(batch), metrics | ratio_metrics(batch, ratio))

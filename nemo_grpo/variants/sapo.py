@@ -57,5 +57,7 @@ class SAPO(TokenRatioConfig):
         """Compute the gated term, and how much of the gradient at ratio 1 the gate leaves."""
         tau = torch.where(advantages > 0, self.tau_positive, self.tau_negative).to(ratio.dtype)
         gate = torch.sigmoid(tau * (ratio - 1))
-        share = (4 * gate * (1 - gate)).detach()
-        return gate * (4 / tau) * advantages, {"sapo/gradient_share": share}
+        f = gate * (4 / tau)
+        # df / d rho = 4 s (1 - s), which is 1 at ratio 1.
+        gradient_share = (4 * gate * (1 - gate)).detach()
+        return f * advantages, {"sapo/gradient_share": gradient_share}
