@@ -94,8 +94,8 @@ class TRGRPO(RatioConfig):
             raise ValueError(
                 f"alpha={self.alpha}, mu={self.mu}, tau={self.tau}, lower={self.lower}, upper={self.upper}, "
                 f"tau_convention={self.tau_convention} give weight {weight_at_0:g} to every token (with the "
-                "paper's constants pi / tau always does: plain GRPO); use tau_convention=multiply, other constants, "
-                "weighting=equal, or allow_constant_weight=true"
+                "paper's constants pi / tau always does: plain GRPO); use tau_convention=multiply, other "
+                "constants, weighting=equal, or allow_constant_weight=true"
             )
         return self
 
