@@ -93,8 +93,7 @@ def layer_seconds(scenario: Scenario, tokens: float, *, is_dense: bool) -> tuple
     if setup.fp8_training:
         bandwidth = hardware.memory_bandwidth * eff.memory
         seconds += tokens * _quantized_bytes(scenario, is_dense) / bandwidth
-    # Small microbatches wait for the CPU to launch their kernels. The fitted time of a layer with experts
-    # already has the host in it.
+    # Small microbatches wait for the CPU to launch their kernels.
     least_seconds = hardware.host_slowdown * eff.layer if is_dense else eff.expert_layer
     collectives = _collective_seconds(scenario, tokens, is_dense=is_dense)
     return max(seconds, least_seconds), collectives
