@@ -8,11 +8,11 @@ from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.statistics import Groups, row_std
 
 RewardNormalization = Literal["none", "group", "batch"]
-PLAUSIBLE = 100.0
+PLAUSIBLE_ADVANTAGE = 100.0
 """Largest plausible advantage, in units of the group's range of rewards, or of 1 if that is larger.
 
-A centred reward stays within the range, a standardised one of n responses below sqrt(n), and one that is
-divided by the mean of n rewards below n, which the limit therefore grows with."""
+A centred reward stays within the range. A standardised one of n responses stays below sqrt(n), and one that
+is divided by the mean of n rewards below n, so the limit is n in a group of more than 100 responses."""
 
 
 def overlong_penalty(
@@ -23,10 +23,15 @@ def overlong_penalty(
     Implements DAPO (2503.14476) Eq. 13:  penalty (l - (L_max - L_b)) / L_b for l > L_max - L_b, at most
     penalty
 
-    Args:    lengths: [B], response tokens.  penalty: >= 0, subtracted in full at L_max and beyond.
+    Args:
+        lengths: [B], response tokens.
+        max_response_length: L_max, tokens.
+        buffer_length: L_b, tokens.
+        penalty: >= 0, subtracted in full at L_max and beyond.
     Returns: [B] float32, <= 0, to be added to the rewards.
     """
-    excess = (lengths - (max_response_length - buffer_length)).float() / buffer_length
+    free_length = max_response_length - buffer_length
+    excess = (lengths - free_length).float() / buffer_length
     return -penalty * excess.clamp(0.0, 1.0)
 
 
@@ -36,8 +41,8 @@ class GroupAdvantages:
 
     Attributes:
         values: [B], the rewards' dtype; exactly 0 without signal and where the reward does not count.
-        groups: the row -> group numbering.
-        sizes: [B] int64; counting sequences of the row's group.
+        groups: the group of each row.
+        sizes: [B] int64; number of the sequences in the row's group that count.
         has_signal: [B] bool; the row counts and its group's rewards differ.
     """
 
@@ -66,19 +71,27 @@ def group_advantages(
     With ``leave_one_out`` mean and std are those of the *other* responses of the group, and a std of 0
     becomes 1: NeMo-RL's default estimator, kept for comparison; none of the papers uses it.
 
-    Args:    batch: the whole step, cleaned under the mask.
+    Args:
+        batch: the whole step, cleaned under the mask.
+        normalization: F; "none" is 1.
+        eps: added to F.
+        leave_one_out: compare each response with the others of its group.
     Returns: `GroupAdvantages`.  Equal rewards within a group give exactly 0, whatever eps.
     """
-    valid, rewards = batch.in_groups, batch.rewards.double()
+    valid = batch.in_groups
+    rewards = batch.rewards.double()
     groups = Groups.from_ids(batch.group_ids)
+    # Signal is a difference of extremes. A std would see it in the rounding of equal rewards, too.
     highest = groups.spread(groups.extreme(rewards, valid, "amax"))
-    differs = valid & (highest > groups.spread(groups.extreme(rewards, valid, "amin")))
+    lowest = groups.spread(groups.extreme(rewards, valid, "amin"))
+    differs = valid & (highest > lowest)
     if leave_one_out:
         values = _leave_one_out(rewards, valid, groups, normalization, eps)
     else:
         values = groups.centred(rewards, valid)
         if normalization == "group":
-            values = values / (groups.spread(groups.std(rewards, valid)) + eps)
+            std = groups.spread(groups.std(rewards, valid))
+            values = values / (std + eps)
         elif normalization == "batch":
             values = values / (row_std(rewards, valid) + eps)
         elif normalization == "mean":
@@ -99,37 +112,46 @@ def _leave_one_out(rewards: Tensor, valid: Tensor, groups: Groups, normalization
     values = torch.zeros_like(rewards)
     for group in range(groups.num_groups):
         rows = (valid & (groups.index == group)).nonzero()[:, 0]
-        if (size := len(rows)) < 2:
+        size = len(rows)
+        if size < 2:
             continue
-        own = rewards[rows]
-        apart = ~torch.eye(size, dtype=torch.bool, device=own.device)
-        others = own.expand(size, size)[apart].view(size, size - 1)
-        ahead = own[:, None] - others
-        values[rows] = mean = ahead.mean(1)
+        # Row i of `peers` holds the rewards of all responses but i.
+        group_rewards = rewards[rows]
+        is_peer = ~torch.eye(size, dtype=torch.bool, device=rewards.device)
+        peers = group_rewards.expand(size, size)[is_peer].view(size, size - 1)
+        # r_i - r_j, whose mean over j is r_i less the mean of the peers, and exactly 0 for equal rewards.
+        differences = group_rewards[:, None] - peers
+        centred = differences.mean(1)
         if normalization == "group":
-            squares = (ahead - mean[:, None]).square().sum(1)
-            differ = others.amax(1) > others.amin(1)
-            values[rows] = mean / torch.where(differ, (squares / max(size - 2, 1)).sqrt() + eps, 1.0)
+            squares = (differences - centred[:, None]).square().sum(1)
+            std = (squares / max(size - 2, 1)).sqrt()
+            peers_differ = peers.amax(1) > peers.amin(1)
+            centred = centred / torch.where(peers_differ, std + eps, 1.0)
+        values[rows] = centred
     return values
 
 
 def implausible_advantage(prepared: PreparedBatch) -> str | None:
     """Name the step's largest advantage and its group if the rewards do not explain its size."""
     batch = prepared.batch
-    groups, sizes = Groups.from_ids(batch.group_ids), torch.where(batch.mask, prepared.advantages.abs(), 0.0)
-    if not sizes.numel():
+    magnitudes = torch.where(batch.mask, prepared.advantages.abs(), 0.0)
+    if not magnitudes.numel():
         return None
-    highest, lowest = (groups.extreme(batch.rewards, batch.in_groups, kind) for kind in ("amax", "amin"))
+    groups = Groups.from_ids(batch.group_ids)
+    highest = groups.extreme(batch.rewards, batch.in_groups, "amax")
+    lowest = groups.extreme(batch.rewards, batch.in_groups, "amin")
+    # A group without a reward has the range -inf.
     ranges = groups.spread(highest - lowest).clamp(min=0)
-    row = int((sizes.amax(1) / ranges.clamp(min=1)).argmax())
-    column = int(sizes[row].argmax())
-    factor = max(PLAUSIBLE, float(prepared.group_sizes[row]))
-    largest, limit = float(sizes[row, column]), factor * max(float(ranges[row]), 1.0)
-    if largest <= limit:
+    row = int((magnitudes.amax(1) / ranges.clamp(min=1)).argmax())
+    column = int(magnitudes[row].argmax())
+    advantage = float(prepared.advantages[row, column])
+    reward_range = float(ranges[row])
+    factor = max(PLAUSIBLE_ADVANTAGE, float(prepared.group_sizes[row]))
+    limit = factor * max(reward_range, 1.0)
+    if abs(advantage) <= limit:
         return None
     return (
-        f"group {int(batch.group_ids[row])} has an advantage of "
-        f"{float(prepared.advantages[row, column]):.6g} where its rewards span {float(ranges[row]):.6g} "
-        f"(plausible: up to {limit:g}): something divides by a spread near 0; raise loss_fn.advantage_eps, "
-        "set use_leave_one_out_baseline=false, or correct shape()"
+        f"group {int(batch.group_ids[row])} has an advantage of {advantage:.6g} where its rewards span "
+        f"{reward_range:.6g} (plausible: up to {limit:g}): something divides by a spread near 0; raise "
+        "loss_fn.advantage_eps, set use_leave_one_out_baseline=false, or correct shape()"
     )

@@ -32,10 +32,14 @@ def aggregate(
         sequences
     constant:          sum / (number of valid sequences x max_response_length)      (Dr.GRPO)
 
-    Args:    terms: [B, T]; finite outside the mask, as in a clean batch.
-             counts: [B, T], 1 for the tokens that count, else 0.
-             global_valid_*: counts over the whole step, all microbatches and ranks.
-             row_factors: [B], of `group_mean_factors`; for group_token_mean.
+    Args:
+        terms: [B, T]; finite outside the mask, as in a clean batch.
+        counts: [B, T], 1 for the tokens that count, else 0.
+        how: the reduction.
+        global_valid_toks: tokens that count in the whole step, in all microbatches and on all ranks.
+        global_valid_seqs: sequences that count in the whole step.
+        max_response_length: tokens; for constant.
+        row_factors: [B], of `group_mean_factors`; for group_token_mean.
     Returns: 0-d; 0 if nothing counts.  An empty response adds 0 and still counts as a sequence.
     """
     counted = terms * counts
@@ -46,7 +50,8 @@ def aggregate(
             raise ValueError("aggregation='group_token_mean' needs the step's row_factors; prepare the batch")
         return (counted.sum(1) * row_factors).sum() / _at_least_one(global_valid_seqs)
     if how == "sequence_mean":
-        return (counted.sum(1) / counts.sum(1).clamp(min=1)).sum() / _at_least_one(global_valid_seqs)
+        sequence_means = counted.sum(1) / counts.sum(1).clamp(min=1)
+        return sequence_means.sum() / _at_least_one(global_valid_seqs)
     if max_response_length is None:
         raise ValueError("aggregation='constant' divides by max_response_length; set it")
     return counted.sum() / (_at_least_one(global_valid_seqs) * max_response_length)
@@ -58,12 +63,15 @@ def group_mean_factors(batch: TokenBatch, groups: Groups) -> Tensor:
     The weighted tokens, summed and divided by the number of sequences, give the mean over groups, so a loss
     needs only the step's counts. An update on whole groups of one size gets the mean over these groups.
 
-    Args:    batch: the whole step.  groups: of its rows.
+    Args:
+        batch: the whole step.
+        groups: the groups of its rows.
     Returns: [B], the logprobs' dtype. A group without a valid token does not count.
     """
-    tokens = groups.sum(batch.mask.sum(1))
+    tokens = groups.sum(batch.mask.sum(1))  # [P]
     num_groups = (tokens > 0).sum().clamp(min=1)
-    factors = batch.sample_mask.sum().double() / num_groups / tokens.clamp(min=1)
+    num_sequences = batch.sample_mask.sum().double()
+    factors = num_sequences / num_groups / tokens.clamp(min=1)
     return groups.spread(factors).to(batch.prev_logprobs.dtype)
 
 
@@ -75,19 +83,35 @@ def metric_shares(
 ) -> dict[str, Tensor]:
     """Compute this part's share of each metric's mean over the step's tokens ([B, T]) or sequences ([B]).
 
-    Args:    metrics: without gradient; finite off the mask, as in `aggregate`. A 0-d metric is
-                 returned unchanged.  counts: as in `aggregate`.
+    Args:
+        metrics: without gradient; finite off the mask, as in `aggregate`. A 0-d metric is returned unchanged.
+        counts: [B, T], 1 for the tokens that count, else 0.
+        global_valid_toks: tokens that count in the whole step.
+        global_valid_seqs: sequences that count in the whole step.
     Returns: name -> 0-d.
     """
+    per_token = {name: value for name, value in metrics.items() if value.dim() == 2}
+    per_sequence = {name: value for name, value in metrics.items() if value.dim() == 1}
     shares = {name: value for name, value in metrics.items() if value.dim() == 0}
-    for dim, size in ((2, global_valid_toks), (1, global_valid_seqs)):
-        of_dim = {name: value for name, value in metrics.items() if value.dim() == dim}
-        if of_dim:
-            factors = (counts if dim == 2 else counts.any(1).to(counts.dtype)).flatten()
-            sums = [torch.dot(value.flatten(), factors.to(value.dtype)) for value in of_dim.values()]
-            shares |= zip(of_dim, (torch.stack(sums) / _at_least_one(size)).unbind(), strict=True)
+    shares |= _mean_shares(per_token, counts, global_valid_toks)
+    if per_sequence:
+        shares |= _mean_shares(per_sequence, counts.any(1).to(counts.dtype), global_valid_seqs)
     return shares
 
 
+def _mean_shares(
+    metrics: Mapping[str, Tensor], counts: Tensor, global_count: Tensor | float
+) -> dict[str, Tensor]:
+    """Sum each metric over the elements that count, and divide by their number in the whole step."""
+    if not metrics:
+        return {}
+    # A dot product needs no [B, T] product in memory, and one stack divides all metrics by one kernel.
+    factors = counts.flatten()
+    sums = [torch.dot(value.flatten(), factors.to(value.dtype)) for value in metrics.values()]
+    means = torch.stack(sums) / _at_least_one(global_count)
+    return dict(zip(metrics, means.unbind(), strict=True))
+
+
 def _at_least_one(count: Tensor | float) -> Tensor | float:
+    """Replace 0 by 1, so that a step without tokens has loss 0 and no NaN."""
     return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)

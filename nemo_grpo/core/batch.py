@@ -15,7 +15,7 @@ from typing import Any
 from nemo_grpo.core.lazy import Tensor, torch
 from nemo_grpo.core.statistics import zero_outside
 
-_NATS = (
+_LOGPROB_FIELDS = (
     "next_token_logprobs",
     "prev_logprobs",
     "generation_logprobs",
@@ -23,7 +23,7 @@ _NATS = (
     "unfiltered_logprobs",
     "entropies",
 )
-_TOKEN_FIELDS = ("token_mask", *_NATS)
+_TOKEN_FIELDS = ("token_mask", *_LOGPROB_FIELDS)
 _ROW_FIELDS = ("sample_mask", "rewarded", "rewards", "group_ids", "response_ids", "scored")
 
 
@@ -73,6 +73,7 @@ class TokenBatch:
             object.__setattr__(self, "generation_logprobs", self.prev_logprobs)
         self._check_types()
         self._check_shapes()
+        # Setting through object is how a frozen dataclass fills in its own fields.
         for name in ("token_mask", "sample_mask"):
             mask = getattr(self, name)
             if mask.dtype != torch.bool:
@@ -84,13 +85,13 @@ class TokenBatch:
             if getattr(self, name) is None:
                 shape = "[B]" if name in _ROW_FIELDS else "[B, T]"
                 raise TypeError(f"{name} is None; give a {shape} tensor, as TokenBatch's docstring says")
-        for name, value in self._given(*_TOKEN_FIELDS, *_ROW_FIELDS).items():
+        for name, value in self._present(*_TOKEN_FIELDS, *_ROW_FIELDS).items():
             if not isinstance(value, torch.Tensor):
                 raise TypeError(f"{name} is a {type(value).__name__}; give a tensor")
         dtype = self.prev_logprobs.dtype
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"prev_logprobs is {dtype}; use float32 or float64")
-        for name, value in self._given(*_NATS).items():
+        for name, value in self._present(*_LOGPROB_FIELDS).items():
             if value.dtype != dtype:
                 raise ValueError(f"{name} is {value.dtype} and prev_logprobs is {dtype}; use one of them")
         if self.group_ids.is_floating_point():
@@ -100,24 +101,30 @@ class TokenBatch:
         shape = tuple(self.prev_logprobs.shape)
         if len(shape) != 2:
             raise ValueError(f"prev_logprobs has shape {shape}; it must be [B, T]")
-        for name, value in self._given(*_TOKEN_FIELDS, *_ROW_FIELDS).items():
-            want = shape[:1] if name in _ROW_FIELDS else shape
-            if tuple(value.shape) != want:
+        for name, value in self._present(*_TOKEN_FIELDS, *_ROW_FIELDS).items():
+            required_shape = shape[:1] if name in _ROW_FIELDS else shape
+            if tuple(value.shape) != required_shape:
                 raise ValueError(
-                    f"{name} has shape {tuple(value.shape)}; it must be {list(want)}, as prev_logprobs"
+                    f"{name} has shape {tuple(value.shape)}; it must be {list(required_shape)}, as "
+                    "prev_logprobs"
                 )
             if value.device != self.prev_logprobs.device:
                 raise ValueError(
                     f"{name} is on {value.device}; prev_logprobs is on {self.prev_logprobs.device}"
                 )
 
-    def _given(self, *names: str) -> dict[str, Tensor]:
-        return {name: x for name in names if (x := getattr(self, name)) is not None}
+    def _present(self, *names: str) -> dict[str, Tensor]:
+        """Return those of these fields that are not None."""
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def kl_logprobs(self) -> Tensor:
         """[B, T]: the current policy's, without top-k and top-p, as the reference policy's are."""
-        return self.next_token_logprobs if self.unfiltered_logprobs is None else self.unfiltered_logprobs
+        # The reference policy is never filtered. A KL to it from a top-k distribution would not end at 0.
+        if self.unfiltered_logprobs is not None:
+            return self.unfiltered_logprobs
+        return self.next_token_logprobs
 
     @cached_property
     def mask(self) -> Tensor:
@@ -142,9 +149,16 @@ class TokenBatch:
     def select(
         self, rows: Tensor | slice, *, next_token_logprobs: Tensor | None = None, length: int | None = None
     ) -> TokenBatch:
-        """Return the given rows, cut to ``length`` columns, optionally with the current policy's logprobs."""
-        changes: dict[str, Any] = {name: x[rows] for name, x in self._given(*_ROW_FIELDS).items()}
-        changes |= {name: x[rows, :length] for name, x in self._given(*_TOKEN_FIELDS).items()}
+        """Select rows.
+
+        Args:
+            rows: indices, a bool mask or a slice of the B rows.
+            next_token_logprobs: [rows, length], the current policy's; None: the batch's.
+            length: number of columns to keep; None: all.
+        Returns: a batch of these rows.
+        """
+        changes: dict[str, Any] = {name: x[rows] for name, x in self._present(*_ROW_FIELDS).items()}
+        changes |= {name: x[rows, :length] for name, x in self._present(*_TOKEN_FIELDS).items()}
         if next_token_logprobs is not None:
             changes["next_token_logprobs"] = next_token_logprobs
         return replace(self, **changes)
@@ -153,7 +167,7 @@ class TokenBatch:
         """Return the batch on another device."""
         return on_device(self, device)
 
-    def clean(self, names: tuple[str, ...] = _NATS) -> TokenBatch:
+    def clean(self, names: tuple[str, ...] = _LOGPROB_FIELDS) -> TokenBatch:
         """Return the batch with 0 wherever a token or a sequence does not count.
 
         NaN, infinity or garbage there reaches neither a value nor a gradient.
@@ -162,25 +176,35 @@ class TokenBatch:
         """
         mask = self.mask
         rewards = torch.where(self.in_groups, self.rewards.to(self.prev_logprobs.dtype), 0.0)
-        clean = copy.copy(self)  # with its masks; shapes stay as they are and need no second check
-        vars(clean).update({name: zero_outside(x, mask) for name, x in self._given(*names).items()})
-        vars(clean).update(token_mask=mask, rewards=rewards)
+        # A copy instead of `replace`, which would check all shapes again and drop the cached masks: this runs
+        # for every microbatch.
+        clean = copy.copy(self)
+        attributes = vars(clean)
+        for name, values in self._present(*names).items():
+            attributes[name] = zero_outside(values, mask)
+        attributes["token_mask"] = mask
+        attributes["rewards"] = rewards
         return clean
 
 
 def require(holds: Tensor, values: Tensor, name: str, rule: str) -> None:
     """Check a rule about every element of ``values``.
 
-    Args:   holds: bool, of the shape of ``values``.  rule: ends the sentence "NAME[INDEX] is VALUE; ...".
+    Args:
+        holds: bool, of the shape of ``values``.
+        values: the tensor that the rule is about.
+        name: its name in the message.
+        rule: ends the sentence "NAME[INDEX] is VALUE; ...".
     Raises: ValueError: an element breaks it, with its index. On a GPU the kernel that finds it stops the
-            process instead (`torch._assert_async`), with the rule only: reading the value would wait.
+            process instead, with the rule only.
     """
+    # `holds.all()` in an if would make the CPU wait for the GPU in every loss call.
     if holds.device.type != "cpu":
         torch._assert_async(holds.all(), f"{name}: {rule}")
     elif not holds.all():
-        index = tuple(torch.nonzero(~holds)[0].tolist())
-        place = ", ".join(map(str, index))
-        raise ValueError(f"{name}[{place}] is {values[index].item()}; {rule}")
+        first_index = tuple(torch.nonzero(~holds)[0].tolist())
+        index_text = ", ".join(map(str, first_index))
+        raise ValueError(f"{name}[{index_text}] is {values[first_index].item()}; {rule}")
 
 
 def global_counts(batch: TokenBatch) -> tuple[Tensor, Tensor]:
@@ -214,9 +238,10 @@ class PreparedBatch:
     def select(
         self, rows: Tensor | slice, *, next_token_logprobs: Tensor | None = None, length: int | None = None
     ) -> PreparedBatch:
-        """Return some rows (a microbatch, a rank's share), with the current policy's logprobs for them."""
+        """Select a microbatch's or a rank's rows; the arguments are those of `TokenBatch.select`."""
         part = self.batch.select(rows, next_token_logprobs=next_token_logprobs, length=length)
         return PreparedBatch(
+            # The step was cleaned when it was prepared; only the logprobs of this forward pass are new.
             batch=part.clean(("next_token_logprobs",)),
             advantages=self.advantages[rows, :length],
             group_sizes=self.group_sizes[rows],
@@ -249,21 +274,26 @@ class PreparedBatch:
 
 def on_device(part: Any, device: torch.device | str) -> Any:
     """Move the tensors of a dataclass, and of dataclasses in it, to another device."""
-    values = {each.name: getattr(part, each.name) for each in fields(part)}
-    tensors = {name: x.to(device) for name, x in values.items() if isinstance(x, torch.Tensor)}
-    nested = {name: on_device(x, device) for name, x in values.items() if is_dataclass(x)}
-    return replace(part, **tensors, **nested)
+    moved = dict[str, Any]()
+    for dataclass_field in fields(part):
+        value = getattr(part, dataclass_field.name)
+        if isinstance(value, torch.Tensor):
+            moved[dataclass_field.name] = value.to(device)
+        elif is_dataclass(value):
+            moved[dataclass_field.name] = on_device(value, device)
+    return replace(part, **moved)
 
 
 @dataclass(frozen=True)
 class Sequences:
     """Prompts with responses as token ids, right-padded.
 
-    Attributes: input_ids: [B, S] int64.  lengths: [B] int64.
-                prompt_lengths: [B] int64, at least 1 and less than ``lengths``; the tokens that follow need
-                    logprobs. Default: 1, so all but the first.
-                prompt_ids: [B] integers; equal only for rows that begin with the same prompt. Default: all
-                    different.
+    Attributes:
+        input_ids: [B, S] int64.
+        lengths: [B] int64, tokens of prompt and response.
+        prompt_lengths: [B] int64, at least 1 and less than ``lengths``; the tokens that follow need logprobs.
+            Default: 1, so all but the first.
+        prompt_ids: [B] integers; equal only for rows that begin with the same prompt. Default: all different.
     """
 
     input_ids: Tensor
@@ -278,7 +308,7 @@ class Sequences:
             object.__setattr__(self, "prompt_ids", torch.arange(len(self.lengths)))
 
     def select(self, rows: Tensor) -> Sequences:
-        """Return the given rows, cut to their longest."""
+        """Return these rows, cut to their longest."""
         lengths = self.lengths[rows]
         return Sequences(
             self.input_ids[rows, : int(lengths.max())],

@@ -22,8 +22,11 @@ Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 class ImportanceCorrection:
     """Reweighting of the policy term by policy over sampler.
 
-    Attributes: truncation: None: w is not bounded.  lower, upper: bounds of w.
-                sequence_level: one weight per response.
+    Attributes:
+        truncation: how the weight is bounded; None: not at all.
+        lower: smallest weight that is left as it is.
+        upper: largest weight that is left as it is.
+        sequence_level: one weight per response.
     """
 
     truncation: Truncation | None = None
@@ -37,20 +40,32 @@ class ImportanceCorrection:
         Args:    batch: clean rows.
         Returns: [B, T], 0 where w is not finite; metrics, per token [B, T] or per response [B].
         """
-        drift = batch.prev_logprobs - batch.generation_logprobs  # clean: 0 off the mask
-        log_w = drift.sum(1, keepdim=True).expand_as(drift) if self.sequence_level else drift
+        log_ratio = batch.prev_logprobs - batch.generation_logprobs  # clean: 0 off the mask
+        if self.sequence_level:
+            log_w = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+        else:
+            log_w = log_ratio
+        # A sampler's logprob of -inf would give an infinite weight, or NaN; 0 leaves the token out instead.
         w = torch.nan_to_num(torch.exp(log_w), nan=0.0, posinf=0.0)
         if self.truncation is None:
             return w, {"importance/weight": w}
         if self.truncation == "seq-mask-tis":
-            num_tokens = batch.mask.sum(1).clamp(min=1)
-            mean = torch.nan_to_num(drift, nan=0.0, posinf=0.0, neginf=0.0).sum(1) / num_tokens
-            outside = self._is_outside(torch.exp(mean))
-            w = torch.where(outside[:, None], 0.0, w)
+            is_outside = self._is_outside(_geometric_mean(log_ratio, batch.mask))
+            w = torch.where(is_outside[:, None], 0.0, w)
+        elif self.truncation == "icepop":
+            is_outside = self._is_outside(w)
+            w = torch.where(is_outside, 0.0, w)
         else:
-            outside = self._is_outside(w)
-            w = w.clamp(self.lower, self.upper) if self.truncation == "tis" else torch.where(outside, 0.0, w)
-        return w, {"importance/weight": w, "importance/outside": outside.to(w.dtype)}
+            is_outside = self._is_outside(w)
+            w = w.clamp(self.lower, self.upper)
+        return w, {"importance/weight": w, "importance/outside": is_outside.to(w.dtype)}
 
     def _is_outside(self, weights: Tensor) -> Tensor:
         return (weights < self.lower) | (weights > self.upper)
+
+
+def _geometric_mean(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] -> [B]: geometric mean of the tokens' ratios."""
+    finite = torch.nan_to_num(log_ratio, nan=0.0, posinf=0.0, neginf=0.0)
+    num_tokens = mask.sum(1).clamp(min=1)
+    return torch.exp(finite.sum(1) / num_tokens)

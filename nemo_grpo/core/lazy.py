@@ -16,9 +16,10 @@ class LazyModule:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        found = getattr(importlib.import_module(self._name), attribute)
-        setattr(self, attribute, found)  # later uses do not come here
-        return found
+        value = getattr(importlib.import_module(self._name), attribute)
+        # Python calls __getattr__ only for attributes that it does not find: the next use is a plain look-up.
+        setattr(self, attribute, value)
+        return value
 
 
 if TYPE_CHECKING:

@@ -25,9 +25,14 @@ COVARIANCE_SHARES = {f"p{100 * share:g}": share for share in (0.0001, 0.01, 0.2,
 
 @dataclass(frozen=True)
 class Shaped:
-    """A variant's step-level result: advantages, optional token weights [B, T], group advantages.
+    """A variant's step-level result.
 
-    Attributes: carried: see `PreparedBatch`.
+    Attributes:
+        advantages: [B, T]; exactly 0 where the mask is False.
+        base: the group advantages before any shaping.
+        token_weights: [B, T] that the token terms need in addition, or None.
+        metrics: 0-d tensors.
+        carried: see `PreparedBatch`.
     """
 
     advantages: Tensor
@@ -39,9 +44,12 @@ class Shaped:
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """Per-token objective, [B, T]: policy term, KL term (None: no penalty), metrics.
+    """Per-token objective.
 
-    Metrics are [B, T], to be averaged over tokens, or [B], to be averaged over sequences; no gradient.
+    Attributes:
+        policy: [B, T], to be maximised.
+        kl: [B, T], to be subtracted with the factor beta; None: no penalty.
+        metrics: [B, T], to be averaged over tokens, or [B], to be averaged over sequences; no gradient.
     """
 
     policy: Tensor
@@ -62,10 +70,12 @@ class Objective:
         name: the variant's name.
         shape: (whole clean step, seed) -> `Shaped`.
         terms: (clean rows) -> `TokenTerms`.
-        aggregation, max_response_length: see `aggregate`.
+        aggregation: see `aggregate`.
+        max_response_length: see `aggregate`.
         kl_penalty: beta, the factor of the KL term.
         correction: reweighting of the policy term by policy over sampler, or None.
-        needs_entropy, needs_reference: which optional tensors of `TokenBatch` are required.
+        needs_entropy: ``shape`` reads `TokenBatch.entropies`.
+        needs_reference: ``shape`` or ``terms`` read `TokenBatch.reference_policy_logprobs`.
         needs_scores: ``shape`` reads logprobs or entropies from the scoring pass. If it does not, advantages
             follow from rewards alone, and a step's only update can score in its own forward pass.
         whole_groups_per_loss_call: the loss needs exactly one complete group per call (CW-GRPO's
@@ -89,8 +99,9 @@ class Objective:
     def prepare(self, batch: TokenBatch, *, seed: int = 0) -> PreparedBatch:
         """Compute everything that spans sequences: once per step, on whole groups, without gradient.
 
-        Args:   batch: every sequence of the step.  seed: the step's, for variants that draw (Clip-Cov, random
-                weights).
+        Args:
+            batch: every sequence of the step.
+            seed: the step's, for variants that draw (Clip-Cov, random weights).
         Raises: ValueError: an optional tensor is missing that the variant needs, or a reward is not finite.
         """
         if self.needs_entropy and batch.entropies is None:
@@ -100,15 +111,18 @@ class Objective:
         clean = batch.clean()
         rule = "leave a response out with sample_mask, or give it a finite reward"
         require(clean.rewards.isfinite(), clean.rewards, "rewards", rule)
+        # A variant whose equations name the current policy's logprobs gets those of the scoring pass here.
         scored = replace(clean, next_token_logprobs=clean.prev_logprobs.detach())
         shaped = self.shape(scored, seed)
-        by_group = self.aggregation == "group_token_mean"
+        row_factors = None
+        if self.aggregation == "group_token_mean":
+            row_factors = group_mean_factors(clean, shaped.base.groups)
         return PreparedBatch(
             batch=clean,
             advantages=shaped.advantages,
             group_sizes=shaped.base.sizes,
             token_weights=shaped.token_weights,
-            row_factors=group_mean_factors(clean, shaped.base.groups) if by_group else None,
+            row_factors=row_factors,
             metrics=step_metrics(scored, shaped.advantages, shaped.base) | shaped.metrics,
             carried=shaped.carried,
         )
@@ -125,9 +139,11 @@ class Objective:
 
         loss = - aggregate( w policy - beta KL ),  w of `correction`, else 1
 
-        Args:    prepared: any rows of the prepared step, with the current policy's logprobs.
-                 global_valid_toks, global_valid_seqs: counts over the whole step (`global_counts`).
-                 further: (rows, the terms' metrics) -> additional metrics of the same shapes.
+        Args:
+            prepared: any rows of the prepared step, with the current policy's logprobs.
+            global_valid_toks: tokens that count in the whole step (`global_counts`).
+            global_valid_seqs: sequences that count in the whole step.
+            further: (rows, the terms' metrics) -> additional metrics of the same shapes.
         Returns: 0-d loss with gradient; metrics, each a share of a mean over the step (sum them over parts).
         Raises:  ValueError: ``prepared`` has no next_token_logprobs.  TypeError: it is not prepared.
         """
@@ -136,9 +152,13 @@ class Objective:
         if prepared.batch.next_token_logprobs is None:
             raise ValueError("next_token_logprobs is missing: give the current policy's to `select`")
         terms, metrics = self.token_terms(prepared)
-        counts, beta = prepared.batch.counts, self.kl_penalty
+        counts = prepared.batch.counts
+        objective = terms.policy
+        if terms.kl is not None:
+            # policy - beta KL as one operation, so that the product is not rounded before the difference.
+            objective = torch.sub(terms.policy, terms.kl, alpha=self.kl_penalty)
         loss = -aggregate(
-            terms.policy if terms.kl is None else torch.sub(terms.policy, terms.kl, alpha=beta),
+            objective,
             counts,
             self.aggregation,
             global_valid_toks=global_valid_toks,
@@ -165,31 +185,38 @@ class Objective:
 
         Without a KL penalty a term w rho A has no gradient where A is 0, as in a group of equal rewards.
 
-        Args: advantages: [B, T].  mask: [B, T], nonzero for tokens that count.
+        Args:
+            advantages: [B, T].
+            mask: [B, T], nonzero for tokens that count.
         """
-        follows_advantages = self.kl_penalty == 0 and not self.learns_without_advantages
-        return (advantages if follows_advantages else mask).any(1)
+        if self.kl_penalty == 0 and not self.learns_without_advantages:
+            return advantages.any(1)
+        return mask.any(1)
 
     def token_terms(self, prepared: PreparedBatch) -> tuple[TokenTerms, dict[str, Tensor]]:
         """Compute the corrected terms of any rows, and every metric that goes with them, [B, T] or [B]."""
         terms = self.terms(prepared)
         metrics = {"loss/policy": -terms.policy.detach(), **terms.metrics}
         if self.correction is not None:
-            weights, about = self.correction.weights(prepared.batch)
+            weights, correction_metrics = self.correction.weights(prepared.batch)
             terms = replace(terms, policy=weights * terms.policy)
-            metrics |= {"loss/policy": -terms.policy.detach()} | about
+            metrics |= {"loss/policy": -terms.policy.detach()} | correction_metrics
         if terms.kl is not None:
             reference = prepared.batch.reference_policy_logprobs
             assert reference is not None
-            far_below = (reference - prepared.batch.kl_logprobs.detach()).gt_(MAX_LOG_RATIO)
-            metrics |= {"kl/reference": terms.kl.detach(), "kl/clamped_fraction": far_below}
+            log_ratio = reference - prepared.batch.kl_logprobs.detach()
+            is_clamped = (log_ratio > MAX_LOG_RATIO).to(log_ratio.dtype)
+            metrics |= {"kl/reference": terms.kl.detach(), "kl/clamped_fraction": is_clamped}
         return terms, metrics
 
 
 def reward_metrics(rewards: Tensor, rewarded: Tensor, groups: Groups) -> dict[str, Tensor]:
     """Compute mean and spread of rewards.
 
-    Args:    rewards: [B]; ignored where ``rewarded`` [B] bool is False.  groups: of the B rows.
+    Args:
+        rewards: [B].
+        rewarded: [B] bool; False where the reward does not count.
+        groups: the groups of the B rows.
     Returns: name -> 0-d float64 tensor. ``reward/group_std`` is the mean over groups with a reward.
     """
     counted = torch.where(rewarded, rewards.double(), 0.0)
@@ -204,7 +231,9 @@ def reward_metrics(rewards: Tensor, rewarded: Tensor, groups: Groups) -> dict[st
 def length_metrics(mask: Tensor, sample_mask: Tensor) -> dict[str, Tensor]:
     """Compute mean and maximum of the responses' tokens.
 
-    Args: mask: [B, T] bool, the tokens that count.  sample_mask: [B] bool, the responses in the mean.
+    Args:
+        mask: [B, T] bool, the tokens that count.
+        sample_mask: [B] bool, the responses in the mean.
     """
     lengths = mask.sum(1)
     return {
@@ -213,23 +242,26 @@ def length_metrics(mask: Tensor, sample_mask: Tensor) -> dict[str, Tensor]:
     }
 
 
-OF_ROLLOUTS = ("reward/", "length/")
-"""Prefixes of metrics of all responses that were drawn for a step."""
+ROLLOUT_PREFIXES = ("reward/", "length/")
+"""Prefixes of metrics of all responses that were sampled for a step."""
 
 
 def as_kept(metrics: Mapping[str, T]) -> dict[str, T]:
     """Name ``reward/*`` and ``length/*`` of the responses that dynamic sampling keeps ``kept/*``."""
-    return {
-        f"kept/{name}" if name.startswith(OF_ROLLOUTS) else name: value for name, value in metrics.items()
-    }
+    renamed = {}
+    for name, value in metrics.items():
+        new_name = f"kept/{name}" if name.startswith(ROLLOUT_PREFIXES) else name
+        renamed[new_name] = value
+    return renamed
 
 
 def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -> dict[str, Tensor]:
     """Compute reward, advantage, length, covariance and mismatch statistics of a whole step.
 
-    Args:    batch: the whole step, clean.
-             advantages: [B, T], as the variant shaped them: ``advantage/*``.
-             base: the group advantages before any shaping, so that ``covariance/*`` compares variants.
+    Args:
+        batch: the whole step, clean.
+        advantages: [B, T], as the variant shaped them: ``advantage/*``.
+        base: the group advantages before any shaping, so that ``covariance/*`` compares variants.
     Returns: name -> 0-d tensor. ``covariance/*`` are percentiles of `step_covariance` (CW-GRPO Table 1);
              ``mismatch/*`` compare the scoring policy with the sampler. They and ``entropy/mean`` are taken
              over the rows that the policy scored.
@@ -238,8 +270,8 @@ def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -
     scored = batch.scored_mask
     num_valid = batch.sample_mask.sum().clamp(min=1)
     covariance = step_covariance(batch.prev_logprobs, base.per_token(mask), mask)
-    drift = batch.prev_logprobs - batch.generation_logprobs
-    bounded = drift.clamp(max=MAX_LOG_RATIO)
+    sampler_gap = batch.prev_logprobs - batch.generation_logprobs
+    bounded = sampler_gap.clamp(max=MAX_LOG_RATIO)
     metrics = {
         **reward_metrics(batch.rewards, batch.in_groups, base.groups),
         "groups/valid_fraction": base.has_signal.sum() / num_valid,
@@ -248,10 +280,11 @@ def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -
         "advantage/std": token_std(advantages, mask),
         "advantage/abs_max": advantages.abs().max() if advantages.numel() else advantages.sum(),
         "covariance/mean": token_mean(covariance, mask),
-        "mismatch/logprob_abs_mean": token_mean(drift.abs(), scored),
+        "mismatch/logprob_abs_mean": token_mean(sampler_gap.abs(), scored),
         "mismatch/kl": token_mean(bounded.expm1() - bounded, scored),
         "logprob/mean": token_mean(batch.prev_logprobs, mask),
     }
+    # Percentiles need the values of the counting tokens alone: the padding's zeros would shift every rank.
     values = percentiles(covariance.masked_select(mask), tuple(COVARIANCE_SHARES.values()))
     metrics |= {f"covariance/{name}": value for name, value in zip(COVARIANCE_SHARES, values, strict=True)}
     if batch.entropies is not None:

@@ -19,10 +19,12 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift int64 as if it were unsigned; torch's own shift fills with the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
+    """Hash each int64 by one round of splitmix64."""
     x = x + _GOLDEN
     x = (x ^ _logical_shift_right(x, 30)) * _MIX_1
     x = (x ^ _logical_shift_right(x, 27)) * _MIX_2
@@ -32,8 +34,11 @@ def _mix(x: Tensor) -> Tensor:
 def step_seed(seed: int, number: int) -> int:
     """Derive the seed of a step's draws from the run's; the same on both engines.
 
-    Args: number: of the step, or of its first problem, from 0.
+    Args:
+        seed: the run's.
+        number: number of the step, or of its first problem, from 0.
     """
+    # A prime beyond any usual number of steps, so that runs of neighbouring seeds share no draws.
     return seed * 1_000_003 + number
 
 
@@ -43,17 +48,19 @@ def response_ids(responses: Iterable[tuple[list[int], list[int]]]) -> Tensor:
     Args:    responses: (prompt tokens, policy tokens) of each.
     Returns: [B] int64; a hash of both and of the number of identical responses before it.
     """
-    seen: Counter[str] = Counter()
+    num_identical: Counter[str] = Counter()
     ids = []
-    for tokens in map(repr, responses):
-        digest = hashlib.sha256(f"{tokens} {seen[tokens]}".encode()).digest()
+    for response in responses:
+        tokens = repr(response)
+        # Python's own hash() of a string differs between processes.
+        digest = hashlib.sha256(f"{tokens} {num_identical[tokens]}".encode()).digest()
         ids.append(int.from_bytes(digest[:8], "big", signed=True))
-        seen[tokens] += 1
+        num_identical[tokens] += 1
     return torch.tensor(ids)
 
 
 def response_positions(mask: Tensor) -> Tensor:
-    """[B, T] int64: 1-based position of each counting token within its response; 0 where mask is False."""
+    """Count [B, T] int64: 1-based position of each counting token in its response; 0 where mask is False."""
     return torch.where(mask, mask.cumsum(1), 0)
 
 
@@ -64,6 +71,9 @@ def token_uniforms(batch: TokenBatch, seed: int) -> Tensor:
         response = batch.response_ids[:, None]
     else:
         bits = batch.prev_logprobs.double().view(torch.int64)
-        response = torch.where(batch.mask, _mix(bits ^ _mix(positions)), 0).sum(1, keepdim=True)  # order-free
+        token_hashes = torch.where(batch.mask, _mix(bits ^ _mix(positions)), 0)
+        # Integer sums wrap and commute, so padding and the order of additions leave no trace.
+        response = token_hashes.sum(1, keepdim=True)
     x = _mix(_mix(response + seed) ^ _mix(positions))
+    # A float64 holds 53 bits: the upper 53 of 64 are exact, and the result stays below 1.
     return _logical_shift_right(x, 11).double() * 2.0**-53

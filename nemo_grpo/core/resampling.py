@@ -15,29 +15,33 @@ def rewards_differ(rewards: Sequence[float]) -> bool:
 
     A response with the reward NaN does not count.
     """
-    given = [reward for reward in rewards if not math.isnan(reward)]
-    return len(given) > 0 and max(given) != min(given)
+    finite = [reward for reward in rewards if not math.isnan(reward)]
+    return len(finite) > 0 and max(finite) != min(finite)
 
 
 def has_signal(rewards: Sequence[float], trains: Sequence[bool]) -> bool:
     """True if a group's rewards differ, and one of its responses trains.
 
-    Args: rewards: of the task, without a length penalty, which is not signal; NaN: a function abstained.
-          trains: the response is not left out of training, as a truncated one may be; its reward counts.
+    Args:
+        rewards: the task's, without a length penalty, which is not signal; NaN: a reward function abstained.
+        trains: False for a response that is left out of training, as a truncated one may be; its reward
+            counts.
     """
-    one_trains = any(
-        response_trains and math.isfinite(reward)
-        for reward, response_trains in zip(rewards, trains, strict=True)
-    )
-    return one_trains and rewards_differ(rewards)
+    has_response_that_trains = False
+    for reward, response_trains in zip(rewards, trains, strict=True):
+        if response_trains and math.isfinite(reward):
+            has_response_that_trains = True
+    return has_response_that_trains and rewards_differ(rewards)
 
 
 @dataclass(frozen=True)
 class Accumulation(Generic[T]):
     """Groups gathered so far for one step.
 
-    Attributes: valid: groups with signal, in the order drawn.  draws: draws seen.
-                invalid: the last draw's groups without signal.
+    Attributes:
+        valid: groups with signal, in the order of the draws.
+        invalid: the last draw's groups without signal.
+        draws: number of draws so far.
     """
 
     valid: tuple[T, ...] = ()
@@ -46,9 +50,10 @@ class Accumulation(Generic[T]):
 
     def add(self, draw: Sequence[T], is_valid: Callable[[T], bool]) -> Accumulation[T]:
         """Return the accumulation after one more draw of prompts."""
-        kept = tuple(group for group in draw if is_valid(group))
-        rest = tuple(group for group in draw if not is_valid(group))
-        return Accumulation(self.valid + kept, rest, self.draws + 1)
+        valid = tuple(group for group in draw if is_valid(group))
+        # Earlier draws' groups without signal are dropped: the last draw alone can fill a step.
+        invalid = tuple(group for group in draw if not is_valid(group))
+        return Accumulation(self.valid + valid, invalid, self.draws + 1)
 
     def is_complete(self, num_groups: int, valid_fraction_threshold: float, max_draws: int) -> bool:
         """True once the share of valid groups is reached or ``max_draws`` draws have been made."""
@@ -72,8 +77,12 @@ def accumulate_groups(
     Implements GPG section 3 and Algorithm 1: while valid / B < beta_th keep the valid groups and draw again.
     DAPO's dynamic sampling is the threshold 1.0: every group of the step carries signal.
 
-    Args:    draw: returns the groups of one more batch of prompts.  num_groups: B, in groups.
-             max_draws: maximum number of draws, including the first.
+    Args:
+        draw: returns the groups of one more batch of prompts.
+        is_valid: True for a group with signal.
+        num_groups: B, in groups.
+        valid_fraction_threshold: beta_th, share of ``num_groups``.
+        max_draws: maximum number of draws, including the first.
     Returns: the accumulation of at least one draw; its ``take(num_groups)`` is the step. After ``max_draws``
              draws it may hold groups without signal, but never fewer than ``num_groups`` if each draw brings
              that many.

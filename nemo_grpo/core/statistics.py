@@ -22,7 +22,12 @@ def zero_outside(x: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Groups:
-    """The group of each row, ``index`` [B] int64, of P = ``num_groups``."""
+    """Assignment of B rows to P groups.
+
+    Attributes:
+        index: [B] int64, the group of each row, in [0, P).
+        num_groups: P.
+    """
 
     index: Tensor
     num_groups: int
@@ -34,14 +39,14 @@ class Groups:
         return cls(index, ids.numel())
 
     @classmethod
-    def one(cls, rows: Tensor) -> Self:
+    def single(cls, rows: Tensor) -> Self:
         """Put all rows into one group."""
         return cls(torch.zeros(len(rows), dtype=torch.int64, device=rows.device), 1)
 
     def sum(self, rows: Tensor) -> Tensor:
         """[B] -> [P] float64: sum of each group's rows."""
-        empty = torch.zeros(self.num_groups, dtype=torch.float64, device=rows.device)
-        return empty.index_add_(0, self.index, rows.double())
+        zeros = torch.zeros(self.num_groups, dtype=torch.float64, device=rows.device)
+        return zeros.index_add(0, self.index, rows.double())
 
     def mean(self, rows: Tensor, valid: Tensor) -> Tensor:
         """[B] -> [P] float64: mean of each group's valid rows; 0 if none."""
@@ -49,33 +54,36 @@ class Groups:
 
     def centred(self, rows: Tensor, valid: Tensor) -> Tensor:
         """[B] -> [B] float64: every row minus the mean of its group's valid rows."""
-        shifted = rows.double() - self.spread(_finite(self.extreme(rows, valid, "amax")))
+        highest = _zero_if_infinite(self.extreme(rows, valid, "amax"))
+        shifted = rows.double() - self.spread(highest)
         return shifted - self.spread(self.mean(shifted, valid))
 
     def std(self, rows: Tensor, valid: Tensor) -> Tensor:
         """[B] -> [P] float64: sample standard deviation (ddof 1) of each group's valid rows; 0 below two."""
         squares = self.sum(zero_outside(self.centred(rows, valid).square(), valid))
-        return (squares / (self.sum(valid) - 1).clamp(min=1)).sqrt()
+        degrees_of_freedom = (self.sum(valid) - 1).clamp(min=1)
+        return (squares / degrees_of_freedom).sqrt()
 
     def extreme(self, rows: Tensor, valid: Tensor, kind: str) -> Tensor:
         """[B] -> [P] float64: each group's ``amin`` or ``amax`` over its valid rows; +-inf if none."""
-        start = float("inf") if kind == "amin" else float("-inf")
-        filled = torch.where(valid, rows.double(), start)
-        out = torch.full((self.num_groups,), start, dtype=torch.float64, device=rows.device)
-        return out.scatter_reduce_(0, self.index, filled, kind)
+        neutral = float("inf") if kind == "amin" else float("-inf")
+        filled = torch.where(valid, rows.double(), neutral)
+        extremes = torch.full((self.num_groups,), neutral, dtype=torch.float64, device=rows.device)
+        return extremes.scatter_reduce(0, self.index, filled, kind)
 
     def spread(self, per_group: Tensor) -> Tensor:
         """[P] -> [B]: each row gets its group's value."""
         return per_group[self.index]
 
 
-def _finite(highest: Tensor) -> Tensor:
+def _zero_if_infinite(highest: Tensor) -> Tensor:
+    """Replace the extreme of an empty group, which is infinite, by 0."""
     return torch.where(highest.isfinite(), highest, 0.0)
 
 
 def row_std(rows: Tensor, valid: Tensor) -> Tensor:
     """[B] -> 0-d float64: sample standard deviation (ddof 1) of the valid rows; 0 below two."""
-    return Groups.one(rows).std(rows, valid)[0]
+    return Groups.single(rows).std(rows, valid)[0]
 
 
 def row_sum(x: Tensor, mask: Tensor) -> Tensor:
@@ -85,8 +93,10 @@ def row_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 def row_max(x: Tensor, mask: Tensor) -> Tensor:
     """[B, T] -> [B] float64: highest of the tokens that count; 0 if none do."""
+    if x.shape[1] == 0:  # torch finds no maximum of an empty dimension
+        return x.new_zeros(len(x), dtype=torch.float64)
     filled = torch.where(mask, x.detach(), float("-inf"))
-    return _finite(filled.amax(1).double()) if x.shape[1] else x.new_zeros(len(x), dtype=torch.float64)
+    return _zero_if_infinite(filled.amax(1).double())
 
 
 def row_centred(x: Tensor, mask: Tensor) -> Tensor:
@@ -103,30 +113,33 @@ def token_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 def token_centred(x: Tensor, mask: Tensor) -> Tensor:
     """[B, T] -> [B, T] float64: every token minus the mean over all that count; 0 elsewhere."""
-    return group_token_centred(x, mask, Groups.one(x))
+    return group_token_centred(x, mask, Groups.single(x))
 
 
 def token_std(x: Tensor, mask: Tensor) -> Tensor:
     """[B, T] -> 0-d float64: population standard deviation (ddof 0) over the tokens that count."""
-    return group_token_std(x, mask, Groups.one(x))[0]
+    return group_token_std(x, mask, Groups.single(x))[0]
 
 
 def group_token_mean(x: Tensor, mask: Tensor, groups: Groups) -> Tensor:
     """[B, T] -> [P] float64: mean over all tokens of each group that count; 0 where a group has none."""
-    return groups.sum(row_sum(x, mask)) / groups.sum(mask.sum(1)).clamp(min=1)
+    num_tokens = groups.sum(mask.sum(1)).clamp(min=1)
+    return groups.sum(row_sum(x, mask)) / num_tokens
 
 
 def group_token_centred(x: Tensor, mask: Tensor, groups: Groups) -> Tensor:
     """[B, T] -> [B, T] float64: every token minus the mean of its group's that count; 0 elsewhere."""
     has_tokens = mask.any(1)
-    highest = _finite(groups.extreme(row_max(x, mask), has_tokens, "amax"))
+    highest = _zero_if_infinite(groups.extreme(row_max(x, mask), has_tokens, "amax"))
     shifted = x.double() - groups.spread(highest)[:, None]
-    return zero_outside(shifted - groups.spread(group_token_mean(shifted, mask, groups))[:, None], mask)
+    mean = groups.spread(group_token_mean(shifted, mask, groups))
+    return zero_outside(shifted - mean[:, None], mask)
 
 
 def group_token_std(x: Tensor, mask: Tensor, groups: Groups) -> Tensor:
     """[B, T] -> [P] float64: population std (ddof 0) over all tokens of each group that count."""
-    return group_token_mean(group_token_centred(x, mask, groups).square(), mask, groups).sqrt()
+    variance = group_token_mean(group_token_centred(x, mask, groups).square(), mask, groups)
+    return variance.sqrt()
 
 
 def segment_zscore(x: Tensor, mask: Tensor, segments: Tensor, num_segments: int, delta: float) -> Tensor:
@@ -134,54 +147,74 @@ def segment_zscore(x: Tensor, mask: Tensor, segments: Tensor, num_segments: int,
 
     z = (x - mean_S) / (std_S + delta), population std (ddof 0).
 
-    Args:    x: [B, T].  mask: [B, T] bool.  segments: [B, T] int64 in [0, num_segments); ignored where mask
-             is False.
+    Args:
+        x: [B, T].
+        mask: [B, T] bool.
+        segments: [B, T] int64 in [0, num_segments); ignored where mask is False.
+        num_segments: number of segments.
+        delta: added to each segment's std.
     Returns: [B, T] in x's dtype; exactly 0 where mask is False and where the segment has no spread.
     """
-    places = mask.flatten().nonzero()[:, 0]  # once: indexing by a mask searches it every time
-    where, values = (tensor.flatten().index_select(0, places) for tensor in (segments, x))
-    tokens, every = Groups(where, num_segments), torch.ones_like(where, dtype=torch.bool)
-    centred = tokens.centred(values, every)
-    count = torch.bincount(where, minlength=num_segments).clamp(min=1)
-    std = (torch.bincount(where, weights=centred.square(), minlength=num_segments) / count).sqrt()
+    # Positions of the N counting tokens, found once: indexing by a mask searches it every time.
+    positions = mask.flatten().nonzero()[:, 0]
+    token_segments = segments.flatten().index_select(0, positions)
+    values = x.flatten().index_select(0, positions)
+    tokens = Groups(token_segments, num_segments)  # each token is a row of its segment
+    centred = tokens.centred(values, torch.ones_like(token_segments, dtype=torch.bool))
+    num_tokens = torch.bincount(token_segments, minlength=num_segments).clamp(min=1)
+    squares = torch.bincount(token_segments, weights=centred.square(), minlength=num_segments)
+    std = (squares / num_tokens).sqrt()
     z = _standardised(centred, tokens.spread(std), delta)
-    out = torch.zeros(mask.numel(), dtype=x.dtype, device=x.device)
-    return out.index_copy_(0, places, z.to(x.dtype)).view_as(mask)
+    zeros = torch.zeros(mask.numel(), dtype=x.dtype, device=x.device)
+    return zeros.index_copy(0, positions, z.to(x.dtype)).view_as(mask)
 
 
 def group_zscore(x: Tensor, mask: Tensor, groups: Groups, delta: float) -> Tensor:
     """Compute `segment_zscore` with each group as a segment; faster, since a row lies in one group.
 
-    Args:    x, mask: [B, T].
+    Args:
+        x: [B, T].
+        mask: [B, T] bool.
+        groups: the groups of the B rows.
+        delta: added to each group's std.
     Returns: [B, T] in x's dtype; exactly 0 where mask is False and in a group without spread.
     """
     centred = group_token_centred(x, mask, groups)
-    std = groups.spread(group_token_mean(centred.square(), mask, groups).sqrt())[:, None]
-    return _standardised(centred, std, delta).to(x.dtype)
+    std = group_token_mean(centred.square(), mask, groups).sqrt()
+    return _standardised(centred, groups.spread(std)[:, None], delta).to(x.dtype)
 
 
 def _standardised(centred: Tensor, std: Tensor, delta: float) -> Tensor:
+    """Divide by std + delta."""
+    # Without spread the numerator is exactly 0; dividing it by 1 keeps it so for delta = 0, too.
     return centred / torch.where(std > 0, std + delta, 1.0)
 
 
-def moving_moments(x: Tensor, mask: Tensor, before: Mapping[str, float], momentum: float) -> dict[str, float]:
+def moving_moments(
+    x: Tensor, mask: Tensor, previous: Mapping[str, float], momentum: float
+) -> dict[str, float]:
     """Update the exponentially weighted mean and variance of tokens over steps.
 
-    mean = m mean_before + (1 - m) mean_now,
-    var = m var_before + (1 - m) var_now + m (1 - m) (mean_now - mean_before)^2,  m the momentum
+    mean = m mean_previous + (1 - m) mean_now,
+    var = m var_previous + (1 - m) var_now + m (1 - m) (mean_now - mean_previous)^2,  m the momentum
 
-    Args:    x, mask: [B, T], the whole step.  before: what the previous step returned; empty: none.
+    Args:
+        x: [B, T], the whole step.
+        mask: [B, T] bool.
+        previous: result of the previous step; empty before the first.
+        momentum: weight of the previous steps, in [0, 1).
     Returns: ``mean`` and ``variance``; after the first step its own, unchanged by a step without tokens.
     """
     if not mask.any():
-        return dict(before)
-    mean, variance = float(token_mean(x, mask)), float(token_std(x, mask)) ** 2
-    if not before:
+        return dict(previous)
+    mean = float(token_mean(x, mask))
+    variance = float(token_std(x, mask)) ** 2
+    if not previous:
         return {"mean": mean, "variance": variance}
-    moved = mean - before["mean"]
+    change = mean - previous["mean"]
     return {
-        "mean": before["mean"] + (1 - momentum) * moved,
-        "variance": momentum * before["variance"] + (1 - momentum) * (variance + momentum * moved**2),
+        "mean": previous["mean"] + (1 - momentum) * change,
+        "variance": momentum * previous["variance"] + (1 - momentum) * (variance + momentum * change**2),
     }
 
 
@@ -189,9 +222,10 @@ def percentiles(values: Tensor, shares: tuple[float, ...]) -> list[Tensor]:
     """Find nearest-rank percentiles of a 1-D tensor of any size (torch.quantile stops at 16 million)."""
     if values.numel() == 0:
         return [values.new_zeros(()) for _ in shares]
-    places = [round(share * (values.numel() - 1)) for share in shares]
+    ranks = [round(share * (values.numel() - 1)) for share in shares]
     if values.is_cuda:
-        return list(values.sort().values[places])
-    ordered = values.detach().clone()
-    ordered.numpy().partition(places)  # in place, and a quarter of the time of torch's sort
-    return list(ordered[places])
+        return list(values.sort().values[ranks])
+    # NumPy's partition takes a quarter of the time of torch's sort. It works in place on the tensor's memory.
+    partitioned = values.detach().clone()
+    partitioned.numpy().partition(ranks)
+    return list(partitioned[ranks])

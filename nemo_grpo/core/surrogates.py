@@ -10,21 +10,27 @@ bound it."""
 
 
 def importance_ratio(next_token_logprobs: Tensor, prev_logprobs: Tensor) -> Tensor:
-    """rho = exp(logp - logp_prev), [B, T]; the exponent is clamped at `MAX_LOG_RATIO`."""
-    return torch.exp((next_token_logprobs - prev_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    """Compute rho = exp(logp - logp_prev), [B, T]; the exponent is clamped at `MAX_LOG_RATIO`."""
+    log_ratio = next_token_logprobs - prev_logprobs
+    return torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def sequence_importance_ratio(next_token_logprobs: Tensor, prev_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """rho_i = exp(mean_t(logp - logp_prev)), one ratio per response, at each of its tokens.
+    """Compute rho_i = exp(mean_t(logp - logp_prev)), one ratio per response, at each of its tokens.
 
     Implements GSPO (2507.18071) Eq. 7.
 
-    Args:    next_token_logprobs, prev_logprobs: [B, T], nats.  mask: [B, T] bool.
+    Args:
+        next_token_logprobs: [B, T], nats; the current policy, with gradient.
+        prev_logprobs: [B, T], nats; the policy that scored the rollout.
+        mask: [B, T] bool.
     Returns: [B, T]; the gradient reaches every token of the response. The mean is clamped at `MAX_LOG_RATIO`.
     """
-    drift = torch.where(mask, next_token_logprobs - prev_logprobs, 0.0)
-    mean = drift.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    return torch.exp(mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).expand_as(drift)
+    log_ratio = torch.where(mask, next_token_logprobs - prev_logprobs, 0.0)
+    num_tokens = mask.sum(1, keepdim=True).clamp(min=1)
+    mean = log_ratio.sum(1, keepdim=True) / num_tokens
+    ratio = torch.exp(mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return ratio.expand_as(log_ratio)
 
 
 def clipped_policy_gradient(
@@ -39,19 +45,24 @@ def clipped_policy_gradient(
     min(rho A, clip(rho, 1 - ratio_clip_min, 1 + ratio_clip_max) A);  where A < 0 not below ratio_clip_c A
     (Schulman et al. 2017 Eq. 7; dual clip: Ye et al. 2020 Eq. 5)
 
-    Args:    ratio, advantages: [B, T].  ratio_clip_min/max: distances from 1.  ratio_clip_c: > 1, or None.
+    Args:
+        ratio: [B, T], with gradient.
+        advantages: [B, T].
+        ratio_clip_min: distance of the lower bound from 1.
+        ratio_clip_max: distance of the upper bound from 1.
+        ratio_clip_c: factor of the dual clip, > 1; None: no dual clip.
     Returns: [B, T]; and 1 at the tokens whose gradient a clip removes, else 0, [B, T] without gradient.
     """
     unclipped = ratio * advantages
-    with torch.no_grad():
-        clipped = ratio.clamp(1 - ratio_clip_min, 1 + ratio_clip_max) * advantages
-        value = torch.minimum(unclipped, clipped)
-        if ratio_clip_c is not None:  # the bound is 0 where A >= 0, and the value is not below 0 there
-            value = torch.maximum(value, advantages.clamp(max=0) * ratio_clip_c)
-        is_clipped = value != unclipped
-    return torch.where(is_clipped, value, unclipped), is_clipped.to(ratio.dtype)
+    clipped = ratio.clamp(1 - ratio_clip_min, 1 + ratio_clip_max) * advantages
+    objective = torch.minimum(unclipped, clipped)
+    if ratio_clip_c is not None:
+        floor = ratio_clip_c * advantages
+        objective = torch.where(advantages < 0, torch.maximum(objective, floor), objective)
+    is_clipped = objective.detach() != unclipped.detach()
+    return objective, is_clipped.to(ratio.dtype)
 
 
 def reinforce(next_token_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """logp A: the plain policy gradient (Williams 1992; GPG Eq. 5)."""
+    """Compute logp A, [B, T]: the plain policy gradient (Williams 1992; GPG Eq. 5)."""
     return next_token_logprobs * advantages

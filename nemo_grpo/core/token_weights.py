@@ -22,53 +22,72 @@ Centring = Literal["response", "group", "none"]
 
 
 def step_covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """c_it = (logp_it - mean_step logp)(A_it - mean_step A)  (2505.22617 Eq. 10); [B, T], 0 off the mask."""
-    return (token_centred(logprobs, mask) * token_centred(advantages, mask)).to(logprobs.dtype)
+    """Compute c_it = (logp_it - mean_step logp)(A_it - mean_step A); [B, T], 0 off the mask.
+
+    Implements Clip-Cov (2505.22617) Eq. 10.
+    """
+    covariance = token_centred(logprobs, mask) * token_centred(advantages, mask)
+    return covariance.to(logprobs.dtype)
 
 
 def group_covariance(
     logprobs: Tensor, advantages: Tensor, batch: TokenBatch, groups: Groups, centring: Centring
 ) -> Tensor:
-    """c_it = (logp_it - mean logp)(A_i - mean_g A)  (CW-GRPO section 2.3); [B, T], 0 off the mask.
+    """Compute c_it = (logp_it - mean logp)(A_i - mean_g A); [B, T], 0 off the mask.
 
-    Args: logprobs: [B, T].  advantages: [B], per sequence; its mean is over the group's rewarded responses.
-          centring: "response" subtracts each response's own mean logprob, "group" the mean over the group's
-              tokens, "none" nothing: an ablation, no covariance.
+    Implements CW-GRPO section 2.3.
+
+    Args:
+        logprobs: [B, T], nats.
+        advantages: [B], per sequence; the mean is over the group's rewarded responses.
+        batch: the whole step, with the masks.
+        groups: the groups of its rows.
+        centring: "response" subtracts each response's own mean logprob, "group" the mean over the group's
+            tokens. "none" subtracts nothing: an ablation, which is no covariance.
     """
     mask = batch.mask
     if centring == "response":
-        centred = row_centred(logprobs, mask)
+        centred_logprobs = row_centred(logprobs, mask)
     elif centring == "none":
-        centred = logprobs.double()
+        centred_logprobs = logprobs.double()
     else:
-        centred = group_token_centred(logprobs, mask, groups)
-    c = centred * groups.centred(advantages, batch.in_groups)[:, None]
-    return zero_outside(c, mask).to(logprobs.dtype)
+        centred_logprobs = group_token_centred(logprobs, mask, groups)
+    centred_advantages = groups.centred(advantages, batch.in_groups)
+    covariance = centred_logprobs * centred_advantages[:, None]
+    return zero_outside(covariance, mask).to(logprobs.dtype)
 
 
 def gaussian_kernel_weights(covariance: Tensor, mask: Tensor, groups: Groups, scope: Scope) -> Tensor:
     """Down-weight tokens of extreme covariance, keeping the mean weight at 1.
 
-    Implements CW-GRPO section 2.3:  w = exp(-c^2 / (2 sigma^2)),  w~ = w N / sum w,  sigma = std(c) with ddof
-    0
+    Implements CW-GRPO section 2.3:
+        sigma = std(c), ddof 0
+        w     = exp(-c^2 / (2 sigma^2))
+        w~    = w N / sum w
 
-    Args:    covariance, mask: [B, T].  scope: sigma, N and the sum over the token's group, or over the whole
-             step.
+    Args:
+        covariance: [B, T].
+        mask: [B, T] bool.
+        groups: the groups of the B rows.
+        scope: sigma, N and the sum are over the token's group, or over the whole step ("batch").
     Returns: [B, T]; 1 where sigma is 0; 0 off the mask.
     """
     if scope == "group":
         sigma = groups.spread(group_token_std(covariance, mask, groups))[:, None]
     else:
         sigma = token_std(covariance, mask).expand(mask.shape[0], 1)
+    # A group of equal rewards has covariance 0 everywhere, so sigma 0; its tokens keep weight 1.
     has_spread = sigma > 0
     scaled = covariance.double() / torch.where(has_spread, sigma, 1.0)
     w = torch.where(mask, torch.exp(-scaled.square() / 2), 0.0)
+    # N / sum w is 1 / mean w.
     if scope == "group":
         mean = groups.spread(group_token_mean(w, mask, groups))[:, None]
     else:
         mean = token_mean(w, mask)
-    w = torch.where(has_spread, w / torch.where(mean > 0, mean, 1.0), 1.0)
-    return torch.where(mask, w, 0.0).to(covariance.dtype)
+    normalised = w / torch.where(mean > 0, mean, 1.0)
+    normalised = torch.where(has_spread, normalised, 1.0)
+    return torch.where(mask, normalised, 0.0).to(covariance.dtype)
 
 
 def select_high_covariance(
@@ -79,18 +98,29 @@ def select_high_covariance(
     clip_fraction: float,
     seed: int,
 ) -> Tensor:
-    """[B, T] bool: floor(clip_fraction N) tokens, at least one, drawn from those with min < c < max.
+    """Select floor(clip_fraction N) tokens, at least one, uniformly from those with min < c < max.
 
     Implements Clip-Cov (Cui et al. 2505.22617 Eq. 11-12). The choice goes by `token_uniforms`, so it does not
     depend on row order, padding or microbatching.
+
+    Args:
+        covariance: [B, T].
+        batch: the whole step.
+        covariance_min: lower bound of c, exclusive.
+        covariance_max: upper bound of c, exclusive.
+        clip_fraction: share of the step's N tokens.
+        seed: the step's.
+    Returns: [B, T] bool; all qualified tokens where fewer qualify.
     """
     mask = batch.mask
     qualified = mask & (covariance > covariance_min) & (covariance < covariance_max)
-    num_chosen = torch.minimum((clip_fraction * mask.sum()).floor().clamp(min=1), qualified.sum())
-    keys = torch.where(qualified, token_uniforms(batch, seed), 2.0).flatten()
-    rank = torch.empty_like(keys, dtype=torch.int64)
-    rank[keys.argsort()] = torch.arange(keys.numel(), device=keys.device)
-    return (rank < num_chosen).view_as(mask)
+    num_to_clip = (clip_fraction * mask.sum()).floor().clamp(min=1)
+    num_to_clip = torch.minimum(num_to_clip, qualified.sum())
+    # Draws are below 1, so 2 sorts every token that does not qualify behind them.
+    sort_keys = torch.where(qualified, token_uniforms(batch, seed), 2.0).flatten()
+    rank = torch.empty_like(sort_keys, dtype=torch.int64)
+    rank[sort_keys.argsort()] = torch.arange(sort_keys.numel(), device=sort_keys.device)
+    return (rank < num_to_clip).view_as(mask)
 
 
 def probability_weights(
@@ -107,9 +137,17 @@ def probability_weights(
 
     Implements TR-GRPO Eq. 12:  w = clip(alpha (sigmoid(tau pi) - mu), L, U),  pi = exp(logp)
 
-    Args:    next_token_logprobs: [B, T], nats.  multiply: tau pi (ours); False: pi / tau (as printed).
+    Args:
+        next_token_logprobs: [B, T], nats.
+        alpha: scale.
+        mu: offset.
+        tau: sharpness of the sigmoid.
+        lower: L.
+        upper: U.
+        multiply: tau pi (ours); False: pi / tau (as printed).
     Returns: [B, T], within [lower, upper].
     """
     pi = next_token_logprobs.detach().exp()
-    shaped = (pi.mul_(tau) if multiply else pi.div_(tau)).sigmoid_()
-    return shaped.sub_(mu).mul_(alpha).clamp_(lower, upper)
+    x = tau * pi if multiply else pi / tau
+    w = alpha * (torch.sigmoid(x) - mu)
+    return w.clamp(lower, upper)

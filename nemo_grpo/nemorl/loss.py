@@ -20,7 +20,7 @@ from nemo_grpo.core.statistics import zero_outside
 from nemo_grpo.nemorl import compat
 from nemo_grpo.support.extensions import receive_files, texts_of
 from nemo_grpo.variants import parse_loss_fn
-from nemo_grpo.variants.base import RatioConfig, VariantConfig
+from nemo_grpo.variants.base import VariantConfig
 
 if TYPE_CHECKING:
     from nemo_grpo.nemorl.config import ClusterRun
@@ -185,11 +185,12 @@ class ObjectiveLoss:
         }
 
     def _clip_bounds(self) -> tuple[float, float]:
-        config = self.config
-        if isinstance(config, RatioConfig) and config.ratio_clip_min is not None:
-            assert config.ratio_clip_max is not None
-            return 1 - config.ratio_clip_min, 1 + config.ratio_clip_max
-        return 0.0, float("inf")
+        # By name: CISPO bounds its weight by the same keys, and shares no class with the clipped variants.
+        clip_min = getattr(self.config, "ratio_clip_min", None)
+        clip_max = getattr(self.config, "ratio_clip_max", None)
+        if clip_min is None or clip_max is None:
+            return 0.0, float("inf")
+        return 1 - clip_min, 1 + clip_max
 
 
 EXTREMES = ("probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min", "probs_ratio_clamped_max")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,9 +39,11 @@ _WORDS = {
 class Assumptions:
     """Properties of a run that its recipe does not state.
 
-    Attributes: lengths: mean length of the responses, or a run's file of lengths; None: half of the longest.
-                prompt: mean tokens of a prompt.  signal: share of groups whose rewards differ.
-                acceptance: probability of a drafted token after accepted ones.
+    Attributes:
+        lengths: mean length of the responses, or a run's file of lengths; None: half of the longest.
+        prompt: mean tokens of a prompt.
+        signal: share of groups whose rewards differ.
+        acceptance: probability of a drafted token whose predecessors were accepted.
     """
 
     lengths: float | Path | None = None
@@ -50,8 +53,11 @@ class Assumptions:
 
     def lengths_of(self, recipe: Recipe) -> Lengths:
         """Return the lengths of a recipe's responses."""
-        limit, context = recipe.policy.generation.max_new_tokens, recipe.policy.max_total_sequence_length
-        prompt = min(PROMPT, context - 1) if self.prompt == PROMPT else self.prompt
+        limit = recipe.policy.generation.max_new_tokens
+        context = recipe.policy.max_total_sequence_length
+        prompt = self.prompt
+        if prompt == PROMPT:  # the default gives way to a short context; a stated length is checked
+            prompt = min(PROMPT, context - 1)
         if not 1 <= prompt < context:
             raise UserError(
                 f"--prompt-length {prompt:g}: a prompt has at least 1 token, and fewer than "
@@ -81,26 +87,33 @@ class Forecast:
 
     @property
     def scenario(self) -> Scenario:
+        """The forecast's scenario."""
         return self.step.scenario
 
     @property
     def setup(self) -> PlanInput:
+        """The scenario's layout and settings."""
         return self.scenario.setup
 
     @property
     def work(self) -> Workload:
+        """The scenario's work per step."""
         return self.scenario.work
 
     @property
     def run_seconds(self) -> float:
         """Seconds of steps, validations and checkpoints, without the start of a job."""
-        step, work = self.step, self.work
-        validations = work.num_steps // work.val_period if work.val_period else 0
-        saves = -(-work.num_steps // work.save_period) if work.save_period else 0
-        return work.num_steps * step.seconds + validations * step.validation + saves * step.checkpoint
+        step = self.step
+        work = self.work
+        num_validations = work.num_steps // work.val_period if work.val_period else 0
+        # A run also saves after its last step, whatever the period.
+        num_checkpoints = ceil(work.num_steps / work.save_period) if work.save_period else 0
+        steps = work.num_steps * step.seconds
+        return steps + num_validations * step.validation + num_checkpoints * step.checkpoint
 
     @property
     def gpu_hours(self) -> float:
+        """GPU-hours of the run."""
         return self.run_seconds * self.step.num_gpus / 3600
 
     def of_steps(self, num_steps: int) -> Forecast:
@@ -113,24 +126,31 @@ class Forecast:
     def bottleneck(self) -> str:
         """Largest phase of the slower side, its share, and remedies."""
         phases = self.step.phases
-        if self.step.age and self.step.training >= self.step.seconds:
-            phases = {name: seconds for name, seconds in phases.items() if name not in ROLLOUT}
-        elif self.step.age:
-            phases = {name: phases[name] for name in ROLLOUT}
-        name = max(phases, key=lambda name: phases[name])
-        side = f" of the {'rollouts' if name in ROLLOUT else 'training side'}" if self.step.age else ""
-        share, remedy = phases[name] / sum(phases.values()), for_time(name, self.setup, self.work)
-        return f"{share:.0%}{side} is {_WORDS.get(name, name)}; {remedy}"
+        side = ""
+        if self.step.age:
+            # Rollouts and training overlap, so only the slower side's phases count.
+            training_is_slower = self.step.training >= self.step.seconds
+            if training_is_slower:
+                phases = {name: seconds for name, seconds in phases.items() if name not in ROLLOUT}
+                side = " of the training side"
+            else:
+                phases = {name: phases[name] for name in ROLLOUT}
+                side = " of the rollouts"
+        longest = max(phases, key=lambda name: phases[name])
+        share = phases[longest] / sum(phases.values())
+        remedy = for_time(longest, self.setup, self.work)
+        return f"{share:.0%}{side} is {_WORDS.get(longest, longest)}; {remedy}"
 
     def steps_within(self, seconds: float) -> int:
         """Count the steps that fit in a time, with one checkpoint at the end if the run saves any."""
-        save = self.step.checkpoint if self.work.save_period else 0.0
-        return max(int((seconds - save) / self.step.seconds), 0)
+        checkpoint = self.step.checkpoint if self.work.save_period else 0.0
+        return max(int((seconds - checkpoint) / self.step.seconds), 0)
 
 
 def for_time(phase: str, setup: PlanInput, work: Workload) -> str:
     """Name remedies that shorten a phase of the step and are not in use."""
     layout = setup.layout
+    # Phase -> remedy -> whether it is still open.
     remedies = {
         "decode": {
             "use more GPUs": True,
@@ -161,14 +181,24 @@ def for_time(phase: str, setup: PlanInput, work: Workload) -> str:
         "swaps to the host": {"use more GPUs": True},
         "rewards, data, logs": {"use larger steps": True},
     }
-    still_open = (text for text, is_open in remedies.get(phase, {}).items() if is_open)
-    return ", or ".join(still_open) or "nothing to gain"
+    open_remedies = [remedy for remedy, is_open in remedies.get(phase, {}).items() if is_open]
+    if not open_remedies:
+        return "nothing to gain"
+    return ", or ".join(open_remedies)
 
 
 def forecast(
     recipe: Recipe, shape: ModelSpec, gpu: str, hardware: Hardware, assumed: Assumptions
 ) -> Forecast:
-    """Forecast a cluster recipe's time.  Args: gpu: a name, for the prediction's error there."""
+    """Forecast a cluster recipe's time.
+
+    Args:
+        recipe: the recipe.
+        shape: its model.
+        gpu: name of the kind of GPU, for the prediction's error there.
+        hardware: the kind of GPU.
+        assumed: properties that the recipe does not state.
+    """
     scenario = Scenario(shape, plan_input(recipe), assumed.work_of(recipe), hardware)
     return Forecast(step_time(scenario), PUBLISHED.get(gpu, OTHER))
 
@@ -176,22 +206,33 @@ def forecast(
 def at_scale(base: Forecast, num_gpus: int, *, weak: bool = False) -> Forecast:
     """Forecast the same layout on another number of GPUs, whether it divides them or not.
 
-    Args:   weak: the batch grows with the GPUs.
+    Args:
+        base: the recipe's forecast.
+        num_gpus: GPUs that train and sample.
+        weak: the batch grows with the GPUs.
     """
-    setup, work = base.setup, base.work
-    before = setup.num_nodes * setup.gpus_per_node
-    per_node = min(setup.gpus_per_node, num_gpus)
-    if num_gpus % per_node:
+    setup = base.setup
+    work = base.work
+    num_gpus_before = setup.num_nodes * setup.gpus_per_node
+    gpus_per_node = min(setup.gpus_per_node, num_gpus)
+    if num_gpus % gpus_per_node:
         raise UserError(
-            f"--scale {num_gpus}: not whole nodes of {per_node} GPUs; use multiples of {per_node}"
+            f"--scale {num_gpus}: not whole nodes of {gpus_per_node} GPUs; use multiples of {gpus_per_node}"
         )
-    rollout = setup.num_rollout_gpus * num_gpus // before
-    if num_gpus > per_node:
-        rollout -= rollout % per_node
-    setup = replace(setup, num_nodes=num_gpus // per_node, gpus_per_node=per_node, num_rollout_gpus=rollout)
+    # GPUs that only sample keep their share, in whole nodes where there are several.
+    num_rollout_gpus = setup.num_rollout_gpus * num_gpus // num_gpus_before
+    if num_gpus > gpus_per_node:
+        num_rollout_gpus -= num_rollout_gpus % gpus_per_node
+    setup = replace(
+        setup,
+        num_nodes=num_gpus // gpus_per_node,
+        gpus_per_node=gpus_per_node,
+        num_rollout_gpus=num_rollout_gpus,
+    )
     if weak:
-        groups = max(round(work.num_samples / work.group_size * num_gpus / before), 1)
-        work = replace(work, num_samples=groups * work.group_size)
+        num_groups = work.num_samples / work.group_size
+        scaled_groups = max(round(num_groups * num_gpus / num_gpus_before), 1)
+        work = replace(work, num_samples=scaled_groups * work.group_size)
     return replace(base, step=step_time(replace(base.scenario, setup=setup, work=work)))
 
 
@@ -200,15 +241,28 @@ def of_layout(base: Forecast, setup: PlanInput) -> Forecast:
     return replace(base, step=step_time(replace(base.scenario, setup=setup)))
 
 
-def as_dict(found: Forecast, price: float | None = None) -> dict[str, object]:
+def as_dict(predicted: Forecast, price: float | None = None) -> dict[str, object]:
     """Convert a forecast to JSON's types: seconds, tokens, GPU-hours, dollars.
 
     Time and cost of a run that ends with NeMo-RL's own data are None: its number of steps is not known.
+
+    Args:
+        predicted: the forecast.
+        price: dollars per GPU-hour.
     """
-    step, work = found.step, found.work
-    ends_with_data = bool(work.or_passes)  # after steps that the recipe does not say
-    run_seconds = None if ends_with_data else found.run_seconds
-    gpu_hours = None if ends_with_data else found.gpu_hours
+    step = predicted.step
+    work = predicted.work
+    error = predicted.error
+    run_seconds = None
+    run_interval = None
+    gpu_hours = None
+    dollars = None
+    if not work.or_passes:
+        run_seconds = predicted.run_seconds
+        run_interval = error.around(run_seconds)
+        gpu_hours = predicted.gpu_hours
+        if price is not None:
+            dollars = gpu_hours * price
     return {
         "step_seconds": step.seconds,
         "phases": step.phases,
@@ -220,19 +274,19 @@ def as_dict(found: Forecast, price: float | None = None) -> dict[str, object]:
         "checkpoint_seconds": step.checkpoint,
         "run_seconds": run_seconds,
         "gpu_hours": gpu_hours,
-        "dollars": None if price is None or gpu_hours is None else gpu_hours * price,
-        "bottleneck": found.bottleneck,
+        "dollars": dollars,
+        "bottleneck": predicted.bottleneck,
         "interval": {
-            "step_seconds": found.error.around(step.seconds),
-            "run_seconds": None if run_seconds is None else found.error.around(run_seconds),
-            "covered": found.error.covered,
-            "of": f"{found.error.num_steps} {found.error.what}",
+            "step_seconds": error.around(step.seconds),
+            "run_seconds": run_interval,
+            "covered": error.covered,
+            "of": f"{error.num_steps} {error.what}",
         },
-        "error": {"median": found.error.median, "worst": found.error.worst},
+        "error": {"median": error.median, "worst": error.worst},
         "mean_response": work.lengths.mean,
         "lengths": work.lengths.source,
         "draws": work.num_draws,
         "scoring_passes": work.scoring_passes,
-        "draft_tokens": found.setup.draft_tokens,
-        "acceptance": work.acceptance if found.setup.draft_tokens else None,
+        "draft_tokens": predicted.setup.draft_tokens,
+        "acceptance": work.acceptance if predicted.setup.draft_tokens else None,
     }

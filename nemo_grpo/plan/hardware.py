@@ -19,14 +19,17 @@ from nemo_grpo.support.errors import UserError, did_you_mean, reading
 class Hardware:
     """One kind of GPU; rates are the vendor's peaks, per GPU, dense and in one direction.
 
-    Attributes: memory_bytes: as nvidia-smi states it.
-                bf16_flops, fp8_flops: matrix products, FLOP/s; no FP8 is 0.
-                memory_bandwidth: of HBM, bytes/s.
-                nvlink_bandwidth: to another GPU of the same NVLink domain, bytes/s; PCIe where there is none.
-                network_bandwidth, host_bandwidth: to another domain, and to the host's memory, bytes/s.
-                nvlink_domain: GPUs joined by NVLink; those of a node where there is none.
-                host_slowdown: time of the CPU's own work, relative to the Xeon of an H100 node.
-                compute_capability: 8 Ampere, 8.9 Ada, 9 Hopper, 10 Blackwell.
+    Attributes:
+        memory_bytes: as nvidia-smi states it.
+        bf16_flops: BF16 matrix products, FLOP/s.
+        fp8_flops: FP8 matrix products, FLOP/s; 0: no FP8.
+        memory_bandwidth: of HBM, bytes/s.
+        nvlink_bandwidth: to another GPU of the same NVLink domain, bytes/s; PCIe where there is none.
+        network_bandwidth: to a GPU of another domain, bytes/s.
+        host_bandwidth: to the host's memory, bytes/s.
+        nvlink_domain: GPUs joined by NVLink; those of a node where there is none.
+        compute_capability: 8 Ampere, 8.9 Ada, 9 Hopper, 10 Blackwell.
+        host_slowdown: time of the CPU's own work, relative to the Xeon of an H100 node.
     """
 
     memory_bytes: float
@@ -45,10 +48,10 @@ _NAMES = tuple(field.name for field in fields(Hardware))
 _DEFAULTS = {field.name: field.default for field in fields(Hardware) if field.default is not MISSING}
 
 
-def read_hardware(path: Path, known: Mapping[str, Hardware]) -> dict[str, Hardware]:
+def read_hardware(path: Path, catalogue: Mapping[str, Hardware]) -> dict[str, Hardware]:
     """Read a file of kinds of GPU: a mapping of names to the attributes of `Hardware`.
 
-    With ``base: h100`` an entry takes missing attributes from a known kind.
+    With ``base: h100`` an entry takes missing attributes from a kind of the catalogue.
     """
     names = ", ".join(_NAMES)
     with reading(f"--hardware {path}", "valid YAML", f"write name: {{{names}}}", yaml.YAMLError):
@@ -56,28 +59,42 @@ def read_hardware(path: Path, known: Mapping[str, Hardware]) -> dict[str, Hardwa
     if not isinstance(tree, Mapping) or not all(isinstance(entry, Mapping) for entry in tree.values()):
         raise UserError(f"--hardware {path}: expected name: {{{names}}}")
     return {
-        str(name).lower(): _entry(f"--hardware {path}: {name}", entry, known) for name, entry in tree.items()
+        str(name).lower(): _entry(f"--hardware {path}: {name}", entry, catalogue)
+        for name, entry in tree.items()
     }
 
 
-def _entry(where: str, entry: Mapping[str, Any], known: Mapping[str, Hardware]) -> Hardware:
+def _entry(place: str, entry: Mapping[str, Any], catalogue: Mapping[str, Hardware]) -> Hardware:
+    """Build a kind of GPU from its attributes, and from those of the kind that it names as its base."""
     base = entry.get("base")
-    if base is not None and base not in known:
-        raise UserError(f"{where}.base={base}: unknown{did_you_mean(str(base), known)}")
-    values: dict[str, Any] = {**_DEFAULTS, **(asdict(known[base]) if base else {}), **entry}
+    if base is not None and base not in catalogue:
+        raise UserError(f"{place}.base={base}: unknown{did_you_mean(str(base), catalogue)}")
+    values: dict[str, Any] = dict(_DEFAULTS)
+    if base:
+        values |= asdict(catalogue[base])
+    values |= entry
     values.pop("base", None)
     for key, value in values.items():
-        if key not in _NAMES:
-            raise UserError(f"{where}.{key}: unknown{did_you_mean(key, _NAMES)}")
-        try:
-            values[key] = int(value) if key == "nvlink_domain" else float(value)
-        except (TypeError, ValueError, OverflowError):
-            raise UserError(f"{where}.{key}={value} is not a number; write it like 3.35e12") from None
-        if not (values[key] > 0 or (key == "fp8_flops" and values[key] == 0)):
-            raise UserError(f"{where}.{key}={value} must be above 0")
-    if missing := [name for name in _NAMES if name not in values]:
-        raise UserError(f"{where} lacks {', '.join(missing)}; give them, or base: h100")
+        values[key] = _number(place, key, value)
+    missing_names = [name for name in _NAMES if name not in values]
+    if missing_names:
+        raise UserError(f"{place} lacks {', '.join(missing_names)}; give them, or base: h100")
     return Hardware(**values)
+
+
+def _number(place: str, key: str, value: Any) -> float:
+    if key not in _NAMES:
+        raise UserError(f"{place}.{key}: unknown{did_you_mean(key, _NAMES)}")
+    try:
+        # YAML reads 3.35e12 without a sign as a string; float() takes both.
+        number = int(value) if key == "nvlink_domain" else float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"{place}.{key}={value} is not a number; write it like 3.35e12") from None
+    is_absent_fp8 = key == "fp8_flops" and number == 0
+    # `not (number > 0)` and no `number <= 0`, so that NaN is refused.
+    if not (number > 0 or is_absent_fp8):
+        raise UserError(f"{place}.{key}={value} must be above 0")
+    return number
 
 
 HARDWARE = read_hardware(Path(__file__).with_name("hardware.yaml"), {})
@@ -97,31 +114,34 @@ def hardware_of(gpu: str, file: Path | None = None) -> Hardware:
     """Look up a kind of GPU by its name."""
     if gpu == CPU:
         return this_machine()
-    known = HARDWARE | (read_hardware(file, HARDWARE) if file else {})
-    if gpu not in known:
-        raise UserError(
-            f"--gpu {gpu}: unknown{did_you_mean(gpu, known)}; `nemo-grpo plan --hardware FILE` takes others"
-        )
-    return known[gpu]
+    catalogue = dict(HARDWARE)
+    if file is not None:
+        catalogue |= read_hardware(file, HARDWARE)
+    if gpu not in catalogue:
+        hint = did_you_mean(gpu, catalogue)
+        raise UserError(f"--gpu {gpu}: unknown{hint}; `nemo-grpo plan --hardware FILE` takes others")
+    return catalogue[gpu]
 
 
 @dataclass(frozen=True)
 class Efficiency:
     """Fractions of a peak, and fixed times in seconds.
 
-    Attributes: matrix: dense matrix products in training and scoring, of peak FLOP/s.
-                grouped: the experts' products, of peak FLOP/s.
-                memory: HBM bandwidth while decoding.
-                link: NVLink and network bandwidth in collectives.
-                layer: least time of a layer's kernels for one microbatch and one direction, dense.
-                expert_layer: the same with experts: routing, permutation, launches.
-                decode: a decoding iteration's fixed time: scheduling, sampling, launches.
-                hop, far_hop: an all-reduce's least time inside an NVLink domain, and across domains.
-                tensor: handing one tensor of the Hugging Face model to the rollout engines.
-                refit: putting engines to sleep and waking them, where they share the training GPUs.
-                routes: share of a decoding batch's tokens whose experts are independent of the others'.
-                step: data, rewards and logging of a step.
-                sample: the same, per response.
+    Attributes:
+        matrix: dense matrix products in training and scoring, of peak FLOP/s.
+        grouped: the experts' products, of peak FLOP/s.
+        memory: HBM bandwidth while decoding.
+        link: NVLink and network bandwidth in collectives.
+        layer: least seconds of a layer's kernels for one microbatch and one direction, dense.
+        expert_layer: the same with experts: routing, permutation, launches.
+        decode: fixed seconds of a decoding iteration: scheduling, sampling, launches.
+        hop: least seconds of an all-reduce inside an NVLink domain.
+        far_hop: least seconds of an all-reduce across domains.
+        tensor: seconds to hand one tensor of the Hugging Face model to the rollout engines.
+        refit: seconds to put engines to sleep and wake them, where they share the training GPUs.
+        routes: share of a decoding batch's tokens whose experts are independent of the others'.
+        step: seconds of data, rewards and logging of a step.
+        sample: the same, per response.
     """
 
     matrix: float = 0.495
@@ -147,10 +167,14 @@ FITTED = Efficiency()
 class PredictionError:
     """Error of predicted step times on one kind of GPU, against published ones.
 
-    Attributes: what: the steps, for a sentence.  num_steps: compared.
-                median, worst: of |predicted / published - 1|.
-                low, high: ends of the prediction interval, as factors of the prediction.
-                covered: share of steps inside an interval fitted on the other models' steps.
+    Attributes:
+        what: name of the compared steps in a sentence.
+        num_steps: number of the compared steps.
+        median: median of |predicted / published - 1|.
+        worst: largest |predicted / published - 1|.
+        low: lower end of the prediction interval, as a factor of the prediction.
+        high: upper end of the prediction interval, as a factor of the prediction.
+        covered: share of steps inside an interval fitted on the other models' steps.
     """
 
     what: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from math import log2
+from math import ceil, log2
 from typing import TYPE_CHECKING, Any
 
 from nemo_grpo.models import ModelSpec
@@ -25,8 +25,15 @@ POWERS = (1, 2, 4, 8)
 COSTS = (1.0, 1.5, 1.5, 1.0, 0.5, 4.0)
 """Cost of doubling or halving TP, PP, CP, EP, vLLM's TP and the nodes, which cost most."""
 RECOMPUTE_COST = 0.5
-TENSOR, PIPELINE, CONTEXT, EXPERT = POWERS, (*POWERS, 16), (1, 2, 4), (1, 2, 4, 8, 16, 32, 64)
+"""Cost of another recomputation, in the unit of `COSTS`."""
+
+# Sizes that the search for the fastest layout tries.
+TENSOR = POWERS
+PIPELINE = (1, 2, 4, 8, 16)
+CONTEXT = (1, 2, 4)
+EXPERT = (1, 2, 4, 8, 16, 32, 64)
 ROWS = (1, 2, 4)
+"""Rows per microbatch that the search tries."""
 MAX_REFUSED = {"nearest": 12, "fastest": 60}
 """Candidates refused by the recipe's own rules before a search gives up."""
 
@@ -52,20 +59,28 @@ def accepted(
 ) -> Iterator[tuple[tuple[str, ...], PlanInput]]:
     """Yield (overrides, setup) of layouts that fit and load, until the recipe's rules refuse too many.
 
-    Args: further: overrides for all of them.
+    Args:
+        recipe: the recipe that is laid out anew.
+        ranked: candidates, the best first.
+        shape: the model.
+        gpu: the kind of GPU.
+        most_refused: candidates that the recipe's rules may refuse before the search ends.
+        further: overrides for all of them.
     """
     from nemo_grpo.recipe import load_recipe_dict
 
-    start, refused = plan_input(recipe), 0
+    start = plan_input(recipe)
+    num_refused = 0
     for setup in ranked:
+        # The planner's own rules first: loading a recipe is much slower.
         if problems(shape, setup, gpu):
             continue
-        overrides = (*further, *overrides_between(start, setup))
+        overrides = further + overrides_between(start, setup)
         try:
             load_recipe_dict(recipe.to_dict(), overrides)
         except UserError:
-            refused += 1
-            if refused == most_refused:
+            num_refused += 1
+            if num_refused == most_refused:
                 return
             continue
         yield overrides, setup
@@ -73,18 +88,25 @@ def accepted(
 
 def overrides_between(start: PlanInput, candidate: PlanInput) -> tuple[str, ...]:
     """List the changed keys as ``key=value``."""
-    old = _settings(start)
-    changed = {key: value for key, value in _settings(candidate).items() if value != old[key]}
+    start_settings = _settings(start)
+    changed = {key: value for key, value in _settings(candidate).items() if value != start_settings[key]}
     if not (start.recompute and candidate.recompute):
+        # The granularity says nothing where one of the two recomputes nothing.
         changed.pop(f"{MEGATRON}.recompute_granularity", None)
-    if "policy.train_micro_batch_size" in changed:  # a recipe may derive it from the rows that train
+    if "policy.train_micro_batch_size" in changed:
+        # A recipe may derive this key from the rows that train, which would change it, too.
         changed["policy.logprob_batch_size"] = candidate.score_tokens // candidate.max_length
     return tuple(f"{key}={as_yaml(value)}" for key, value in changed.items())
 
 
 def _settings(setup: PlanInput) -> dict[str, Any]:
     """Return the recipe's keys and values for this setup."""
-    layout, apart = setup.layout, setup.num_rollout_gpus
+    layout = setup.layout
+    num_rollout_nodes = None
+    rollout_gpus_per_node = None
+    if setup.num_rollout_gpus:
+        num_rollout_nodes = ceil(setup.num_rollout_gpus / setup.gpus_per_node)
+        rollout_gpus_per_node = min(setup.num_rollout_gpus, setup.gpus_per_node)
     return {
         f"{MEGATRON}.tensor_model_parallel_size": layout.tensor,
         f"{MEGATRON}.sequence_parallel": layout.sequence_parallel,
@@ -99,9 +121,9 @@ def _settings(setup: PlanInput) -> dict[str, Any]:
         "policy.make_sequence_length_divisible_by": 2 * layout.context * layout.tensor,
         "policy.train_micro_batch_size": setup.train_tokens // setup.max_length,
         f"{VLLM}.tensor_parallel_size": setup.vllm_tensor,
-        f"{COLOCATED}.enabled": not apart,
-        f"{COLOCATED}.resources.num_nodes": -(-apart // setup.gpus_per_node) or None,
-        f"{COLOCATED}.resources.gpus_per_node": min(apart, setup.gpus_per_node) or None,
+        f"{COLOCATED}.enabled": setup.num_rollout_gpus == 0,
+        f"{COLOCATED}.resources.num_nodes": num_rollout_nodes,
+        f"{COLOCATED}.resources.gpus_per_node": rollout_gpus_per_node,
         "cluster.num_nodes": setup.num_nodes,
         "cluster.gpus_per_node": setup.gpus_per_node,
     }
@@ -113,28 +135,43 @@ def nearest_layout(recipe: Recipe, shape: ModelSpec, gpu: Hardware) -> tuple[str
     Tries TP, PP, CP, EP, full recomputation, vLLM's TP and up to eight times the nodes, nearest first.
     """
     start = plan_input(recipe)
+    # Context parallelism needs packed rows.
     contexts = CONTEXT if recipe.policy.sequence_packing.enabled else (1,)
-    sizes = POWERS, POWERS, contexts, POWERS if shape.num_experts else (1,)
-    starts = (
-        replace(start, num_nodes=start.num_nodes * nodes, vllm_tensor=rollout)
-        for rollout, nodes in product(POWERS, POWERS)
-        if start.gpus_per_node % rollout == 0
-    )
-    tried = _laid_out(starts, sizes, dict.fromkeys((start.recompute, ("full",))))
-    ranked = sorted(tried, key=lambda setup: _distance(start, setup))
-    found = next(accepted(recipe, ranked, shape, gpu, MAX_REFUSED["nearest"]), None)
-    return found and found[0]
+    experts = POWERS if shape.num_experts else (1,)
+    starts = [
+        replace(start, num_nodes=start.num_nodes * factor, vllm_tensor=vllm_tensor)
+        for vllm_tensor, factor in product(POWERS, POWERS)
+        if start.gpus_per_node % vllm_tensor == 0
+    ]
+    recomputes = dict.fromkeys((start.recompute, ("full",)))  # without a repetition, in this order
+    candidates = _laid_out(starts, (POWERS, POWERS, contexts, experts), recomputes)
+    ranked = sorted(candidates, key=lambda setup: _distance(start, setup))
+    for overrides, _ in accepted(recipe, ranked, shape, gpu, MAX_REFUSED["nearest"]):
+        return overrides
+    return None
 
 
 def _distance(start: PlanInput, candidate: PlanInput) -> float:
-    def sizes(setup: PlanInput) -> tuple[int, ...]:
-        layout = setup.layout
-        model = layout.tensor, layout.pipeline, layout.context, layout.expert
-        return (*model, setup.vllm_tensor, setup.num_nodes)
+    """Sum the costs of the changes between two setups."""
+    distance = 0.0
+    for cost, before, after in zip(COSTS, _sizes(start), _sizes(candidate), strict=True):
+        distance += cost * abs(log2(after / before))
+    if candidate.recompute != start.recompute:
+        distance += RECOMPUTE_COST
+    return distance
 
-    pairs = zip(COSTS, sizes(start), sizes(candidate), strict=True)
-    changed = sum(cost * abs(log2(after / before)) for cost, before, after in pairs)
-    return changed + RECOMPUTE_COST * (candidate.recompute != start.recompute)
+
+def _sizes(setup: PlanInput) -> tuple[int, ...]:
+    """Return the sizes that `COSTS` speaks of, in its order."""
+    layout = setup.layout
+    return (
+        layout.tensor,
+        layout.pipeline,
+        layout.context,
+        layout.expert,
+        setup.vllm_tensor,
+        setup.num_nodes,
+    )
 
 
 @dataclass(frozen=True)
@@ -154,41 +191,61 @@ def best_layouts(
     sample. Those still wait for the update, so that the algorithm stays the same; rollouts that already run
     ahead keep GPUs of their own.
 
-    Args: further: overrides that make the recipe's batch that of the forecast.
+    Args:
+        recipe: the recipe that is laid out anew.
+        base: its forecast, or one of the same layout on another number of GPUs.
+        number: layouts to return.
+        further: overrides that make the recipe's batch that of the forecast.
     """
     ranked = sorted(_candidates(recipe, base), key=lambda setup: of_layout(base, setup).step.seconds)
-    found = accepted(
+    fitting = accepted(
         recipe, ranked, base.scenario.shape, base.scenario.hardware, MAX_REFUSED["fastest"], further
     )
-    return [Found(overrides, of_layout(base, setup)) for overrides, setup in islice(found, number)]
+    return [Found(overrides, of_layout(base, setup)) for overrides, setup in islice(fitting, number)]
 
 
 def _candidates(recipe: Recipe, base: Forecast) -> Iterator[PlanInput]:
-    start, shape = base.setup, base.scenario.shape
-    batch = base.work.num_samples // base.work.num_updates
-    pipelines = [stages for stages in PIPELINE if shape.num_layers % stages == 0]
+    """Yield all layouts of the search, whether they fit or not."""
+    start = base.setup
+    shape = base.scenario.shape
+    batch = base.work.num_samples // base.work.num_updates  # sequences per update
     tensors = [ranks for ranks in TENSOR if start.gpus_per_node % ranks == 0]
-    experts = [ranks for ranks in EXPERT if shape.num_experts % ranks == 0] if shape.num_experts else [1]
-    sizes = tensors, pipelines, CONTEXT if start.packed else (1,), experts
-    given = recipe.policy.sequence_packing.train_mb_tokens is not None
-    rows_tried = (start.train_tokens // start.max_length,) if given else ROWS
+    pipelines = [stages for stages in PIPELINE if shape.num_layers % stages == 0]
+    contexts = CONTEXT if start.packed else (1,)
+    experts = [1]
+    if shape.num_experts:
+        experts = [ranks for ranks in EXPERT if shape.num_experts % ranks == 0]
+    sizes = (tensors, pipelines, contexts, experts)
+    # A recipe that sets the tokens of a microbatch keeps them.
+    has_fixed_tokens = recipe.policy.sequence_packing.train_mb_tokens is not None
+    rows_per_microbatch = (start.train_tokens // start.max_length,) if has_fixed_tokens else ROWS
     recomputes = dict.fromkeys((start.recompute, (), ("full",)))
-    for setup in _laid_out(_rollouts(start, ahead=base.work.trajectory_age > 0), sizes, recomputes):
-        for rows in rows_tried:
+    rollouts = _rollouts(start, runs_ahead=base.work.trajectory_age > 0)
+    for setup in _laid_out(rollouts, sizes, recomputes):
+        for rows in rows_per_microbatch:
             if batch % (setup.data_parallel * rows) == 0:
-                tokens = start.train_tokens if given else start.max_length * rows
-                number = batch // setup.data_parallel // rows
-                yield replace(setup, train_tokens=tokens, num_microbatches=number)
+                tokens = start.train_tokens if has_fixed_tokens else start.max_length * rows
+                num_microbatches = batch // setup.data_parallel // rows
+                yield replace(setup, train_tokens=tokens, num_microbatches=num_microbatches)
 
 
-def _rollouts(start: PlanInput, *, ahead: bool) -> Iterator[PlanInput]:
+def _rollouts(start: PlanInput, *, runs_ahead: bool) -> Iterator[PlanInput]:
     """Vary vLLM's TP and the GPUs that only sample: whole nodes, or a part of a single node."""
-    units, unit = start.num_nodes, start.gpus_per_node
-    if units == 1:
-        units, unit = start.gpus_per_node, 1
-    separate = {max(units * eighths // 8, 1) * unit for eighths in range(1, 8)} if units > 1 else set()
-    separate |= {start.num_rollout_gpus} if ahead else {start.num_rollout_gpus, 0}
-    tensors = {ranks for ranks in TENSOR if ranks <= start.gpus_per_node} | {start.vllm_tensor}
-    for gpus, tensor in product(sorted(separate), sorted(tensors)):
-        if (gpus or start.num_nodes * start.gpus_per_node) % tensor == 0:
-            yield replace(start, vllm_tensor=tensor, num_rollout_gpus=gpus)
+    num_units = start.num_nodes
+    unit = start.gpus_per_node
+    if start.num_nodes == 1:
+        num_units = start.gpus_per_node
+        unit = 1
+    num_rollout_gpus = {start.num_rollout_gpus}
+    if not runs_ahead:  # rollouts that run ahead cannot share the GPUs that train
+        num_rollout_gpus.add(0)
+    if num_units > 1:
+        for eighths in range(1, 8):
+            num_rollout_gpus.add(max(num_units * eighths // 8, 1) * unit)
+    tensors = {ranks for ranks in TENSOR if ranks <= start.gpus_per_node}
+    tensors.add(start.vllm_tensor)
+    num_gpus = start.num_nodes * start.gpus_per_node
+    for separate, tensor in product(sorted(num_rollout_gpus), sorted(tensors)):
+        sampling = separate if separate else num_gpus
+        if sampling % tensor == 0:
+            yield replace(start, vllm_tensor=tensor, num_rollout_gpus=separate)

@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 from math import exp
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 from nemo_grpo.support.errors import UserError
 
@@ -17,14 +18,18 @@ PROMPT = 128
 """Mean tokens of a prompt, if not given."""
 
 NUM_CLASSES = 64
+"""Quantiles by which the lengths of responses are represented."""
 
 
 @dataclass(frozen=True)
 class Lengths:
     """Lengths in tokens.
 
-    Attributes: prompt: mean.  responses: ascending quantiles, equally many responses at each.
-                limit: longest possible response.  source: of the lengths, for the table.
+    Attributes:
+        prompt: mean of the prompts.
+        responses: ascending quantiles, equally many responses at each.
+        limit: longest possible response.
+        source: where the lengths are from, for the table.
     """
 
     prompt: float
@@ -34,31 +39,36 @@ class Lengths:
 
     @cached_property
     def mean(self) -> float:
+        """Mean tokens of a response."""
         return sum(self.responses) / len(self.responses)
 
     @cached_property
     def mean_sequence(self) -> float:
+        """Mean tokens of prompt and response."""
         return self.prompt + self.mean
 
     @cached_property
     def attended(self) -> float:
         """Mean tokens that a token attends to: E[s^2] / 2 E[s], with s of prompt and response."""
-        total = [self.prompt + length for length in self.responses]
-        return sum(s * s for s in total) / sum(total) / 2
+        sequences = [self.prompt + length for length in self.responses]
+        return sum(s * s for s in sequences) / sum(sequences) / 2
 
     def longest(self, num_samples: int) -> float:
         """Estimate the longest of ``num_samples`` responses: the quantile num_samples / (num_samples + 1).
 
         Interpolates linearly between the quantiles, and from the last one to the limit.
         """
-        classes = len(self.responses)
-        position = num_samples / (num_samples + 1) * classes - 0.5
+        num_classes = len(self.responses)
+        # A quantile stands for the middle of its class, so the first is at half a class.
+        position = num_samples / (num_samples + 1) * num_classes - 0.5
         if position <= 0:
             return self.responses[0]
-        below = min(int(position), classes - 1)
-        above = self.responses[below + 1] if below + 1 < classes else self.limit
-        weight = (position - below) * (1 if below + 1 < classes else 2)
-        return self.responses[below] + weight * (above - self.responses[below])
+        index = min(int(position), num_classes - 1)
+        below = self.responses[index]
+        if index + 1 < num_classes:
+            return below + (position - index) * (self.responses[index + 1] - below)
+        # From the last quantile it is half a class to the limit.
+        return below + (position - index) * 2 * (self.limit - below)
 
     def packed(self, capacity: int) -> float:
         """Estimate mean tokens of a packed row: first-fit decreasing over two responses of each quantile."""
@@ -67,15 +77,17 @@ class Lengths:
 
 @lru_cache(maxsize=512)
 def _packed(lengths: tuple[float, ...], capacity: int) -> float:
-    sizes = sorted((min(size, capacity) for size in lengths * 2), reverse=True)
-    rows: list[float] = []
-    for size in sizes:
-        found = next((i for i, used in enumerate(rows) if used + size <= capacity), None)
-        if found is None:
-            rows.append(size)
+    # Cached: a search of layouts asks for the same lengths and capacity thousands of times.
+    sizes = [min(size, capacity) for size in lengths * 2]
+    row_sizes: list[float] = []
+    for size in sorted(sizes, reverse=True):
+        for row, used in enumerate(row_sizes):
+            if used + size <= capacity:
+                row_sizes[row] += size
+                break
         else:
-            rows[found] += size
-    return sum(rows) / len(rows)
+            row_sizes.append(size)
+    return sum(row_sizes) / len(row_sizes)
 
 
 def of_mean(mean: float, limit: int, prompt: float = PROMPT, source: str = "") -> Lengths:
@@ -85,16 +97,21 @@ def of_mean(mean: float, limit: int, prompt: float = PROMPT, source: str = "") -
             f"--lengths {mean:g}: responses have 1 to {limit} tokens (max_new_tokens); give their mean"
         )
     normal = NormalDist(0, SPREAD)
-    scores = [normal.inv_cdf((i + 0.5) / NUM_CLASSES) for i in range(NUM_CLASSES)]
+    log_quantiles = [normal.inv_cdf((i + 0.5) / NUM_CLASSES) for i in range(NUM_CLASSES)]
 
-    def cut(scale: float) -> tuple[float, ...]:
-        return tuple(min(max(scale * exp(score), 1.0), limit) for score in scores)
+    def quantiles(median: float) -> tuple[float, ...]:
+        return tuple(min(max(median * exp(log), 1.0), limit) for log in log_quantiles)
 
-    low, high = 1e-3, 1e3 * limit
+    # The cut lowers the mean by an amount without a formula, so the median is found by bisection.
+    low = 1e-3
+    high = 1e3 * limit
     for _ in range(60):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if sum(cut(middle)) < mean * NUM_CLASSES else (low, middle)
-    return Lengths(prompt, cut(high), limit, source or "as --lengths says")
+        if sum(quantiles(middle)) < mean * NUM_CLASSES:
+            low = middle
+        else:
+            high = middle
+    return Lengths(prompt, quantiles(high), limit, source or "as --lengths says")
 
 
 def read_lengths(path: Path, limit: int, prompt: float = PROMPT) -> Lengths:
@@ -106,27 +123,41 @@ def read_lengths(path: Path, limit: int, prompt: float = PROMPT) -> Lengths:
             f"--lengths {path}: {error}; give a number, metrics.jsonl or samples.jsonl"
         ) from error
     rows = [row for row in rows if isinstance(row, dict)]
-    samples = (
-        row.get(KEY_SAMPLE) for row in rows if "validation" not in row
-    )  # a number in training, a list of them in an evaluation
-    every = (one for found in samples for one in (found if isinstance(found, list) else [found]))
-    if found := [float(number) for number in every if isinstance(number, int | float)]:
-        _check(path, found, limit)
-        return Lengths(prompt, _classes(found), limit, f"{len(found)} samples of {path}")
-    if means := [float(row[KEY_MEAN]) for row in rows if isinstance(row.get(KEY_MEAN), int | float)]:
+    lengths = _sample_lengths(rows)
+    if lengths:
+        _check(path, lengths, limit)
+        return Lengths(prompt, _quantiles(lengths), limit, f"{len(lengths)} samples of {path}")
+    means = [float(row[MEAN_KEY]) for row in rows if isinstance(row.get(MEAN_KEY), int | float)]
+    if means:
         _check(path, means, limit)
         return of_mean(sum(means) / len(means), limit, prompt, f"{len(means)} steps of {path}")
     raise UserError(
-        f"--lengths {path}: no {KEY_SAMPLE} and no {KEY_MEAN} in it; give a run's own file or a mean"
+        f"--lengths {path}: no {SAMPLE_KEY} and no {MEAN_KEY} in it; give a run's own file or a mean"
     )
 
 
-KEY_SAMPLE, KEY_MEAN = "num_tokens", "length/mean"
-"""Keys of samples.jsonl and metrics.jsonl."""
+SAMPLE_KEY = "num_tokens"
+"""Key of samples.jsonl."""
+
+MEAN_KEY = "length/mean"
+"""Key of metrics.jsonl."""
 
 
-def _check(path: Path, found: Sequence[float], limit: int) -> None:
-    worst = max(found) if max(found) > limit else min(found)
+def _sample_lengths(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """Collect the responses' lengths of samples.jsonl, those of validations aside."""
+    lengths = []
+    for row in rows:
+        if "validation" in row:
+            continue
+        # Training writes a row per response. An evaluation writes a row per problem, with a list.
+        value = row.get(SAMPLE_KEY)
+        numbers = value if isinstance(value, list) else [value]
+        lengths += [float(number) for number in numbers if isinstance(number, int | float)]
+    return lengths
+
+
+def _check(path: Path, lengths: Sequence[float], limit: int) -> None:
+    worst = max(lengths) if max(lengths) > limit else min(lengths)
     if not 0 < worst <= limit:
         raise UserError(
             f"--lengths {path}: a response of {worst:g} tokens, the recipe allows 1 to {limit}; raise "
@@ -134,8 +165,9 @@ def _check(path: Path, found: Sequence[float], limit: int) -> None:
         )
 
 
-def _classes(found: Sequence[float]) -> tuple[float, ...]:
-    ordered = sorted(found)
+def _quantiles(lengths: Sequence[float]) -> tuple[float, ...]:
+    """Reduce many lengths to those in the middle of `NUM_CLASSES` equal classes."""
+    ordered = sorted(lengths)
     if len(ordered) <= NUM_CLASSES:
         return tuple(ordered)
     return tuple(ordered[int((i + 0.5) / NUM_CLASSES * len(ordered))] for i in range(NUM_CLASSES))

@@ -1,8 +1,9 @@
 """Memory per GPU, in bytes. Every formula counts tensors; one stated allowance covers the rest.
 
 Conventions: h hidden size, q and kv widths of all query and all key heads, f feed-forward width, V
-vocabulary, L layers, t TP, p PP, c CP, BF16 = 2 bytes. Ranks of a pipeline differ, so everything is per stage
-and the heaviest stage counts.
+vocabulary, L layers, E experts, K experts per token, t TP, p PP, c CP, s = t with sequence parallelism and
+else 1. BF16 has 2 bytes. Ranks of a pipeline differ, so everything is per stage, and the heaviest stage
+counts.
 """
 
 from nemo_grpo.models import ModelSpec
@@ -57,9 +58,13 @@ def weight_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
     2 n [+ 2 (linear + expert) under FP8: row-wise and column-wise, as Transformer Engine keeps them].
     """
     counts = stage_counts(shape, setup.layout, stage)
-    adapters = trained_counts(shape, setup, stage).total if setup.lora_dim else 0
-    cached = 2 * (counts.linear + counts.expert) if setup.fp8_training else 0
-    return 2 * (counts.total + adapters) + cached
+    num_parameters = counts.total
+    if setup.lora_dim:
+        num_parameters += trained_counts(shape, setup, stage).total
+    fp8_copies = 0
+    if setup.fp8_training:
+        fp8_copies = 2 * (counts.linear + counts.expert)
+    return 2 * num_parameters + fp8_copies
 
 
 def gradient_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
@@ -76,17 +81,33 @@ def optimizer_bytes_per_parameter(setup: PlanInput) -> int:
     """
     moments = 8 if setup.optimizer == "adam" else 4
     if setup.precision_aware:
-        return 2 + moments
-    copy = 4 if setup.grad_bytes == 2 or not setup.distributed_optimizer else 0
-    return 4 + moments + copy
+        remainder = 2
+        return remainder + moments
+    parameter = 4
+    gradient_copy = 4 if setup.grad_bytes == 2 or not setup.distributed_optimizer else 0
+    return parameter + moments + gradient_copy
 
 
 def optimizer_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
     """Count one rank's optimizer state, sharded over DP x CP; an expert's over the ranks that hold it."""
-    counts, each = trained_counts(shape, setup, stage), optimizer_bytes_per_parameter(setup)
-    shards, expert_shards = (setup.shards, setup.expert_shards) if setup.distributed_optimizer else (1, 1)
-    state = each * counts.dense // shards + each * counts.expert // expert_shards
-    return int(state * (1 - setup.offload_fraction))
+    counts = trained_counts(shape, setup, stage)
+    bytes_per_parameter = optimizer_bytes_per_parameter(setup)
+    dense_shards, expert_shards = optimizer_shards(setup)
+    dense = bytes_per_parameter * counts.dense // dense_shards
+    expert = bytes_per_parameter * counts.expert // expert_shards
+    return int((dense + expert) * (1 - setup.offload_fraction))
+
+
+def optimizer_shards(setup: PlanInput) -> tuple[int, int]:
+    """Return the ranks that share the optimizer state of (a dense parameter, an expert's parameter)."""
+    if not setup.distributed_optimizer:
+        return 1, 1
+    return setup.shards, setup.expert_shards
+
+
+def sequence_split(setup: PlanInput) -> int:
+    """Return s: the ranks that share a sequence between the layers, TP with sequence parallelism, else 1."""
+    return setup.layout.tensor if setup.layout.sequence_parallel else 1
 
 
 def layer_bytes_per_token(
@@ -100,36 +121,53 @@ def layer_bytes_per_token(
     gated feed-forward layer, grouped queries and no stored attention matrix. Linear attention is assumed to
     keep as much as attention. Experts: see `_expert_bytes_per_token`.
 
-    Args: recompute: megatron-core's names of modules whose inner tensors are not kept.
-          is_dense: one of the dense layers of a model with experts.
+    Args:
+        shape: the model.
+        setup: its layout.
+        recompute: megatron-core's names of modules whose inner tensors are not kept.
+        is_dense: one of the dense layers of a model with experts.
+    Returns: bytes per token of the sequence part that the rank has, before CP.
     """
-    layout, h = setup.layout, shape.hidden_size
-    t, s = layout.tensor, layout.tensor if layout.sequence_parallel else 1
-    q, kv = shape.query_size, shape.key_value_size
+    h = shape.hidden_size
+    q = shape.query_size
+    kv = shape.key_value_size
+    t = setup.layout.tensor
+    s = sequence_split(setup)
+    # Recomputed norms keep their inputs, and not their outputs.
     norms = (4 if "layernorm" in recompute else 8) * h / s
-    qkv = 2 * (q + 2 * kv) / t + (2 * (q + kv) / t if shape.has_qk_norm else 0)
-    attention = 2 * q / t + (0 if "core_attn" in recompute else 4 * shape.num_attention_heads / t)
+    qkv = 2 * (q + 2 * kv) / t
+    if shape.has_qk_norm:
+        qkv += 2 * (q + kv) / t
+    attention = 2 * q / t
+    if "core_attn" not in recompute:
+        attention += 4 * shape.num_attention_heads / t
     if shape.num_experts and not is_dense:
         return norms + qkv + attention + _expert_bytes_per_token(shape, setup, recompute)
-    width = shape.dense_ffn_size if is_dense else shape.ffn_size
-    return norms + qkv + attention + (0 if "mlp" in recompute else 6 * width / t)
+    f = shape.dense_ffn_size if is_dense else shape.ffn_size
+    feed_forward = 0 if "mlp" in recompute else 6 * f / t
+    return norms + qkv + attention + feed_forward
 
 
 def _expert_bytes_per_token(shape: ModelSpec, setup: PlanInput, recompute: tuple[str, ...]) -> float:
     """Count what router, routed and shared experts keep of one token, with balanced routing.
 
     A rank routes its own share of the sequence, 1 / s of the tokens: router 4 E / s. Expert TP gathers the
-    tokens of e ranks and divides the width: K chosen experts, each with input and output 4 h e / s and
+    tokens of e ranks and divides the width: K experts of a token, each with input and output 4 h e / s and
     6 f / s. Shared experts see every token: 6 f / t each, as a dense layer.
     """
     if "moe" in recompute:
         return 0
-    layout, h, f = setup.layout, shape.hidden_size, shape.ffn_size
-    s = layout.tensor if layout.sequence_parallel else 1
+    h = shape.hidden_size
+    f = shape.ffn_size
+    s = sequence_split(setup)
+    router = 4 * shape.num_experts / s
+    ends = 4 * h * setup.layout.expert_tensor
     inner = (4 if "moe_act" in recompute else 6) * f
-    routed = shape.num_experts_per_token * (4 * h * layout.expert_tensor + inner) / s
-    shared = 0 if "shared_experts" in recompute else shape.num_shared_experts * 6 * f / layout.tensor
-    return 4 * shape.num_experts / s + routed + shared
+    routed = shape.num_experts_per_token * (ends + inner) / s
+    shared = 0.0
+    if "shared_experts" not in recompute:
+        shared = shape.num_shared_experts * 6 * f / setup.layout.tensor
+    return router + routed + shared
 
 
 def activation_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
@@ -140,24 +178,32 @@ def activation_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
     """
     layout = setup.layout
     tokens = setup.train_tokens / layout.context
-    layers = layout.stage_layers(shape.num_layers)[stage]
+    num_layers = layout.stage_layers(shape.num_layers)[stage]
+    # Earlier stages start more forward passes before the first backward pass returns to them.
     in_flight = min(layout.pipeline - stage, setup.num_microbatches)
     if "full" in setup.recompute:
-        kept = 2 * shape.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
-        return int(tokens * (in_flight * layers * kept + _largest_layer_bytes(shape, setup, stage)))
+        layer_input = 2 * shape.hidden_size / sequence_split(setup)
+        inputs = in_flight * num_layers * layer_input
+        recomputed_layer = _largest_layer_bytes(shape, setup, stage)
+        return int(tokens * (inputs + recomputed_layer))
     num_dense = dense_layers(shape, layout, stage)
-    dense = num_dense and layer_bytes_per_token(shape, setup, setup.recompute, is_dense=True)
-    sparse = layer_bytes_per_token(shape, setup, setup.recompute)
-    return int(tokens * in_flight * (num_dense * dense + (layers - num_dense) * sparse))
+    dense = 0.0
+    if num_dense:
+        dense = num_dense * layer_bytes_per_token(shape, setup, setup.recompute, is_dense=True)
+    sparse = (num_layers - num_dense) * layer_bytes_per_token(shape, setup, setup.recompute)
+    return int(tokens * in_flight * (dense + sparse))
 
 
 def _largest_layer_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> float:
-    """Count what the stage's layer that keeps most keeps of one token."""
+    """Count the bytes per token of the stage's layer that keeps most, without recomputation."""
+    num_layers = setup.layout.stage_layers(shape.num_layers)[stage]
     num_dense = dense_layers(shape, setup.layout, stage)
-    kinds = {True} if num_dense else set()
-    if num_dense < setup.layout.stage_layers(shape.num_layers)[stage]:
-        kinds.add(False)
-    return max(layer_bytes_per_token(shape, setup, is_dense=is_dense) for is_dense in kinds)
+    layer_sizes = []
+    if num_dense:
+        layer_sizes.append(layer_bytes_per_token(shape, setup, is_dense=True))
+    if num_dense < num_layers:
+        layer_sizes.append(layer_bytes_per_token(shape, setup, is_dense=False))
+    return max(layer_sizes)
 
 
 def logit_bytes(shape: ModelSpec, setup: PlanInput, stage: int, *, scoring: bool = False) -> int:
@@ -165,11 +211,15 @@ def logit_bytes(shape: ModelSpec, setup: PlanInput, stage: int, *, scoring: bool
     if stage != setup.layout.pipeline - 1:
         return 0
     tokens = (setup.score_tokens if scoring else setup.train_tokens) / setup.layout.context
-    width = shape.vocab_size / setup.layout.tensor
+    logits_per_token = shape.vocab_size / setup.layout.tensor
     if setup.logprob_chunk:
-        chunk = min(setup.logprob_chunk, tokens)
-        return int(width * ((2 if scoring else CHUNKED_LOGIT_BYTES) * tokens + 12 * chunk))
-    return int(width * tokens * (SCORE_LOGIT_BYTES if scoring else LOGIT_BYTES))
+        # BF16 logits of all tokens, with a gradient in training. FP32 copy, log-softmax and softmax (3 x 4
+        # bytes) exist for the tokens of one chunk.
+        whole = (2 if scoring else CHUNKED_LOGIT_BYTES) * tokens
+        chunk = 12 * min(setup.logprob_chunk, tokens)
+        return int(logits_per_token * (whole + chunk))
+    bytes_per_logit = SCORE_LOGIT_BYTES if scoring else LOGIT_BYTES
+    return int(logits_per_token * tokens * bytes_per_logit)
 
 
 def training_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> dict[str, int]:
@@ -192,19 +242,21 @@ def _embedded_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> dict[str,
     Adam keeps two FP32 moments, and an FP32 copy of parameters that are not FP32. The sampler holds the whole
     model, whatever the layout.
     """
-    counts, each = stage_counts(shape, setup.layout, stage), setup.precision_bytes
+    weight_size = setup.precision_bytes
+    counts = stage_counts(shape, setup.layout, stage)
     trained = trained_counts(shape, setup, stage)
-    adapters = trained.total if setup.lora_dim else 0
-    shards = setup.shards if setup.distributed_optimizer else 1
+    num_adapter_parameters = trained.total if setup.lora_dim else 0
+    state_size = 8 if weight_size == 4 else 12
+    shards, _ = optimizer_shards(setup)
     tokens = setup.train_tokens / setup.layout.context
-    layers = setup.layout.stage_layers(shape.num_layers)[stage]
-    activations = tokens * layers * _local_layer_bytes(shape, setup)
+    num_layers = setup.layout.stage_layers(shape.num_layers)[stage]
+    activations = tokens * num_layers * _local_layer_bytes(shape, setup)
     return {
-        "weights": each * (counts.total + adapters),
-        "reference": each * counts.total if setup.keeps_reference else 0,
-        "sampler": each * model_parameters(shape),
+        "weights": weight_size * (counts.total + num_adapter_parameters),
+        "reference": weight_size * counts.total if setup.keeps_reference else 0,
+        "sampler": weight_size * model_parameters(shape),
         "gradients": 4 * trained.total,
-        "optimizer": (8 if each == 4 else 12) * trained.total // shards,
+        "optimizer": state_size * trained.total // shards,
         "activations": int((1 + HEAP) * activations),
         "logits": _embedded_logit_bytes(shape, setup, stage),
         "allowance": PROCESS,
@@ -218,10 +270,12 @@ def _embedded_logit_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int
     """
     if stage != setup.layout.pipeline - 1:
         return 0
-    at_once = setup.layout.tokens_at_once(shape.vocab_size)
-    tokens = min(setup.train_tokens / setup.layout.context, at_once)
-    gradient = 0 if setup.lora_dim else 4 * shape.hidden_size
-    return int(shape.vocab_size / setup.layout.tensor * (2 * setup.precision_bytes * tokens + gradient))
+    tokens_at_once = setup.layout.tokens_at_once(shape.vocab_size)
+    tokens = min(setup.train_tokens / setup.layout.context, tokens_at_once)
+    # Per column of the output matrix: a logit and its gradient per token, and the column's own gradient.
+    logits = 2 * setup.precision_bytes * tokens
+    matrix_gradient = 0 if setup.lora_dim else 4 * shape.hidden_size
+    return int(shape.vocab_size / setup.layout.tensor * (logits + matrix_gradient))
 
 
 def _local_layer_bytes(shape: ModelSpec, setup: PlanInput) -> float:
@@ -231,11 +285,13 @@ def _local_layer_bytes(shape: ModelSpec, setup: PlanInput) -> float:
     3 q + 3 kv; of the feed-forward layer gate and up 2 f, their copies, the activation and the product 3 f.
     Counted by torch.autograd.graph.saved_tensors_hooks on two sizes, to 2 %. Full recomputation: h.
     """
-    t = setup.layout.tensor
+    h = shape.hidden_size
     if "full" in setup.recompute:
-        return setup.precision_bytes * shape.hidden_size
+        return setup.precision_bytes * h
+    norms = 4 * h
     attention = 3 * (shape.query_size + shape.key_value_size)
-    return setup.precision_bytes * (4 * shape.hidden_size + (attention + 5 * shape.ffn_size) / t)
+    feed_forward = 5 * shape.ffn_size
+    return setup.precision_bytes * (norms + (attention + feed_forward) / setup.layout.tensor)
 
 
 def scoring_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
@@ -243,13 +299,16 @@ def scoring_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
 
     NeMo-RL moves the optimizer state to the CPU before, and keeps the reference policy there.
     """
-    if setup.embedded:  # no gradient, and so neither activations nor the gradients of the logits
-        held = training_bytes(shape, setup, stage)
-        return sum(held.values()) - held["activations"]
+    if setup.embedded:
+        # Scoring keeps no activations for a backward pass. The other parts are counted as in training.
+        parts = training_bytes(shape, setup, stage)
+        return sum(parts.values()) - parts["activations"]
+    tokens = setup.score_tokens / setup.layout.context
+    weights = weight_bytes(shape, setup, stage)
+    gradients = gradient_bytes(shape, setup, stage)
+    layer = int(tokens * _largest_layer_bytes(shape, setup, stage))
     logits = logit_bytes(shape, setup, stage, scoring=True)
-    forward = int(setup.score_tokens / setup.layout.context * _largest_layer_bytes(shape, setup, stage))
-    kept = weight_bytes(shape, setup, stage) + gradient_bytes(shape, setup, stage)
-    return kept + forward + logits + ALLOWANCE
+    return weights + gradients + layer + logits + ALLOWANCE
 
 
 def heaviest_stage(shape: ModelSpec, setup: PlanInput) -> int:
@@ -266,13 +325,17 @@ def rollout_weight_bytes(shape: ModelSpec, setup: PlanInput) -> int:
     tower is counted whole.
     """
     dense, expert = rollout_layer_bytes(shape, setup)
-    draft = (dense + shape.num_experts * expert) * (setup.draft_layers if setup.draft_tokens else 0)
-    matrices = (1 if shape.tied_embeddings else 2) * shape.vocab_size * shape.hidden_size / setup.vllm_tensor
+    # A draft model is taken as layers like the policy's own.
+    draft = 0.0
+    if setup.draft_tokens:
+        draft = (dense + shape.num_experts * expert) * setup.draft_layers
+    num_matrices = 1 if shape.tied_embeddings else 2
+    matrices = num_matrices * shape.vocab_size * shape.hidden_size / setup.vllm_tensor
     num_experts = shape.num_sparse_layers * shape.num_experts
-    layers = shape.num_layers * dense + num_experts * expert
+    layers = (shape.num_layers * dense + num_experts * expert) / setup.vllm_pipeline
     routers = num_experts * shape.hidden_size / setup.vllm_pipeline
-    rest = 2 * (matrices + routers + shape.num_vision_parameters)
-    return int(layers / setup.vllm_pipeline + draft + rest)
+    in_bf16 = 2 * (matrices + routers + shape.num_vision_parameters)
+    return int(layers + draft + in_bf16)
 
 
 def rollout_layer_bytes(shape: ModelSpec, setup: PlanInput) -> tuple[float, float]:
@@ -281,26 +344,37 @@ def rollout_layer_bytes(shape: ModelSpec, setup: PlanInput) -> tuple[float, floa
     FP8: 1 byte; with MX, an 8-bit scale per 32 numbers, 33 / 32. Scales per 128 x 128 are not counted.
     """
     attention, feed_forward, expert = rollout_layer_sizes(shape, setup)
-    width = 2 if not setup.vllm_fp8 else 33 / 32 if setup.vllm_mx else 1
-    return (2 if setup.vllm_bf16_attention else width) * attention + width * feed_forward, width * expert
+    weight_size = 2.0
+    if setup.vllm_fp8:
+        weight_size = 33 / 32 if setup.vllm_mx else 1.0
+    attention_weight_size = 2.0 if setup.vllm_bf16_attention else weight_size
+    dense = attention_weight_size * attention + weight_size * feed_forward
+    return dense, weight_size * expert
 
 
 def rollout_layer_sizes(shape: ModelSpec, setup: PlanInput) -> tuple[float, float, float]:
     """Count a layer's weights per GPU of an engine: attention, feed-forward of all tokens, one expert."""
-    tp, h = setup.vllm_tensor, shape.hidden_size
+    h = shape.hidden_size
+    tp = setup.vllm_tensor
     if shape.key_value_rank:
         divided, replicated = attention_sizes(shape)
         attention = divided / tp + replicated
     else:
-        kv = max(shape.num_key_value_heads / tp, 1) * shape.head_dim
+        # Projections of the queries and the output, and of the gate; a key head is never divided.
         queries = (3 if shape.has_output_gate else 2) * shape.query_size / tp
+        kv = max(shape.num_key_value_heads / tp, 1) * shape.head_dim
+        softmax_attention = h * (queries + 2 * kv)
+        linear_attention = shape.linear_sizes[0] / tp
         share = shape.attention_share
-        attention = share * h * (queries + 2 * kv) + (1 - share) * shape.linear_sizes[0] / tp
+        attention = share * softmax_attention + (1 - share) * linear_attention
     if not shape.num_experts:
         return attention, 3 * h * shape.ffn_size / tp, 0.0
-    share = shape.num_dense_layers / shape.num_layers
-    width = share * shape.dense_ffn_size + (1 - share) * shape.num_shared_experts * shape.ffn_size
-    return attention, 3 * h * width / tp, 3 * h * shape.ffn_size / max(tp, setup.vllm_expert)
+    # The mean over dense layers and the shared experts of sparse ones.
+    dense_share = shape.num_dense_layers / shape.num_layers
+    shared_width = shape.num_shared_experts * shape.ffn_size
+    width = dense_share * shape.dense_ffn_size + (1 - dense_share) * shared_width
+    expert = 3 * h * shape.ffn_size / max(tp, setup.vllm_expert)
+    return attention, 3 * h * width / tp, expert
 
 
 def cache_bytes_per_token(shape: ModelSpec, setup: PlanInput) -> float:
@@ -309,18 +383,20 @@ def cache_bytes_per_token(shape: ModelSpec, setup: PlanInput) -> float:
     Latent attention caches its compressed keys and values, whole on every rank: layers x (rank + rope).
     Linear attention's state, one per sequence, is not counted.
     """
-    layers = shape.attention_share * shape.num_layers / setup.vllm_pipeline
+    num_layers = shape.attention_share * shape.num_layers / setup.vllm_pipeline
     if shape.key_value_rank:
-        return layers * (shape.key_value_rank + shape.rope_head_dim) * setup.vllm_cache_bytes
-    heads = max(shape.num_key_value_heads / setup.vllm_tensor, 1)
-    return 2 * layers * heads * shape.head_dim * setup.vllm_cache_bytes
+        return num_layers * (shape.key_value_rank + shape.rope_head_dim) * setup.vllm_cache_bytes
+    num_heads = max(shape.num_key_value_heads / setup.vllm_tensor, 1)
+    return 2 * num_layers * num_heads * shape.head_dim * setup.vllm_cache_bytes
 
 
 def cache_bytes(shape: ModelSpec, setup: PlanInput, gpu_bytes: int) -> int:
     """Count the room for keys and values: vLLM's share less weights and workspace; may be negative."""
-    return int(setup.vllm_share * gpu_bytes) - rollout_weight_bytes(shape, setup) - VLLM_WORKSPACE
+    share = int(setup.vllm_share * gpu_bytes)
+    return share - rollout_weight_bytes(shape, setup) - VLLM_WORKSPACE
 
 
 def refit_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
     """Count both copies of the weights, as the policy hands its own to vLLM on the same GPU."""
-    return 2 * stage_counts(shape, setup.layout, stage).total + rollout_weight_bytes(shape, setup) + ALLOWANCE
+    policy_weights = 2 * stage_counts(shape, setup.layout, stage).total
+    return policy_weights + rollout_weight_bytes(shape, setup) + ALLOWANCE

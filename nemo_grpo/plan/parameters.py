@@ -7,7 +7,7 @@ last stage keeps a copy of the embedding. (megatron/core: attention.py, mlp.py, 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from nemo_grpo.models import ModelSpec
 from nemo_grpo.recipe.layout import Layout
@@ -18,8 +18,11 @@ from nemo_grpo.recipe.megatron_sections import LORA_LAYERS
 class Counts:
     """Parameters of one rank.
 
-    Attributes: linear: dense ones that TP divides.  embedding: embedding and output matrices.
-                replicated: norms, routers, biases of no shard, vision.  expert: of the experts.
+    Attributes:
+        linear: parameters outside the experts that TP divides.
+        embedding: embedding and output matrices.
+        replicated: norms, routers, biases that TP does not divide, the vision tower.
+        expert: parameters of the routed experts.
     """
 
     linear: int = 0
@@ -29,28 +32,38 @@ class Counts:
 
     @property
     def dense(self) -> int:
+        """Parameters outside the routed experts."""
         return self.linear + self.embedding + self.replicated
 
     @property
     def total(self) -> int:
+        """All parameters of the rank."""
         return self.dense + self.expert
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+        return Counts(
+            self.linear + other.linear,
+            self.embedding + other.embedding,
+            self.replicated + other.replicated,
+            self.expert + other.expert,
+        )
 
     def __mul__(self, factor: int) -> Counts:
-        return Counts(*(factor * number for number in astuple(self)))
+        return Counts(
+            factor * self.linear, factor * self.embedding, factor * self.replicated, factor * self.expert
+        )
 
 
 def mixer_sizes(shape: ModelSpec) -> tuple[float, float]:
     """Return `attention_sizes`, or the mean over all layers if some have linear attention."""
-    share, sizes = shape.attention_share, attention_sizes(shape)
+    divided, replicated = attention_sizes(shape)
+    share = shape.attention_share
     if share == 1:
-        return sizes
-    divided, replicated = (
-        share * one + (1 - share) * other for one, other in zip(sizes, shape.linear_sizes, strict=True)
-    )
-    return divided, replicated
+        return divided, replicated
+    linear_divided, linear_replicated = shape.linear_sizes
+    mean_divided = share * divided + (1 - share) * linear_divided
+    mean_replicated = share * replicated + (1 - share) * linear_replicated
+    return mean_divided, mean_replicated
 
 
 def attention_sizes(shape: ModelSpec) -> tuple[int, int]:
@@ -61,19 +74,34 @@ def attention_sizes(shape: ModelSpec) -> tuple[int, int]:
     Latent attention: the up-projections and the output are divided, the down-projections and their norms are
     not; queries without a rank come from h. (megatron/core: attention.py, multi_latent_attention.py.)
     """
-    h = shape.hidden_size
     if shape.key_value_rank:
-        heads, width = shape.num_attention_heads, shape.head_dim
-        up = heads * (width + shape.rope_head_dim) * (shape.query_rank or h)
-        up += heads * 2 * width * shape.key_value_rank
-        down = h * (shape.query_rank + shape.key_value_rank + shape.rope_head_dim)
-        return up + heads * width * h, down + shape.query_rank + shape.key_value_rank
+        return _latent_attention_sizes(shape)
+    h = shape.hidden_size
     qkv = shape.query_size + 2 * shape.key_value_size
-    norms = 2 * shape.head_dim if shape.has_qk_norm else 0
-    norms += h if shape.has_all_biases else 0
-    sinks = shape.num_attention_heads if shape.has_sinks else 0
-    outputs = (2 if shape.has_output_gate else 1) * shape.query_size * h
-    return h * qkv + (qkv if shape.has_qkv_bias else 0) + outputs + sinks, norms
+    divided = h * qkv + shape.query_size * h
+    if shape.has_qkv_bias:
+        divided += qkv
+    if shape.has_output_gate:
+        divided += shape.query_size * h
+    if shape.has_sinks:
+        divided += shape.num_attention_heads
+    replicated = 0
+    if shape.has_qk_norm:
+        replicated += 2 * shape.head_dim
+    if shape.has_all_biases:
+        replicated += h
+    return divided, replicated
+
+
+def _latent_attention_sizes(shape: ModelSpec) -> tuple[int, int]:
+    h = shape.hidden_size
+    num_heads = shape.num_attention_heads
+    query_up = num_heads * (shape.head_dim + shape.rope_head_dim) * (shape.query_rank or h)
+    key_value_up = num_heads * 2 * shape.head_dim * shape.key_value_rank
+    output = num_heads * shape.head_dim * h
+    down = h * (shape.query_rank + shape.key_value_rank + shape.rope_head_dim)
+    norms = shape.query_rank + shape.key_value_rank
+    return query_up + key_value_up + output, down + norms
 
 
 def layer_counts(
@@ -86,48 +114,69 @@ def layer_counts(
                  + [E for a bias of the router, or h for a gate of the shared experts]
     expert     = E / EP x (3 h f + [2 f + h of biases]) / ETP
 
-    Args: is_dense: one of the dense layers of a model with experts.  is_linear: with linear attention.
+    Args:
+        shape: the model.
+        layout: its split over ranks.
+        is_dense: one of the dense layers of a model with experts.
+        is_linear: a layer with linear attention.
     """
-    h, f = shape.hidden_size, shape.ffn_size
+    h = shape.hidden_size
+    f = shape.ffn_size
     divided, replicated = shape.linear_sizes if is_linear else attention_sizes(shape)
     replicated += (4 if shape.has_post_norms else 2) * h
     if not shape.num_experts or is_dense:
         width = shape.dense_ffn_size if is_dense else f
         return Counts(linear=(divided + 3 * h * width) // layout.tensor, replicated=replicated)
-    biases = 2 * f + h if shape.has_all_biases else 0
-    experts = shape.num_experts // layout.expert * (3 * h * f + biases) // layout.expert_tensor
+    expert_size = 3 * h * f
+    if shape.has_all_biases:
+        expert_size += 2 * f + h
+    experts = shape.num_experts // layout.expert * expert_size // layout.expert_tensor
     divided += shape.num_shared_experts * 3 * h * f
-    is_biased = shape.has_all_biases or (shape.num_shared_experts and not shape.has_shared_gate)
-    router = shape.num_experts * (h + (1 if is_biased else 0)) + (h if shape.has_shared_gate else 0)
+    router = shape.num_experts * h
+    if shape.has_all_biases or (shape.num_shared_experts and not shape.has_shared_gate):
+        router += shape.num_experts
+    if shape.has_shared_gate:
+        router += h
     return Counts(divided // layout.tensor, 0, replicated + router, experts)
 
 
 def dense_layers(shape: ModelSpec, layout: Layout, stage: int) -> int:
     """Count a stage's layers without experts in a model that has experts in the others."""
-    dealt = layout.stage_layers(shape.num_layers)
-    return min(max(shape.num_dense_layers - sum(dealt[:stage]), 0), dealt[stage])
+    layers_per_stage = layout.stage_layers(shape.num_layers)
+    # The dense layers are the model's first ones.
+    num_not_before = max(shape.num_dense_layers - sum(layers_per_stage[:stage]), 0)
+    return min(num_not_before, layers_per_stage[stage])
 
 
 def stage_counts(shape: ModelSpec, layout: Layout, stage: int) -> Counts:
     """Count the parameters of a pipeline stage: its layers, and at the ends embedding, norm and output.
 
-    Args: stage: 0 .. PP - 1.
+    Args:
+        shape: the model.
+        layout: its split over ranks.
+        stage: 0 .. PP - 1.
     """
-    first, last = stage == 0, stage == layout.pipeline - 1
-    dealt = layout.stage_layers(shape.num_layers)
-    begin = sum(dealt[:stage])
+    is_first = stage == 0
+    is_last = stage == layout.pipeline - 1
+    layers_per_stage = layout.stage_layers(shape.num_layers)
+    num_layers = layers_per_stage[stage]
+    first_layer = sum(layers_per_stage[:stage])
     num_dense = dense_layers(shape, layout, stage)
-    num_linear = sum(begin <= layer < begin + dealt[stage] for layer in shape.linear_layers)
-    counts = layer_counts(shape, layout) * (dealt[stage] - num_dense - num_linear)
+    num_linear = len(
+        [layer for layer in shape.linear_layers if first_layer <= layer < first_layer + num_layers]
+    )
+    counts = layer_counts(shape, layout) * (num_layers - num_dense - num_linear)
     counts += layer_counts(shape, layout, is_linear=True) * num_linear
     if num_dense:
         counts += layer_counts(shape, layout, is_dense=True) * num_dense
     matrix = shape.vocab_size * shape.hidden_size // layout.tensor
-    if first:
+    if is_first:
         counts += Counts(embedding=matrix, replicated=shape.num_vision_parameters)
-    if last:
-        shared = shape.tied_embeddings and first
-        counts += Counts(embedding=0 if shared else matrix, replicated=shape.hidden_size)
+    if is_last:
+        final_norm = shape.hidden_size
+        # Tied embeddings are one tensor only where first and last stage are one.
+        is_shared = shape.tied_embeddings and is_first
+        counts += Counts(embedding=0 if is_shared else matrix, replicated=final_norm)
     return counts
 
 
@@ -139,16 +188,19 @@ def adapter_counts(
     Per matrix [out, in]: A is [dim, in], B is [out, dim]. In a column-parallel layer A is divided by TP along
     dim and B along out; in a row-parallel layer A along in and B along out.
     """
-    h, f, q = shape.hidden_size, shape.ffn_size, shape.query_size
-    sizes = {
-        "linear_qkv": (h, q + 2 * shape.key_value_size),
-        "linear_proj": (q, h),
-        "linear_fc1": (h, 2 * f),
-        "linear_fc2": (f, h),
+    h = shape.hidden_size
+    f = shape.ffn_size
+    q = shape.query_size
+    # Sum of a matrix's rows and columns, in + out.
+    widths = {
+        "linear_qkv": h + q + 2 * shape.key_value_size,
+        "linear_proj": q + h,
+        "linear_fc1": h + 2 * f,
+        "linear_fc2": f + h,
     }
-    chosen = [sizes[name] for name in LORA_LAYERS if not modules or name in modules]
-    layer = sum(dim * (into + out) for into, out in chosen) // layout.tensor
-    return Counts(linear=layer * layout.stage_layers(shape.num_layers)[stage])
+    adapted = [widths[name] for name in LORA_LAYERS if not modules or name in modules]
+    per_layer = dim * sum(adapted) // layout.tensor
+    return Counts(linear=per_layer * layout.stage_layers(shape.num_layers)[stage])
 
 
 def model_parameters(shape: ModelSpec) -> int:

@@ -21,7 +21,7 @@ from nemo_grpo.support.errors import UserError
 if TYPE_CHECKING:
     from nemo_grpo.recipe import Recipe
 
-_HOW = {
+_DEPENDENCE = {
     "weights": "{weights}",
     "reference": "the reference policy's own",
     "sampler": "its own, the whole model",
@@ -31,6 +31,7 @@ _HOW = {
     "logits": "last stage",
     "allowance": "contexts, NCCL, workspaces",
 }
+"""Part of the memory -> what it depends on, in the plan's table."""
 
 
 class Row(NamedTuple):
@@ -45,12 +46,22 @@ class Row(NamedTuple):
 class Plan:
     """The needs of a recipe on one kind of GPU.
 
-    Attributes: rows: parts of the training phase on its heaviest pipeline stage.
-                peaks: phase -> bytes per GPU; empty where the layout itself is wrong.
-                cache_tokens: tokens whose keys and values one vLLM engine can hold; 0 without vLLM.
-                approximated, problems: sentences.
-                nearest: overrides that make it fit; None where it fits, or where nothing was found.
-                forecast: None without rollouts, where the layout is wrong, or for the embedded engine.
+    Attributes:
+        name: the run's name.
+        gpu: name of the kind of GPU.
+        shape: the model.
+        setup: the recipe's layout and settings.
+        data_parallel_size: copies of the model that share a batch.
+        num_parameters: parameters of the model.
+        approximated: sentences about parts that the formulas approximate.
+        problems: sentences about rules that do not hold.
+        nearest: overrides that make it fit; None where it fits, or where no layout was found.
+        hardware: the kind of GPU.
+        num_stage_parameters: parameters per GPU of the heaviest pipeline stage.
+        rows: parts of the training phase on that stage.
+        peaks: phase -> bytes per GPU; empty where the layout itself is wrong.
+        cache_tokens: tokens whose keys and values one vLLM engine can hold; 0 without vLLM.
+        forecast: None without rollouts, where the layout is wrong, or for the embedded engine.
     """
 
     name: str
@@ -71,6 +82,7 @@ class Plan:
 
     @property
     def accepted(self) -> bool:
+        """True if the recipe can run on this kind of GPU."""
         return not self.problems
 
     @property
@@ -89,28 +101,38 @@ def plan_recipe(
 ) -> Plan:
     """Plan a loaded recipe, all of whose own rules hold.
 
-    Args:    gpu: a name of `HARDWARE` or of the file, or `CPU`: this machine's, whose ranks share its memory.
-             config_file: the model's config.json, for models that the table lacks.
-             hardware_file: other kinds of GPU.  assumed: properties that the recipe does not state.
-             others: recipes, one of whose runs may export the model.
+    Args:
+        recipe: the recipe.
+        gpu: a name of `HARDWARE` or of the file, or `CPU`: this machine's, whose ranks share its memory.
+        config_file: the model's config.json, for models that the table lacks.
+        hardware_file: other kinds of GPU.
+        assumed: properties that the recipe does not state.
+        others: recipes, one of whose runs may export the model.
     Returns: the plan, accepted or with its problems.
     """
-    shape, setup = shape_of(recipe, config_file, others), plan_input(recipe)
+    shape = shape_of(recipe, config_file, others)
+    setup = plan_input(recipe)
     hardware = hardware_of(gpu, hardware_file)
     if gpu == CPU:
         if not setup.embedded:
             raise UserError("--gpu cpu: only the embedded engine trains on CPUs; name the cluster's GPU")
         hardware = replace(hardware, memory_bytes=hardware.memory_bytes / setup.gpus_per_node)
-    found, parts = tuple(problems(shape, setup, hardware)), dict[str, Any]()
+    broken_rules = tuple(problems(shape, setup, hardware))
+    numbers = dict[str, Any]()
+    # Where the layout does not divide the model, the formulas' integer divisions mean nothing.
     if not messages(Scope.SHAPE, shape, setup):
         stage = memory.heaviest_stage(shape, setup)
-        parts["num_stage_parameters"] = stage_counts(shape, setup.layout, stage).total
-        parts["rows"], parts["peaks"] = _rows(shape, setup, stage), _peaks(shape, setup, stage)
+        numbers["num_stage_parameters"] = stage_counts(shape, setup.layout, stage).total
+        numbers["rows"] = _rows(shape, setup, stage)
+        numbers["peaks"] = _peaks(shape, setup, stage)
         if setup.has_rollouts:
-            room = memory.cache_bytes(shape, setup, int(hardware.memory_bytes))
-            parts["cache_tokens"] = max(int(room / memory.cache_bytes_per_token(shape, setup)), 0)
-            if not (list(gpu_has_fp8(shape, setup, hardware)) or recipe.loss_fn.learns_from_demonstrations):
-                parts["forecast"] = forecast(recipe, shape, gpu, hardware, assumed or Assumptions())
+            cache_bytes = memory.cache_bytes(shape, setup, int(hardware.memory_bytes))
+            bytes_per_token = memory.cache_bytes_per_token(shape, setup)
+            numbers["cache_tokens"] = max(int(cache_bytes / bytes_per_token), 0)
+            # FP8 on a GPU without it has a peak of 0 FLOP/s; demonstrations have no rollout to time.
+            lacks_fp8 = bool(list(gpu_has_fp8(shape, setup, hardware)))
+            if not lacks_fp8 and not recipe.loss_fn.learns_from_demonstrations:
+                numbers["forecast"] = forecast(recipe, shape, gpu, hardware, assumed or Assumptions())
     return Plan(
         name=recipe.nemo_grpo.run_name,
         gpu=gpu,
@@ -119,14 +141,15 @@ def plan_recipe(
         data_parallel_size=recipe.data_parallel_size,
         num_parameters=model_parameters(shape),
         approximated=tuple(_approximated(shape, setup)),
-        problems=found,
-        nearest=nearest_layout(recipe, shape, hardware) if found else None,
+        problems=broken_rules,
+        nearest=nearest_layout(recipe, shape, hardware) if broken_rules else None,
         hardware=hardware,
-        **parts,
+        **numbers,
     )
 
 
 def _approximated(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
+    """Yield sentences about what the formulas approximate in this recipe."""
     if setup.draft_tokens and setup.draft_layers:
         yield "drafts are taken to cost a layer of the policy and its output matrix, whatever makes them"
     if shape.sliding_window:
@@ -143,18 +166,28 @@ def _approximated(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
 
 
 def _rows(shape: ModelSpec, setup: PlanInput, stage: int) -> tuple[Row, ...]:
-    facts = {
+    """List the parts of the training phase that need memory, with what they depend on."""
+    weights = "FP32" if setup.embedded and setup.precision_bytes == 4 else "BF16"
+    if setup.fp8_training:
+        weights += ", FP8 copies"
+    recompute = "all kept"
+    if setup.recompute:
+        recompute = " ".join(setup.recompute) + " recomputed"
+    values = {
         "shards": setup.shards if setup.distributed_optimizer else 1,
         "tokens": setup.train_tokens // setup.layout.context,
-        "weights": ("FP32" if setup.embedded and setup.precision_bytes == 4 else "BF16")
-        + (", FP8 copies" if setup.fp8_training else ""),
-        "recompute": " ".join(setup.recompute) + " recomputed" if setup.recompute else "all kept",
+        "weights": weights,
+        "recompute": recompute,
     }
-    parts = {part: size for part, size in memory.training_bytes(shape, setup, stage).items() if size}
-    return tuple(Row(part, size, _HOW[part].format(**facts)) for part, size in parts.items())
+    rows = []
+    for part, num_bytes in memory.training_bytes(shape, setup, stage).items():
+        if num_bytes:
+            rows.append(Row(part, num_bytes, _DEPENDENCE[part].format(**values)))
+    return tuple(rows)
 
 
 def _peaks(shape: ModelSpec, setup: PlanInput, stage: int) -> dict[str, int]:
+    """Compute the bytes per GPU of each phase. Scoring peaks on the last stage, which has the logits."""
     peaks = {
         "training": sum(memory.training_bytes(shape, setup, stage).values()),
         "scoring": memory.scoring_bytes(shape, setup, setup.layout.pipeline - 1),

@@ -10,6 +10,7 @@ draft is accepted with probability a (Leviathan et al., 2211.17192, equation 1).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 
 from nemo_grpo.plan import memory
 from nemo_grpo.plan.inputs import PlanInput
@@ -26,10 +27,16 @@ DRAFT = 0.22
 class Engine:
     """One vLLM engine of a scenario, in numbers per GPU.
 
-    Attributes: layers: per GPU.  dense, expert: bytes of a layer's weights that every token reads, and of all
-                its experts.  head: bytes of the output matrix.
-                products, head_products: FLOPs of one token in a layer, and in the output matrix.
-                cache: bytes of the KV cache per token and layer.  flops: peak FLOP/s of the products.
+    Attributes:
+        scenario: the step that it samples for.
+        layers: layers per GPU; the mean over the stages of vLLM's pipeline.
+        dense: bytes of a layer's weights that every token reads.
+        expert: bytes of all experts of a layer.
+        head: bytes of the output matrix.
+        products: FLOPs of one token in a layer.
+        head_products: FLOPs of one token in the output matrix.
+        cache: bytes of the KV cache per token and layer.
+        flops: peak FLOP/s of the products.
     """
 
     scenario: Scenario
@@ -44,13 +51,18 @@ class Engine:
 
     def iteration(self, active: float, context: float) -> float:
         """Compute seconds per token of ``active`` sequences that hold ``context`` tokens each."""
-        setup, eff = self.scenario.setup, self.scenario.eff
-        fixed = eff.decode * self.scenario.hardware.host_slowdown * (EAGER if setup.vllm_eager else 1.0)
-        drafts = setup.draft_tokens
-        seconds = self._pass(self.layers, active, 1 + drafts, context) + fixed
-        if drafts and setup.draft_layers:
-            seconds += drafts * (self._pass(setup.draft_layers, active, 1, context) + DRAFT * fixed)
-        return seconds / kept_tokens(drafts, self.scenario.work.acceptance)
+        setup = self.scenario.setup
+        # The CPU schedules, samples and launches; without CUDA graphs it launches every kernel.
+        fixed = self.scenario.eff.decode * self.scenario.hardware.host_slowdown
+        if setup.vllm_eager:
+            fixed *= EAGER
+        num_drafts = setup.draft_tokens
+        seconds = self._pass(self.layers, active, 1 + num_drafts, context) + fixed
+        if num_drafts and setup.draft_layers:
+            # A draft model computes its tokens one after the other.
+            draft = self._pass(setup.draft_layers, active, 1, context) + DRAFT * fixed
+            seconds += num_drafts * draft
+        return seconds / kept_tokens(num_drafts, self.scenario.work.acceptance)
 
     def _pass(self, layers: float, active: float, tokens: int, context: float) -> float:
         """Compute seconds of ``tokens`` tokens of each sequence through layers and output matrix.
@@ -58,21 +70,25 @@ class Engine:
         An expert is read if at least one token chose it: E (1 - (1 - k / E)^n) with n independent tokens.
         Tokens of one problem are not independent: n is 1 + routes x (tokens - 1).
         """
-        shape, hardware, eff = self.scenario.shape, self.scenario.hardware, self.scenario.eff
-        batch, bandwidth = active * tokens, hardware.memory_bandwidth * eff.memory
-        independent = 1 + eff.routes * (batch - 1)
-        share = shape.num_experts_per_token / shape.num_experts if shape.num_experts else 0.0
-        touched = 1 - (1 - share) ** independent
-        read = (layers * (self.dense + touched * self.expert) + self.head) / bandwidth
-        computed = batch * (layers * self.products + self.head_products) / (self.flops * eff.matrix)
-        attended = active * context * layers * self.cache / bandwidth
-        reduced = reduce_seconds(
-            self.scenario, batch * 2 * shape.hidden_size, self.scenario.setup.vllm_tensor
-        )
-        return max(read, computed) + attended + 2 * layers * reduced
+        shape = self.scenario.shape
+        eff = self.scenario.eff
+        num_tokens = active * tokens
+        bandwidth = self.scenario.hardware.memory_bandwidth * eff.memory  # bytes/s
+        # Share of the experts that the batch reads.
+        num_independent = 1 + eff.routes * (num_tokens - 1)
+        routed_share = shape.num_experts_per_token / shape.num_experts if shape.num_experts else 0.0
+        read_share = 1 - (1 - routed_share) ** num_independent
+        weight_bytes = layers * (self.dense + read_share * self.expert) + self.head
+        flops = num_tokens * (layers * self.products + self.head_products)
+        cache_bytes = active * context * layers * self.cache
+        hidden_bytes = num_tokens * 2 * shape.hidden_size
+        all_reduce = reduce_seconds(self.scenario, hidden_bytes, self.scenario.setup.vllm_tensor)
+        products = max(weight_bytes / bandwidth, flops / (self.flops * eff.matrix))
+        # Two all-reduces per layer: after attention and after the feed-forward layer.
+        return products + cache_bytes / bandwidth + 2 * layers * all_reduce
 
     def prefill(self, tokens: float) -> float:
-        """Compute seconds of a prompt's tokens."""
+        """Compute seconds of the forward pass over this number of prompt tokens."""
         products = self.layers * self.products + self.head_products
         return tokens * products / (self.flops * self.scenario.eff.matrix)
 
@@ -87,41 +103,50 @@ def engine_of(scenario: Scenario) -> Engine:
 
     MX formats are computed natively from Blackwell on; older GPUs widen their weights to BF16.
     """
-    shape, setup, hardware = scenario.shape, scenario.setup, scenario.hardware
+    shape = scenario.shape
+    setup = scenario.setup
+    hardware = scenario.hardware
+    num_layers = shape.num_layers / setup.vllm_pipeline
+    sparse_share = shape.num_sparse_layers / shape.num_layers
     attention, feed_forward, _ = memory.rollout_layer_sizes(shape, setup)
-    dense, expert = memory.rollout_layer_bytes(shape, setup)
-    layers = shape.num_layers / setup.vllm_pipeline
-    sparse = shape.num_sparse_layers / shape.num_layers
-    head = shape.vocab_size * shape.hidden_size / setup.vllm_tensor
-    chosen = sparse * shape.num_experts_per_token * 3 * shape.hidden_size * shape.ffn_size
-    in_fp8 = setup.vllm_fp8 and (hardware.compute_capability >= 10 or not setup.vllm_mx)
-    flops = hardware.fp8_flops if in_fp8 else hardware.bf16_flops
-    slower = flops / hardware.bf16_flops if setup.vllm_bf16_attention else 1.0
+    dense_bytes, expert_bytes = memory.rollout_layer_bytes(shape, setup)
+    experts_per_token = sparse_share * shape.num_experts_per_token
+    routed = experts_per_token * 3 * shape.hidden_size * shape.ffn_size / setup.vllm_tensor
+    output_matrix = shape.vocab_size * shape.hidden_size / setup.vllm_tensor
+    computes_in_fp8 = setup.vllm_fp8 and (hardware.compute_capability >= 10 or not setup.vllm_mx)
+    flops = hardware.fp8_flops if computes_in_fp8 else hardware.bf16_flops
+    # Products are timed at one peak. BF16 attention beside FP8 counts as that many more products.
+    attention_factor = flops / hardware.bf16_flops if setup.vllm_bf16_attention else 1.0
     return Engine(
         scenario=scenario,
-        layers=layers,
-        dense=dense,
-        expert=sparse * shape.num_experts * expert,
-        head=2 * head,
-        products=2 * (slower * attention + feed_forward + chosen / setup.vllm_tensor),
-        head_products=2 * head,
-        cache=memory.cache_bytes_per_token(shape, setup) / layers,
+        layers=num_layers,
+        dense=dense_bytes,
+        expert=sparse_share * shape.num_experts * expert_bytes,
+        head=2 * output_matrix,
+        products=2 * (attention_factor * attention + feed_forward + routed),
+        head_products=2 * output_matrix,
+        cache=memory.cache_bytes_per_token(shape, setup) / num_layers,
         flops=flops,
     )
 
 
 def num_engines(setup: PlanInput) -> int:
     """Count the engines that sample in parallel."""
-    gpus = setup.num_rollout_gpus or setup.num_nodes * setup.gpus_per_node
-    return max(gpus // (setup.vllm_tensor * setup.vllm_pipeline), 1)
+    num_gpus = setup.num_rollout_gpus
+    if num_gpus == 0:  # rollouts share the GPUs that train
+        num_gpus = setup.num_nodes * setup.gpus_per_node
+    return max(num_gpus // (setup.vllm_tensor * setup.vllm_pipeline), 1)
 
 
 def concurrency(scenario: Scenario) -> int:
     """Count sequences that an engine decodes at once: its limit, or those of mean length in its cache."""
-    shape, setup = scenario.shape, scenario.setup
-    room = memory.cache_bytes(shape, setup, int(scenario.hardware.memory_bytes))
-    held = int(room / (memory.cache_bytes_per_token(shape, setup) * scenario.work.lengths.mean_sequence))
-    return max(min(held, setup.vllm_max_sequences), 1)
+    shape = scenario.shape
+    setup = scenario.setup
+    cache_bytes = memory.cache_bytes(shape, setup, int(scenario.hardware.memory_bytes))
+    bytes_per_token = memory.cache_bytes_per_token(shape, setup)
+    bytes_per_sequence = bytes_per_token * scenario.work.lengths.mean_sequence
+    num_cached = int(cache_bytes / bytes_per_sequence)
+    return max(min(num_cached, setup.vllm_max_sequences), 1)
 
 
 def rollout_seconds(scenario: Scenario) -> dict[str, float]:
@@ -130,13 +155,17 @@ def rollout_seconds(scenario: Scenario) -> dict[str, float]:
     While responses wait for a place, all places are taken; then the last ones run out, and the step ends with
     the longest.
     """
-    engine, work, lengths = engine_of(scenario), scenario.work, scenario.work.lengths
-    waiting = -(-work.num_samples // num_engines(scenario.setup))
-    places = min(waiting, concurrency(scenario))
-    decode = (waiting - places) * _seconds_per_response(engine, places)
-    first, tail = _drained(places, lengths, lengths.longest(work.num_samples), engine.iteration)
-    decode += first
-    prefill = _prefill_seconds(engine, waiting)
+    engine = engine_of(scenario)
+    work = scenario.work
+    lengths = work.lengths
+    num_responses = ceil(work.num_samples / num_engines(scenario.setup))
+    places = min(num_responses, concurrency(scenario))
+    # While responses wait all places are taken; then the last ones run out.
+    queued = (num_responses - places) * _seconds_per_response(engine, places)
+    first_half, tail = _drained(places, lengths, lengths.longest(work.num_samples), engine.iteration)
+    decode = queued + first_half
+    prefill = _prefill_seconds(engine, num_responses)
+    # Each stage of vLLM's pipeline waits for the others' passes.
     scale = work.num_draws * scenario.setup.vllm_pipeline
     return {"prefill": scale * prefill, "decode": scale * decode, "tail": scale * tail}
 
@@ -146,34 +175,49 @@ def _drained(
 ) -> tuple[float, float]:
     """Compute seconds of decoding ``places`` responses together: until half have ended, and the rest.
 
-    Args: longest: tokens of the last one.  iteration: (active responses, tokens that each holds) -> seconds.
+    Args:
+        places: responses at the start.
+        lengths: of prompts and responses.
+        longest: tokens of the last one.
+        iteration: (active responses, tokens that each holds) -> seconds per token.
     """
     ends = [*lengths.responses[:-1], longest]
-    halves, position = [0.0, 0.0], 0.0
+    first_half = 0.0
+    tail = 0.0
+    position = 0.0  # tokens that all active responses have
     for index, end in enumerate(ends):
         active = max(places * (len(ends) - index) / len(ends), 1.0)
-        seconds = (end - position) * iteration(active, lengths.prompt + (position + end) / 2)
-        halves[2 * index >= len(ends)] += seconds
+        context = lengths.prompt + (position + end) / 2
+        seconds = (end - position) * iteration(active, context)
+        if 2 * index < len(ends):
+            first_half += seconds
+        else:
+            tail += seconds
         position = end
-    return halves[0], halves[1]
+    return first_half, tail
 
 
 def steady_seconds(scenario: Scenario) -> float:
     """Predict seconds per step of engines that never run out of responses, so that there is no tail."""
-    engine, work = engine_of(scenario), scenario.work
-    per_step = -(-work.num_samples // num_engines(scenario.setup))
-    places = min(per_step * max(work.trajectory_age, 1), concurrency(scenario))
-    seconds = per_step * _seconds_per_response(engine, places) + _prefill_seconds(engine, per_step)
+    engine = engine_of(scenario)
+    work = scenario.work
+    num_responses = ceil(work.num_samples / num_engines(scenario.setup))
+    # Rollouts that may run several steps ahead have responses of as many steps to decode at once.
+    places = min(num_responses * max(work.trajectory_age, 1), concurrency(scenario))
+    decode = num_responses * _seconds_per_response(engine, places)
+    seconds = decode + _prefill_seconds(engine, num_responses)
     return work.num_draws * scenario.setup.vllm_pipeline * seconds
 
 
 def _seconds_per_response(engine: Engine, places: int) -> float:
     """Compute seconds per response of an engine whose places are all taken, by responses half done."""
     lengths = engine.scenario.work.lengths
-    return lengths.mean / places * engine.iteration(places, lengths.prompt + lengths.mean / 2)
+    context = lengths.prompt + lengths.mean / 2
+    return lengths.mean / places * engine.iteration(places, context)
 
 
 def _prefill_seconds(engine: Engine, num_responses: int) -> float:
     """Count a prompt once per group: the prefix cache serves its other responses."""
     work = engine.scenario.work
-    return engine.prefill(-(-num_responses // work.group_size) * work.lengths.prompt)
+    num_prompts = ceil(num_responses / work.group_size)
+    return engine.prefill(num_prompts * work.lengths.prompt)

@@ -45,14 +45,15 @@ def tensor_parallel_divides_the_model(shape: ModelSpec, setup: PlanInput) -> Ite
 
 @rule(Scope.SHAPE)
 def rollout_parallel_divides_the_model(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
-    if setup.has_rollouts:
-        is_part_of_a_node = setup.num_nodes == 1 and setup.num_rollout_gpus > 0
-        yield from width_refusals(
-            shape,
-            f"{VLLM}.tensor_parallel_size",
-            setup.vllm_tensor,
-            per_node=setup.num_rollout_gpus if is_part_of_a_node else setup.gpus_per_node,
-        )
+    if not setup.has_rollouts:
+        return
+    samples_on_part_of_a_node = setup.num_nodes == 1 and setup.num_rollout_gpus > 0
+    yield from width_refusals(
+        shape,
+        f"{VLLM}.tensor_parallel_size",
+        setup.vllm_tensor,
+        per_node=setup.num_rollout_gpus if samples_on_part_of_a_node else setup.gpus_per_node,
+    )
 
 
 @rule(Scope.SHAPE)
@@ -77,14 +78,17 @@ def expert_parallel_divides_the_experts(shape: ModelSpec, setup: PlanInput) -> I
 
 @rule(Scope.SHAPE)
 def sequences_fit_the_model(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
-    # the embedded engine's samplers end at max_position_embeddings, whatever the rotary scaling
+    # The embedded engine's samplers end at max_position_embeddings, whatever the rotary scaling.
     longest = shape.max_position_embeddings if setup.embedded else shape.longest_sequence
-    if setup.max_length > longest:
-        scaled = "" if longest == shape.max_position_embeddings else f", {longest} with its rotary scaling"
-        yield (
-            f"policy.max_total_sequence_length={setup.max_length} exceeds "
-            f"max_position_embeddings={shape.max_position_embeddings} of {shape.name}{scaled}; lower it"
-        )
+    if setup.max_length <= longest:
+        return
+    with_scaling = ""
+    if longest != shape.max_position_embeddings:
+        with_scaling = f", {longest} with its rotary scaling"
+    yield (
+        f"policy.max_total_sequence_length={setup.max_length} exceeds "
+        f"max_position_embeddings={shape.max_position_embeddings} of {shape.name}{with_scaling}; lower it"
+    )
 
 
 @rule(Scope.SHAPE)
@@ -94,14 +98,15 @@ def stop_tokens_are_in_the_vocabulary(shape: ModelSpec, setup: PlanInput) -> Ite
 
 @rule(Scope.SHAPE)
 def fp8_blocks_divide_the_layers(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
-    used = []
+    # Only block scales need whole blocks: (the key of the TP, TP, expert TP) of training and of vLLM.
+    layouts_in_blocks = []
     if setup.fp8_training and setup.fp8_recipe == "blockwise":
-        used.append(
+        layouts_in_blocks.append(
             (f"{MEGATRON}.tensor_model_parallel_size", setup.layout.tensor, setup.layout.expert_tensor)
         )
     if setup.vllm_fp8 and setup.has_rollouts:
-        used.append((f"{VLLM}.tensor_parallel_size", setup.vllm_tensor, setup.vllm_tensor))
-    for key, size, expert_size in used:
+        layouts_in_blocks.append((f"{VLLM}.tensor_parallel_size", setup.vllm_tensor, setup.vllm_tensor))
+    for key, size, expert_size in layouts_in_blocks:
         widths = {
             "hidden_size": shape.hidden_size,
             "attention heads": shape.query_size // size,
@@ -147,26 +152,31 @@ def images_exclude_context_parallel(shape: ModelSpec, setup: PlanInput) -> Itera
 def training_fits_in_memory(shape: ModelSpec, setup: PlanInput, gpu: Hardware) -> Iterator[str]:
     stage = memory.heaviest_stage(shape, setup)
     parts = memory.training_bytes(shape, setup, stage)
-    need, scoring = sum(parts.values()), memory.scoring_bytes(shape, setup, setup.layout.pipeline - 1)
-    if need > USABLE * gpu.memory_bytes:
-        worst = max((name for name in parts if name != "allowance"), key=lambda name: parts[name])
+    training = sum(parts.values())
+    scoring = memory.scoring_bytes(shape, setup, setup.layout.pipeline - 1)
+    usable = USABLE * gpu.memory_bytes
+    if training > usable:
+        # No key of a recipe changes the allowance.
+        reducible = [name for name in parts if name != "allowance"]
+        largest = max(reducible, key=lambda name: parts[name])
         yield (
             f"{MEGATRON}.tensor_model_parallel_size={setup.layout.tensor}, pipeline {setup.layout.pipeline}, "
-            f"context {setup.layout.context}: training needs {need / GIB:.1f} GiB per GPU of "
-            f"{USABLE * gpu.memory_bytes / GIB:.1f} usable, most of it {worst} ({parts[worst] / GIB:.1f}); "
-            f"{for_memory(worst, setup)}"
+            f"context {setup.layout.context}: training needs {training / GIB:.1f} GiB per GPU of "
+            f"{usable / GIB:.1f} usable, most of it {largest} ({parts[largest] / GIB:.1f}); "
+            f"{for_memory(largest, setup)}"
         )
-    elif scoring > USABLE * gpu.memory_bytes:
+    elif scoring > usable:
         yield (
             f"policy.sequence_packing.logprob_mb_tokens={setup.score_tokens}: scoring them at once needs "
-            f"{scoring / GIB:.1f} GiB per GPU of {USABLE * gpu.memory_bytes / GIB:.1f} usable; lower "
+            f"{scoring / GIB:.1f} GiB per GPU of {usable / GIB:.1f} usable; lower "
             "policy.logprob_batch_size"
         )
 
 
 def for_memory(part: str, setup: PlanInput) -> str:
     """Name remedies that shrink a part of the training phase and are not in use."""
-    rows = setup.train_tokens > setup.max_length
+    has_several_rows = setup.train_tokens > setup.max_length
+    # Part -> remedy -> whether it is still open.
     remedies = {
         "reference": {"leave out the KL penalty": setup.has_penalty, "train adapters": True},
         "sampler": {"use target=cluster": True},
@@ -179,36 +189,39 @@ def for_memory(part: str, setup: PlanInput) -> str:
         },
         "activations": {
             "set activation_checkpointing=true": "full" not in setup.recompute,
-            "lower train_micro_batch_size": rows,
+            "lower train_micro_batch_size": has_several_rows,
             "raise TP or CP": True,
         },
         "logits": {
-            "lower train_micro_batch_size": rows,
+            "lower train_micro_batch_size": has_several_rows,
             "raise TP or CP": True,
             "set policy.logprob_chunk_size": not setup.logprob_chunk,
         },
     }
-    return ", or ".join(text for text, is_open in remedies[part].items() if is_open)
+    return ", or ".join(remedy for remedy, is_open in remedies[part].items() if is_open)
 
 
 @rule(Scope.MEMORY)
 def rollouts_fit_in_memory(shape: ModelSpec, setup: PlanInput, gpu: Hardware) -> Iterator[str]:
     if not setup.has_rollouts:
         return
-    room = memory.cache_bytes(shape, setup, int(gpu.memory_bytes))
+    cache = memory.cache_bytes(shape, setup, int(gpu.memory_bytes))
     sequence = setup.max_length * memory.cache_bytes_per_token(shape, setup)
-    refit = memory.refit_bytes(shape, setup, memory.heaviest_stage(shape, setup))
-    if room < sequence:
+    if cache < sequence:
+        weights = memory.rollout_weight_bytes(shape, setup)
         yield (
             f"{VLLM}.gpu_memory_utilization={setup.vllm_share}: after weights of "
-            f"{memory.rollout_weight_bytes(shape, setup) / GIB:.1f} GiB there is {max(room, 0) / GIB:.1f} "
+            f"{weights / GIB:.1f} GiB there is {max(cache, 0) / GIB:.1f} "
             f"GiB for keys and values, and one sequence of {setup.max_length} tokens needs "
             f"{sequence / GIB:.1f}; raise it, or tensor_parallel_size"
         )
-    if not setup.num_rollout_gpus and refit > USABLE * gpu.memory_bytes:
+    refit = memory.refit_bytes(shape, setup, memory.heaviest_stage(shape, setup))
+    usable = USABLE * gpu.memory_bytes
+    # Rollouts with GPUs of their own get the weights over the network.
+    if not setup.num_rollout_gpus and refit > usable:
         yield (
             f"{VLLM}.tensor_parallel_size={setup.vllm_tensor}: policy and rollout weights together need "
-            f"{refit / GIB:.1f} GiB per GPU of {USABLE * gpu.memory_bytes / GIB:.1f} usable when they are "
+            f"{refit / GIB:.1f} GiB per GPU of {usable / GIB:.1f} usable when they are "
             "handed over; raise it, or TP"
         )
 
@@ -219,9 +232,15 @@ def shape_problems(recipe: Recipe) -> list[str]:
         shape = shape_of(recipe)
     except UserError:
         return []
-    return [] if recipe.policy.dtensor_cfg.enabled else messages(Scope.SHAPE, shape, plan_input(recipe))
+    if recipe.policy.dtensor_cfg.enabled:  # the planner knows megatron-core's layouts only
+        return []
+    return messages(Scope.SHAPE, shape, plan_input(recipe))
 
 
 def problems(shape: ModelSpec, setup: PlanInput, gpu: Hardware) -> list[str]:
     """List all messages for one layout on one kind of GPU."""
-    return messages(Scope.SHAPE, shape, setup) or messages(Scope.MEMORY, shape, setup, gpu)
+    shape_messages = messages(Scope.SHAPE, shape, setup)
+    # The formulas of memory divide by the layout, so it must divide the model first.
+    if shape_messages:
+        return shape_messages
+    return messages(Scope.MEMORY, shape, setup, gpu)

@@ -8,6 +8,7 @@ innermost, then CP, EP, DP, PP.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
 from nemo_grpo.models import ModelSpec
@@ -31,14 +32,22 @@ has 0.886, 0.869 and 0.861 at its three depths (docs/examples/spec_decode.mdx)."
 class Workload:
     """Work of one step, and of the run around it.
 
-    Attributes: num_samples: responses trained per step.  group_size: responses that share a prompt.
-                num_updates, scoring_passes: optimizer updates per step, and forward passes before them.
-                num_draws: mean number of draws of num_samples responses for one step.
-                trajectory_age: steps that rollouts may run ahead of training; 0: they alternate.
-                waits_for_rollouts: rollouts that run ahead must end before the engines get new weights.
-                acceptance: probability of a drafted token whose predecessors were accepted.
-                val_samples: responses sampled every val_period steps.  or_passes: see `Recipe`.
-                save_period: steps between checkpoints; 0: none.  saves_optimizer: with optimizer state.
+    Attributes:
+        num_samples: responses trained per step.
+        group_size: responses that share a prompt.
+        num_updates: optimizer updates per step.
+        lengths: of prompts and responses.
+        scoring_passes: forward passes over the step before its updates.
+        num_draws: mean number of draws of num_samples responses for one step.
+        trajectory_age: steps that rollouts may run ahead of training; 0: they alternate.
+        waits_for_rollouts: rollouts that run ahead must end before the engines get new weights.
+        acceptance: probability of a drafted token whose predecessors were accepted.
+        num_steps: steps of the run.
+        or_passes: see `Recipe`.
+        val_period: steps between validations; 0: none.
+        val_samples: responses of one validation.
+        save_period: steps between checkpoints; 0: none.
+        saves_optimizer: checkpoints contain the optimizer state.
     """
 
     num_samples: int
@@ -59,6 +68,7 @@ class Workload:
 
     @property
     def tokens(self) -> float:
+        """Tokens of the step's prompts and responses."""
         return self.num_samples * self.lengths.mean_sequence
 
 
@@ -67,14 +77,20 @@ def workload_of(
 ) -> Workload:
     """Extract the work of a recipe's step.
 
-    Args: signal: share of groups whose rewards differ.  acceptance: of drafted tokens.
+    Args:
+        recipe: the recipe.
+        lengths: of its prompts and responses.
+        signal: share of groups whose rewards differ.
+        acceptance: probability of a drafted token whose predecessors were accepted.
     """
-    grpo, vllm = recipe.grpo, recipe.policy.generation.vllm_cfg
-    ahead, num_draws = grpo.async_grpo, 1.0
+    grpo = recipe.grpo
+    num_draws = 1.0
     if grpo.use_dynamic_sampling:
-        threshold, most = recipe.loss_fn.resampling(grpo.dynamic_sampling_max_gen_batches)
-        num_draws = expected_draws(signal, threshold, most, grpo.num_prompts_per_step)
-    in_flight = vllm.async_engine and ahead is not None and ahead.in_flight_weight_updates
+        threshold, max_draws = recipe.loss_fn.resampling(grpo.dynamic_sampling_max_gen_batches)
+        num_draws = expected_draws(signal, threshold, max_draws, grpo.num_prompts_per_step)
+    updates_in_flight = False
+    if grpo.async_grpo is not None and recipe.policy.generation.vllm_cfg.async_engine:
+        updates_in_flight = bool(grpo.async_grpo.in_flight_weight_updates)
     return Workload(
         num_samples=recipe.num_sequences_per_step,
         group_size=grpo.num_generations_per_prompt,
@@ -83,7 +99,7 @@ def workload_of(
         scoring_passes=scoring_passes(recipe),
         num_draws=num_draws,
         trajectory_age=recipe.rollouts_ahead,
-        waits_for_rollouts=not (in_flight or recipe.has_single_controller),
+        waits_for_rollouts=not (updates_in_flight or recipe.has_single_controller),
         acceptance=acceptance,
         num_steps=grpo.max_num_steps,
         or_passes=recipe.or_passes,
@@ -112,13 +128,17 @@ def expected_draws(signal: float, threshold: float, max_draws: int, num_groups: 
     """
     from statistics import NormalDist
 
-    need, expected = threshold * num_groups, 1.0
-    for draws in range(1, max_draws):
-        mean = draws * num_groups * signal
-        spread = (mean * (1 - signal)) ** 0.5
-        missed = NormalDist(mean, spread).cdf(need - 0.5) if spread else float(mean < need)
-        expected += missed
-        if missed < 1e-6:
+    required = threshold * num_groups
+    expected = 1.0
+    for num_draws in range(1, max_draws):
+        mean = num_draws * num_groups * signal
+        std = (mean * (1 - signal)) ** 0.5
+        if std:
+            too_few = NormalDist(mean, std).cdf(required - 0.5)
+        else:  # every group has signal, or none
+            too_few = float(mean < required)
+        expected += too_few
+        if too_few < 1e-6:
             break
     return expected
 
@@ -140,16 +160,21 @@ class Scenario:
         The GPU's whole domain if the job fits into one, or the nodes that the recipe keeps together
         (cluster.segment_size); else one node's, because the scheduler chooses each node's domain.
         """
-        setup, whole = self.setup, self.hardware.nvlink_domain
-        if setup.num_nodes * setup.gpus_per_node <= whole:
-            return whole
-        return min(max(setup.segment_nodes, 1) * setup.gpus_per_node, whole)
+        setup = self.setup
+        domain = self.hardware.nvlink_domain
+        if setup.num_nodes * setup.gpus_per_node <= domain:
+            return domain
+        return min(max(setup.segment_nodes, 1) * setup.gpus_per_node, domain)
 
 
 def gather_seconds(scenario: Scenario, num_bytes: float, ranks: int, span: int) -> float:
-    """Time an all-gather or reduce-scatter of num_bytes in all: (n - 1) / n bytes / bandwidth.
+    """Time an all-gather or reduce-scatter: (n - 1) / n bytes / bandwidth.
 
-    Args: span: consecutive GPUs among which the ranks lie.
+    Args:
+        scenario: the GPUs.
+        num_bytes: bytes of the whole, over all ranks.
+        ranks: n.
+        span: consecutive GPUs among which the ranks lie.
     """
     if ranks == 1:
         return 0.0
@@ -166,14 +191,17 @@ def reduce_seconds(scenario: Scenario, num_bytes: float, ranks: int) -> float:
     """
     if ranks == 1:
         return 0.0
-    hardware, eff = scenario.hardware, scenario.eff
-    near = min(ranks, scenario.domain)
-    domains = -(-ranks // near)
-    seconds = 2 * num_bytes * (near - 1) / near / (hardware.nvlink_bandwidth * eff.link)
-    if domains == 1:
-        return eff.hop + seconds
-    far = 2 * num_bytes * (domains - 1) / domains / near / (hardware.network_bandwidth * eff.link)
-    return eff.far_hop + seconds + far
+    hardware = scenario.hardware
+    eff = scenario.eff
+    ranks_per_domain = min(ranks, scenario.domain)
+    num_domains = ceil(ranks / ranks_per_domain)
+    nvlink = hardware.nvlink_bandwidth * eff.link  # bytes/s
+    network = hardware.network_bandwidth * eff.link
+    inside = 2 * num_bytes * (ranks_per_domain - 1) / ranks_per_domain / nvlink
+    if num_domains == 1:
+        return eff.hop + inside
+    across = 2 * num_bytes * (num_domains - 1) / num_domains / ranks_per_domain / network
+    return eff.far_hop + inside + across
 
 
 def exchange_seconds(scenario: Scenario, num_bytes: float, ranks: int, stride: int) -> float:
@@ -181,8 +209,9 @@ def exchange_seconds(scenario: Scenario, num_bytes: float, ranks: int, stride: i
 
     The share (n - local) / n goes over the network, (local - 1) / n over NVLink, at the same time.
     """
-    hardware, eff = scenario.hardware, scenario.eff
-    local = min(ranks, max(scenario.domain // stride, 1))
-    far = num_bytes * (ranks - local) / ranks / (hardware.network_bandwidth * eff.link)
-    near = num_bytes * (local - 1) / ranks / (hardware.nvlink_bandwidth * eff.link)
-    return max(far, near)
+    hardware = scenario.hardware
+    eff = scenario.eff
+    num_local = min(ranks, max(scenario.domain // stride, 1))
+    network = num_bytes * (ranks - num_local) / ranks / (hardware.network_bandwidth * eff.link)
+    nvlink = num_bytes * (num_local - 1) / ranks / (hardware.nvlink_bandwidth * eff.link)
+    return max(network, nvlink)

@@ -21,10 +21,13 @@ ROUTES = 1e9
 class StepTime:
     """One step of a scenario.
 
-    Attributes: phases: name -> seconds, one after the other; if rollouts run ahead, those of `rollout`
-                overlap with the rest.
-                steady: seconds per step of engines that never run out of responses.
-                validation, checkpoint: seconds of one.
+    Attributes:
+        scenario: model, layout, work and GPUs.
+        phases: name -> seconds, one after the other; if rollouts run ahead, those of `rollout` overlap with
+            the rest.
+        steady: seconds per step of engines that never run out of responses, refit included.
+        validation: seconds of one validation.
+        checkpoint: seconds of one checkpoint.
     """
 
     scenario: Scenario
@@ -35,18 +38,22 @@ class StepTime:
 
     @property
     def age(self) -> int:
+        """Steps that rollouts may run ahead of training."""
         return self.scenario.work.trajectory_age
 
     @property
     def num_gpus(self) -> int:
+        """GPUs of the job."""
         return self.scenario.setup.num_nodes * self.scenario.setup.gpus_per_node
 
     @property
     def rollout(self) -> float:
+        """Seconds of the rollout's phases."""
         return sum(self.phases[name] for name in ROLLOUT)
 
     @property
     def training(self) -> float:
+        """Seconds of all other phases."""
         return sum(self.phases.values()) - self.rollout
 
     @property
@@ -58,11 +65,13 @@ class StepTime:
         (NeMo-RL's replay buffer, algorithms/async_utils). If responses must end before a refit (NeMo-RL
         without in_flight_weight_updates), both start after one refit and end before the next, whatever A.
         """
-        both = self.rollout + self.training
-        if self.age and self.scenario.work.waits_for_rollouts:
+        in_turn = self.rollout + self.training
+        if self.age == 0:
+            return in_turn
+        if self.scenario.work.waits_for_rollouts:
             refit = self.phases["refit"]
             return max(self.rollout, self.training - refit) + refit
-        return max(self.training, self.steady, both / (self.age + 1)) if self.age else both
+        return max(self.training, self.steady, in_turn / (self.age + 1))
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -72,13 +81,17 @@ class StepTime:
     @property
     def mfu(self) -> float:
         """FLOPs of the update's three forward passes over its seconds and the training GPUs' BF16 peak."""
-        scenario, seconds = self.scenario, sum(self.phases[name] for name in UPDATE)
-        flops = 3 * scenario.work.tokens * model_flops(scenario.shape, scenario.work.lengths.attended)
+        scenario = self.scenario
+        seconds = sum(self.phases[name] for name in UPDATE)
+        flops_per_token = model_flops(scenario.shape, scenario.work.lengths.attended)
+        flops = 3 * scenario.work.tokens * flops_per_token
         return flops / (seconds * scenario.hardware.bf16_flops * scenario.setup.world_size)
 
 
 ROLLOUT = ("prefill", "decode", "tail")
+"""Phases of the engines that sample."""
 UPDATE = ("forward and backward", "pipeline bubble", "gradients", "optimizer")
+"""Phases of the updates."""
 
 
 def step_time(scenario: Scenario) -> StepTime:
@@ -86,22 +99,22 @@ def step_time(scenario: Scenario) -> StepTime:
 
     Each formula stands in the module of its phase. Rewards, data, logs take a time per step and sample.
     """
-    setup, work, eff = scenario.setup, scenario.work, scenario.eff
-    rollout, steady, validation = _rollout(replace(scenario, setup=_of_rollouts(setup)))
-    phases = dict(rollout)
+    setup = scenario.setup
+    work = scenario.work
+    rollout, steady, validation = _rollout(replace(scenario, setup=_without_training_layout(setup)))
+    phases = dict(rollout)  # a copy: `_rollout` returns the same dict for the next layout
     phases["scoring"] = work.scoring_passes * scoring_seconds(scenario)
     phases |= update_seconds(scenario)
     phases["refit"] = refit_seconds(scenario)
     phases["swaps to the host"] = swap_seconds(scenario, reference=work.scoring_passes > 1)
     routes = route_seconds(scenario) if setup.replays_routes else 0.0
-    phases["rewards, data, logs"] = routes + scenario.hardware.host_slowdown * (
-        eff.step + eff.sample * work.num_samples * work.num_draws
-    )
+    host = scenario.eff.step + scenario.eff.sample * work.num_samples * work.num_draws
+    phases["rewards, data, logs"] = routes + scenario.hardware.host_slowdown * host
     checkpoint = checkpoint_seconds(scenario.shape, setup, saves_optimizer=work.saves_optimizer)
     return StepTime(scenario, phases, steady + phases["refit"], validation, checkpoint)
 
 
-def _of_rollouts(setup: PlanInput) -> PlanInput:
+def _without_training_layout(setup: PlanInput) -> PlanInput:
     """Reset the training layout, so that a search computes each kind of rollout once."""
     return replace(setup, layout=Layout(), recompute=(), train_tokens=1, score_tokens=1, num_microbatches=1)
 
@@ -134,15 +147,22 @@ def refit_seconds(scenario: Scenario) -> float:
     that share the GPUs load each tensor on arrival, and are also put to sleep and woken; those on other GPUs
     load one packed buffer while the next is on its way (nemo_rl/utils/packed_tensor.py).
     """
-    shape, setup, hardware, eff = scenario.shape, scenario.setup, scenario.hardware, scenario.eff
-    layout, num_bytes = setup.layout, 2 * model_parameters(shape)
-    shared = max(layout.tensor * layout.expert_tensor, layout.expert) * layout.pipeline
-    if setup.num_rollout_gpus or shared > scenario.domain:
-        moved = num_bytes / (hardware.network_bandwidth * eff.link)
+    hardware = scenario.hardware
+    eff = scenario.eff
+    layout = scenario.setup.layout
+    has_rollout_gpus = scenario.setup.num_rollout_gpus > 0
+    num_bytes = 2 * model_parameters(scenario.shape)
+    num_sharing = max(layout.tensor * layout.expert_tensor, layout.expert) * layout.pipeline
+    if has_rollout_gpus or num_sharing > scenario.domain:
+        moving = num_bytes / (hardware.network_bandwidth * eff.link)
+    elif num_sharing > 1:
+        moving = num_bytes / (hardware.nvlink_bandwidth * eff.link)
     else:
-        moved = num_bytes / (hardware.nvlink_bandwidth * eff.link) if shared > 1 else 0.0
-    loaded = num_tensors(shape) * eff.tensor
-    return max(loaded, moved) if setup.num_rollout_gpus else eff.refit + loaded + moved
+        moving = 0.0
+    loading = num_tensors(scenario.shape) * eff.tensor
+    if has_rollout_gpus:
+        return max(loading, moving)
+    return eff.refit + loading + moving
 
 
 def route_seconds(scenario: Scenario) -> float:
@@ -152,12 +172,16 @@ def route_seconds(scenario: Scenario) -> float:
     They go from the engines through Ray's object store to the driver, and from there to the ranks that train.
     """
     shape = scenario.shape
-    width = 1 if shape.num_experts <= 128 else 2
-    num_bytes = scenario.work.tokens * shape.num_sparse_layers * shape.num_experts_per_token * width
+    bytes_per_expert = 1 if shape.num_experts <= 128 else 2
+    experts_per_token = shape.num_sparse_layers * shape.num_experts_per_token
+    num_bytes = scenario.work.tokens * experts_per_token * bytes_per_expert
+    # They are packed once for the way to the driver, and once for the way to the ranks.
     return 2 * num_bytes / ROUTES
 
 
 def checkpoint_seconds(shape: ModelSpec, setup: PlanInput, *, saves_optimizer: bool) -> float:
     """Predict a checkpoint: 2 bytes per parameter, and 12 of optimizer state, at `STORAGE` per node."""
-    num_bytes = model_parameters(shape) * (14 if saves_optimizer else 2)
-    return num_bytes / (STORAGE * max(setup.world_size // setup.gpus_per_node, 1))
+    bytes_per_parameter = 14 if saves_optimizer else 2
+    num_bytes = model_parameters(shape) * bytes_per_parameter
+    num_nodes = max(setup.world_size // setup.gpus_per_node, 1)
+    return num_bytes / (STORAGE * num_nodes)

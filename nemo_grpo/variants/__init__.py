@@ -28,16 +28,22 @@ from nemo_grpo.variants.sft import SFT
 from nemo_grpo.variants.tr_grpo import TRGRPO
 
 _CLASSES = (GRPO, DrGRPO, DAPO, GSPO, CISPO, ClipCov, CWGRPO, TRGRPO, ERPO, GPG, MaxRL, DPPO, SAPO)
-VARIANTS: dict[str, type[VariantConfig]] = {one.model_fields["variant"].default: one for one in _CLASSES}
+VARIANTS: dict[str, type[VariantConfig]] = {
+    config.model_fields["variant"].default: config for config in _CLASSES
+}
 """Variant name -> configuration class. To add a variant: its file, its class above, a recipe, a test."""
 
 OBJECTIVES: dict[str, type[VariantConfig]] = {**VARIANTS, "sft": SFT}
 """Values of ``loss_fn.variant``: the variants, which learn from rollouts, and the supervised baseline."""
 
+_VARIANTS_WITHOUT_RATIO = [
+    name for name, config in VARIANTS.items() if "ratio_clip_min" not in config.model_fields
+]
+
 REFUSED_STOCK_KEYS = {
     "token_level_loss": "use loss_fn.aggregation=token_mean or sequence_mean",
     "disable_ppo_ratio": "for plain policy gradient use loss_fn.variant="
-    + " or ".join(name for name, config in VARIANTS.items() if "ratio_clip_min" not in config.model_fields),
+    + " or ".join(_VARIANTS_WITHOUT_RATIO),
     "use_kl_in_reward": "the KL penalty is a term of the loss in every variant; leave this key out",
     "use_cispo": "use loss_fn.variant=cispo, or leave it out",
     "positive_example_nll_weight": "no variant has this term; leave it out",
@@ -50,18 +56,20 @@ def parse_loss_fn(loss_fn: Mapping[str, Any]) -> VariantConfig:
 
     Args:    loss_fn: ``variant`` and that variant's parameters; ``variant: null`` is NeMo-RL's own loss.
     Returns: the variant's configuration; ``.build()`` makes the objective.
+    Raises:  UserError: the variant or one of its parameters does not exist, or has a value that is refused.
     """
     if "variant" not in loss_fn:
         raise UserError(f"loss_fn.variant is missing; add one of {', '.join(OBJECTIVES)}")
     name = loss_fn["variant"]
     config = NeMoRLLoss if name is None else variant_class(str(name), "loss_fn.variant")
+    # Before pydantic's own checks, which would call these keys misspelt.
     for key, remedy in REFUSED_STOCK_KEYS.items():
         if key in loss_fn and not config.is_stock:
             raise UserError(f"loss_fn.{key}={as_yaml(loss_fn[key])} is not supported: {remedy}")
     try:
         return config.model_validate(dict(loss_fn))
     except ValidationError as error:
-        messages = (_explain(str(name), config, e, loss_fn) for e in error.errors())
+        messages = [_explain(str(name), config, details, loss_fn) for details in error.errors()]
         raise UserError("; ".join(messages)) from None
 
 
@@ -71,7 +79,10 @@ def variant_class(name: str, key: str) -> type[VariantConfig]:
         try:
             return load_class(name, VariantConfig, key)
         except UserError as error:
-            raise UserError(_without_annotation(str(error)) or str(error)) from None
+            message = str(error)
+            if _NO_ANNOTATION in message:
+                message = _explain_missing_annotation(message)
+            raise UserError(message) from None
     if name.endswith(".py"):
         raise UserError(f"{key}={name} names a file and no class; write {name}:MyVariant")
     if name not in OBJECTIVES:
@@ -79,24 +90,38 @@ def variant_class(name: str, key: str) -> type[VariantConfig]:
     return OBJECTIVES[name]
 
 
-def _without_annotation(message: str) -> str:
-    """Reword pydantic's error about ``nmae = value`` as one line with the nearest name; else ""."""
-    before, found, after = message.partition("PydanticUserError: A non-annotated attribute was detected: `")
-    if not found:
-        return ""
-    name, place = after.partition(" ")[0], after.rpartition("(")[2]
-    known = [known for known in vars(VariantConfig) if not known.startswith("_")]
-    hint = did_you_mean(name, known) if difflib.get_close_matches(name, known) else ""
+_NO_ANNOTATION = "PydanticUserError: A non-annotated attribute was detected: `"
+"""Beginning of pydantic's error about ``name = value`` in a class's body, up to the attribute's name."""
+
+
+def _explain_missing_annotation(message: str) -> str:
+    """Reword pydantic's error about ``nmae = value`` as one line with the nearest name."""
+    before, _, after = message.partition(_NO_ANNOTATION)
+    name = after.partition(" ")[0]
+    # `load_class` ends its message with the line of the user's file, in parentheses.
+    line_of_file = after.rpartition("(")[2]
+    attributes = [attribute for attribute in vars(VariantConfig) if not attribute.startswith("_")]
+    hint = did_you_mean(name, attributes) if difflib.get_close_matches(name, attributes) else ""
     return (
         f"{before}{name} is nothing that a variant has{hint}; remove it, or write a parameter as "
-        f"`{name}: type = value` ({place}"
+        f"`{name}: type = value` ({line_of_file}"
     )
 
 
-def _explain(name: str, config: type[VariantConfig], error: Any, given: Mapping[str, Any]) -> str:
+def _explain(name: str, config: type[VariantConfig], error: Any, section: Mapping[str, Any]) -> str:
+    """Reword one of pydantic's errors: key, value, rule, remedy.
+
+    Args:
+        name: the variant's.
+        config: its class.
+        error: an element of ``ValidationError.errors()``.
+        section: the recipe's ``loss_fn``.
+    """
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        owners = [other for other, known in VARIANTS.items() if key in known.model_fields and other != name]
+        owners = [
+            variant for variant, owner in VARIANTS.items() if key in owner.model_fields and variant != name
+        ]
         hint = advice_on(key) or did_you_mean(key, config.model_fields)
         if owners:
             hint = (
@@ -111,7 +136,7 @@ def _explain(name: str, config: type[VariantConfig], error: Any, given: Mapping[
         message += f" ({config.model_fields[key].description})"
     if not key:
         return f"loss_fn.{message}"
-    origin = "" if error["loc"][0] in given else f" (the default of {name})"
+    origin = "" if error["loc"][0] in section else f" (the default of {name})"
     return f"loss_fn.{key}={error['input']!r}{origin}: {message}"
 
 

@@ -21,10 +21,10 @@ from pydantic import Field
 from nemo_grpo.core.batch import PreparedBatch
 from nemo_grpo.core.objective import TokenTerms
 from nemo_grpo.core.surrogates import reinforce
-from nemo_grpo.variants.base import RatioConfig, ratio_metrics
+from nemo_grpo.variants.base import TokenRatioConfig, ratio_metrics
 
 
-class CISPO(RatioConfig):
+class CISPO(TokenRatioConfig):
     """Clipped IS-weight Policy Optimization."""
 
     title: ClassVar[str] = "CISPO"
@@ -38,6 +38,8 @@ class CISPO(RatioConfig):
     variant: Literal["cispo"] = "cispo"
     ratio_clip_min: float = Field(1.0, ge=0, description="lower bound of the weight, below 1; 1: none")
     ratio_clip_max: float = Field(5.0, ge=0, description="upper bound of the weight, above 1")
+    # Keys of the other ratio variants. A resolved recipe holds every key, and a recipe inherits those of the
+    # recipe that it builds on, so they are accepted as long as they are off.
     ratio_clip_c: None = Field(None, description="not in CISPO, whose clip leaves every gradient")
     sequence_level_importance_ratios: Literal[False] = Field(
         False, description="not in CISPO, whose weights are of tokens"
@@ -51,8 +53,10 @@ class CISPO(RatioConfig):
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
         """Compute the weighted policy gradient, and the KL term if penalised."""
         batch = prepared.batch
+        # Detached, so that a token outside the bounds still has the gradient of its logprob.
         ratio = self.ratio(batch).detach()
         weights = ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
         policy = weights * reinforce(batch.next_token_logprobs, prepared.advantages)
-        metrics = {"ratio/clip_fraction": (weights != ratio).to(ratio.dtype)}
+        is_clipped = (weights != ratio).to(ratio.dtype)
+        metrics = {"ratio/clip_fraction": is_clipped}
         return TokenTerms(policy, self.kl_term(batch), metrics | ratio_metrics(batch, ratio))

@@ -56,11 +56,11 @@ class ClipCov(RatioConfig):
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Set GRPO's advantages to 0 at the chosen tokens: no policy term and no gradient there."""
-        a = self.group_advantages(batch)
-        advantages = a.per_token(batch.mask)
+        base = self.group_advantages(batch)
+        advantages = base.per_token(batch.mask)
         covariance = step_covariance(batch.prev_logprobs, advantages, batch.mask)
-        chosen = select_high_covariance(
+        is_clipped = select_high_covariance(
             covariance, batch, self.covariance_min, self.covariance_max, self.clip_fraction, seed
         )
-        metrics = {"clip_cov/fraction": token_mean(chosen.to(advantages.dtype), batch.mask)}
-        return Shaped(torch.where(chosen, 0.0, advantages), a, metrics=metrics)
+        metrics = {"clip_cov/fraction": token_mean(is_clipped.to(advantages.dtype), batch.mask)}
+        return Shaped(torch.where(is_clipped, 0.0, advantages), base, metrics=metrics)

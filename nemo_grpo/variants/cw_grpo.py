@@ -67,11 +67,11 @@ class CWGRPO(RatioConfig):
 
     @model_validator(mode="after")
     def _author_code_has_no_options(self) -> Self:
-        changed = {
-            name: getattr(self, name)
-            for name in ("logprob_centering", "scope", "ratio_clip_min")
-            if getattr(self, name) != type(self).model_fields[name].default
-        }
+        changed = {}
+        for name in ("logprob_centering", "scope", "ratio_clip_min"):
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                changed[name] = value
         if self.author_compat and changed:
             raise ValueError(
                 f"author_compat=true is the released code, which has no {changed}; remove one of the two"
@@ -99,22 +99,25 @@ class CWGRPO(RatioConfig):
 
         The released code's weights are a function of the advantages, so no factor may be in these.
         """
-        compat_with_factors = self.author_compat and self.aggregation == "group_token_mean"
-        return not (compat_with_factors or self.weights_kl_by_group)
+        if self.author_compat and self.aggregation == "group_token_mean":
+            return False
+        return not self.weights_kl_by_group
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Fold the kernel weights into the advantages: weights are >= 0, so this commutes with any clip."""
-        a = self.group_advantages(batch)
-        advantages = a.per_token(batch.mask)
+        base = self.group_advantages(batch)
+        advantages = base.per_token(batch.mask)
         if self.author_compat:
-            return Shaped(advantages, a)
-        covariance = group_covariance(batch.prev_logprobs, a.values, batch, a.groups, self.logprob_centering)
-        weights = gaussian_kernel_weights(covariance, batch.mask, a.groups, self.scope)
+            return Shaped(advantages, base)
+        covariance = group_covariance(
+            batch.prev_logprobs, base.values, batch, base.groups, self.logprob_centering
+        )
+        weights = gaussian_kernel_weights(covariance, batch.mask, base.groups, self.scope)
         metrics = {
             "cw_grpo/weight_mean": token_mean(weights, batch.mask),
             "cw_grpo/weight_below_half": token_mean((weights < 0.5).to(weights.dtype), batch.mask),
         }
-        return Shaped(advantages * weights, a, metrics=metrics)
+        return Shaped(advantages * weights, base, metrics=metrics)
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
         """Compute GRPO's terms; with author_compat weighted by the current policy, with gradient."""
@@ -124,29 +127,35 @@ class CWGRPO(RatioConfig):
         _require_one_whole_group(prepared)
         weights = _author_weights(batch.next_token_logprobs, prepared.advantages, batch.mask)
         ratio = importance_ratio(batch.next_token_logprobs, batch.prev_logprobs)
-        metrics = {"cw_grpo/weight_mean": weights.detach(), **ratio_metrics(batch, ratio)}
-        return TokenTerms(ratio * weights * prepared.advantages, self.kl_term(batch), metrics)
+        policy = ratio * weights * prepared.advantages
+        metrics = {"cw_grpo/weight_mean": weights.detach()} | ratio_metrics(batch, ratio)
+        return TokenTerms(policy, self.kl_term(batch), metrics)
 
 
 def _require_one_whole_group(prepared: PreparedBatch) -> None:
     ids = prepared.batch.group_ids
-    present = int(prepared.batch.sample_mask.sum())
-    if bool((ids != ids[:1]).any()) or present != int(prepared.group_sizes[:1].sum()):
+    num_sequences = int(prepared.batch.sample_mask.sum())
+    has_several_groups = bool((ids != ids[:1]).any())
+    is_whole = num_sequences == int(prepared.group_sizes[:1].sum())
+    if has_several_groups or not is_whole:
         raise ValueError(
-            f"author_compat needs exactly one whole group per loss call, got {present} sequences of "
+            f"author_compat needs exactly one whole group per loss call, got {num_sequences} sequences of "
             f"{ids.unique().numel()} group(s); make the microbatch num_generations_per_prompt rows, unpacked"
         )
 
 
 def _author_weights(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """Compute the released code's weights of one whole group, [B, T], with gradient."""
     if not mask.any():  # nothing trains in this group: no sum of weights to divide by
         return torch.zeros_like(logprobs)
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
     centred = row_centred(logprobs, mask).to(logprobs.dtype)
-    # A_i, whose mean over a whole group is 0
-    covariance = centred * torch.where(mask, advantages.sum(1, keepdim=True) / lengths, 0.0)
-    values = covariance[mask]
-    sigma = values.std(unbiased=False) + 1e-8
+    # A_i at each token. Its mean over a whole group is 0, so it needs no centring.
+    response_advantages = torch.where(mask, advantages.sum(1, keepdim=True) / lengths, 0.0)
+    covariance = centred * response_advantages
+    # The released code adds 1e-8.
+    sigma = covariance[mask].std(unbiased=False) + 1e-8
     w = torch.where(mask, torch.exp(-covariance.square() / (2 * sigma.square())), 0.0)
-    padded = mask.shape[0] * mask.sum(1).max()  # padded to the longest response of the group
-    return w * padded / w.sum()
+    # Responses padded to the longest of the group count in full, so the mean weight exceeds 1.
+    num_padded_tokens = mask.shape[0] * mask.sum(1).max()
+    return w * num_padded_tokens / w.sum()

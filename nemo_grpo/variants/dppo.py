@@ -29,10 +29,10 @@ from nemo_grpo.core.batch import PreparedBatch, TokenBatch
 from nemo_grpo.core.lazy import Tensor
 from nemo_grpo.core.objective import TokenTerms
 from nemo_grpo.core.surrogates import importance_ratio, reinforce
-from nemo_grpo.variants.base import RatioConfig, ratio_metrics
+from nemo_grpo.variants.base import TokenRatioConfig, ratio_metrics
 
 
-class DPPO(RatioConfig):
+class DPPO(TokenRatioConfig):
     """Divergence Proximal Policy Optimization, binary total variation."""
 
     title: ClassVar[str] = "DPPO"
@@ -43,6 +43,15 @@ class DPPO(RatioConfig):
     learns_without_advantages: ClassVar[bool] = False
 
     variant: Literal["dppo"] = "dppo"
+    # Keys of the other ratio variants. A resolved recipe holds every key, and a recipe inherits those of the
+    # recipe that it builds on, so they are accepted as long as they are off.
+    ratio_clip_min: None = Field(None, description="not in DPPO, whose mask replaces the clip")
+    ratio_clip_max: None = Field(None, description="not in DPPO, whose mask replaces the clip")
+    ratio_clip_c: None = Field(None, description="not in DPPO; ratio_max bounds the weight")
+    sequence_level_importance_ratios: Literal[False] = Field(
+        False, description="not in DPPO, whose weights are of tokens"
+    )
+
     divergence_threshold: float = Field(
         0.2, ge=0, le=1, description="delta, how far a token's probability may move from the sampler's"
     )
@@ -50,12 +59,6 @@ class DPPO(RatioConfig):
         5.0, gt=0, description="upper bound of the weight pi over sampler, which has no gradient; null: none"
     )
     normalize_rewards: bool = Field(False, description="divide by the group's standard deviation (ddof 1)")
-    ratio_clip_min: None = Field(None, description="not in DPPO, whose mask replaces the clip")
-    ratio_clip_max: None = Field(None, description="not in DPPO, whose mask replaces the clip")
-    ratio_clip_c: None = Field(None, description="not in DPPO; ratio_max bounds the weight")
-    sequence_level_importance_ratios: Literal[False] = Field(
-        False, description="not in DPPO, whose weights are of tokens"
-    )
     use_importance_sampling_correction: Literal[False] = Field(
         False, description="not in DPPO, whose ratio is to the sampler already"
     )
@@ -75,17 +78,19 @@ class DPPO(RatioConfig):
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
         """Compute the masked, weighted policy gradient, and the KL term if penalised."""
-        batch, advantages = prepared.batch, prepared.advantages
+        batch = prepared.batch
+        advantages = prepared.advantages
+        # Detached: the gradient is that of the logprob, as in the released code.
         ratio = self.ratio(batch).detach()
-        moved = batch.next_token_logprobs.detach().exp() - batch.generation_logprobs.exp()
-        rises_too_far = (advantages > 0) & (moved > self.divergence_threshold)
-        falls_too_far = (advantages < 0) & (moved < -self.divergence_threshold)
+        difference = batch.next_token_logprobs.detach().exp() - batch.generation_logprobs.exp()
+        rises_too_far = (advantages > 0) & (difference > self.divergence_threshold)
+        falls_too_far = (advantages < 0) & (difference < -self.divergence_threshold)
         is_masked = rises_too_far | falls_too_far
         weights = ratio if self.ratio_max is None else ratio.clamp(max=self.ratio_max)
         weights = weights.masked_fill(is_masked, 0.0)
         policy = weights * reinforce(batch.next_token_logprobs, advantages)
         metrics = {
-            "dppo/divergence": moved.abs(),
+            "dppo/divergence": difference.abs(),
             "dppo/masked_fraction": is_masked.to(ratio.dtype),
         }
         return TokenTerms(policy, self.kl_term(batch), metrics | ratio_metrics(batch, ratio))

@@ -97,23 +97,28 @@ class ERPO(RatioConfig):
 
     @property
     def carries_statistics(self) -> bool:
+        """True with the moving statistics of the entropy gate."""
         return self.entropy_statistics == "moving"
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Compute token advantages by Algorithm 1."""
-        a = self.group_advantages(batch)
-        advantages, mask = a.per_token(batch.mask), batch.mask
-        active = mask & a.has_signal[:, None]
+        base = self.group_advantages(batch)
+        advantages = base.per_token(batch.mask)
+        active = batch.mask & base.has_signal[:, None]
         carried = self.moving_statistics(batch)
-        gate = self.entropy_gate(batch, a.groups, carried)
-        psi = gate * advantages.sign() * self.bucketed_progress(batch, a.groups)
-        psi = psi * (self.sigma_target / (token_std(psi, active) + self.delta)).to(psi.dtype)
-        shaped = group_zscore(advantages + self.eta * psi, active, a.groups, self.delta)
+        # Eq. 8, 9 and the sign of the advantage.
+        gate = self.entropy_gate(batch, base.groups, carried)
+        progress = self.bucketed_progress(batch, base.groups)
+        psi = gate * advantages.sign() * progress
+        # Eq. 10: psi to the std sigma_target, then the sum standardised per group.
+        scale = self.sigma_target / (token_std(psi, active) + self.delta)
+        psi = psi * scale.to(psi.dtype)
+        shaped = group_zscore(advantages + self.eta * psi, active, base.groups, self.delta)
         metrics = {
             "erpo/gate_mean": token_mean(gate, active),
             "erpo/psi_abs_mean": token_mean(psi.abs(), active),
         }
-        return Shaped(shaped, a, metrics=metrics, carried=carried)
+        return Shaped(shaped, base, metrics=metrics, carried=carried)
 
     def moving_statistics(self, batch: TokenBatch) -> dict[str, float]:
         """Update mean and variance of the entropy over steps; empty for the group's own statistics."""
@@ -127,19 +132,23 @@ class ERPO(RatioConfig):
         assert batch.entropies is not None
         if moving:
             std = math.sqrt(moving["variance"])
+            # gamma first: another order of the operations rounds otherwise.
             return torch.sigmoid(self.gamma * (batch.entropies - moving["mean"]) / (std + self.delta))
-        return torch.sigmoid(self.gamma * group_zscore(batch.entropies, batch.mask, groups, self.delta))
+        zscore = group_zscore(batch.entropies, batch.mask, groups, self.delta)
+        return torch.sigmoid(self.gamma * zscore)
 
     def bucketed_progress(self, batch: TokenBatch, groups: Groups) -> Tensor:
         """Compute s~_it, [B, T]: gain over the reference, standardised per group and bucket."""
         assert batch.reference_policy_logprobs is not None
         progress = self.beta_progress * (batch.prev_logprobs - batch.reference_policy_logprobs)
+        # One number per pair (group, bucket).
         segments = groups.index[:, None] * self.num_buckets + self.buckets(batch.mask)
         num_segments = groups.num_groups * self.num_buckets
         return segment_zscore(progress, batch.mask, segments, num_segments, self.delta)
 
     def buckets(self, mask: Tensor) -> Tensor:
-        """Find each token's temporal bucket: [B, T] int64 in [0, K)."""
+        """Find each token's temporal bucket floor(K t / |o_i|): [B, T] int64 in [0, K)."""
         lengths = mask.sum(1, keepdim=True).clamp(min=1)
-        buckets = response_positions(mask).mul_(self.num_buckets).floor_divide_(lengths)
-        return buckets.clamp_(max=self.num_buckets - 1)
+        buckets = self.num_buckets * response_positions(mask) // lengths
+        # The last token, t = |o_i|, would be in bucket K.
+        return buckets.clamp(max=self.num_buckets - 1)

@@ -70,18 +70,20 @@ class GPG(KLConfig):
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Multiply the centred rewards by alpha."""
-        a = group_advantages(batch, normalization=self.reward_normalization, eps=self.advantage_eps)
-        num_sequences, num_valid = batch.sample_mask.sum(), a.has_signal.sum()
+        base = group_advantages(batch, normalization=self.reward_normalization, eps=self.advantage_eps)
+        num_sequences = batch.sample_mask.sum()  # B
+        num_valid = base.has_signal.sum()  # B - M
         alpha = num_sequences.double() / num_valid.clamp(min=1)
         if not self.use_alpha:
             alpha = alpha.new_ones(())
         metrics = {"gpg/alpha": alpha, "gpg/no_signal": (num_valid == 0).to(alpha.dtype)}
-        advantages = a.per_token(batch.mask)
-        return Shaped(advantages * alpha.to(advantages.dtype), a, metrics=metrics)
+        advantages = base.per_token(batch.mask)
+        return Shaped(advantages * alpha.to(advantages.dtype), base, metrics=metrics)
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
         """Compute logp A, and the KL term if penalised."""
         batch = prepared.batch
+        # For the metrics alone: GPG's objective has no ratio.
         ratio = importance_ratio(batch.next_token_logprobs.detach(), batch.prev_logprobs)
         policy = reinforce(batch.next_token_logprobs, prepared.advantages)
         return TokenTerms(policy, self.kl_term(batch), ratio_metrics(batch, ratio))

@@ -50,6 +50,7 @@ class MaxRL(RatioConfig):
         return not self.weights_kl_by_group
 
     def group_advantages(self, batch: TokenBatch) -> GroupAdvantages:
+        """Divide the centred rewards by their group's mean."""
         return group_advantages(batch, normalization="mean", eps=self.advantage_eps)
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
@@ -57,6 +58,6 @@ class MaxRL(RatioConfig):
         shaped = super().shape(batch, seed)
         groups = shaped.base.groups
         mean = groups.spread(groups.mean(batch.rewards, batch.in_groups))
-        below = (mean < 0) & batch.sample_mask
-        share = below.sum() / batch.sample_mask.sum().clamp(min=1)
+        is_below_zero = (mean < 0) & batch.sample_mask
+        share = is_below_zero.sum() / batch.sample_mask.sum().clamp(min=1)
         return replace(shaped, metrics={"maxrl/mean_below_zero": share})

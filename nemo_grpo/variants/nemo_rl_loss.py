@@ -49,6 +49,7 @@ class NeMoRLLoss(KLConfig):
     @model_validator(mode="before")
     @classmethod
     def _aggregation_is_by_token_level_loss(cls, section: dict[str, Any]) -> dict[str, Any]:
+        # Excluded fields are those of our variants that NeMo-RL's section does not have.
         for name, field in cls.model_fields.items():
             if field.exclude and name in section:
                 raise UserError(
@@ -60,7 +61,9 @@ class NeMoRLLoss(KLConfig):
 
     @model_validator(mode="after")
     def _truncation_is_complete(self) -> Self:
-        return self  # NeMo-RL ignores the bounds of a correction that is off
+        # Replaces the parent's validator: NeMo-RL ignores the bounds of a correction that is off.
+        return self
 
     def build(self) -> Objective:
+        """Refuse: nothing here computes this loss."""
         raise AssertionError("NeMo-RL builds its own loss")

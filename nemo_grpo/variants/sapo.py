@@ -18,10 +18,10 @@ from pydantic import Field
 
 from nemo_grpo.core.aggregation import Aggregation
 from nemo_grpo.core.lazy import Tensor, torch
-from nemo_grpo.variants.base import RatioConfig
+from nemo_grpo.variants.base import TokenRatioConfig
 
 
-class SAPO(RatioConfig):
+class SAPO(TokenRatioConfig):
     """Soft Adaptive Policy Optimization."""
 
     title: ClassVar[str] = "SAPO"
@@ -34,16 +34,19 @@ class SAPO(RatioConfig):
     variant: Literal["sapo"] = "sapo"
     aggregation: Aggregation = Field("sequence_mean", description="how token terms are reduced: token_mean, "
                                      "group_token_mean, sequence_mean, constant")  # fmt: skip
-    tau_positive: float = Field(
-        1.0, gt=0, description="temperature of the gate where the advantage is positive"
-    )
-    tau_negative: float = Field(1.05, gt=0, description="temperature of the gate elsewhere")
+    # Keys of the other ratio variants. A resolved recipe holds every key, and a recipe inherits those of the
+    # recipe that it builds on, so they are accepted as long as they are off.
     ratio_clip_min: None = Field(None, description="not in SAPO, whose gate replaces the clip")
     ratio_clip_max: None = Field(None, description="not in SAPO, whose gate replaces the clip")
     ratio_clip_c: None = Field(None, description="not in SAPO, whose gate replaces the clip")
     sequence_level_importance_ratios: Literal[False] = Field(
         False, description="not in SAPO, whose gate is of tokens"
     )
+
+    tau_positive: float = Field(
+        1.0, gt=0, description="temperature of the gate where the advantage is positive"
+    )
+    tau_negative: float = Field(1.05, gt=0, description="temperature of the gate elsewhere")
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
@@ -54,5 +57,7 @@ class SAPO(RatioConfig):
         """Compute the gated term, and how much of the gradient at ratio 1 the gate leaves."""
         tau = torch.where(advantages > 0, self.tau_positive, self.tau_negative).to(ratio.dtype)
         gate = torch.sigmoid(tau * (ratio - 1))
-        share = (4 * gate * (1 - gate)).detach()
-        return gate * (4 / tau) * advantages, {"sapo/gradient_share": share}
+        f = gate * (4 / tau)
+        # df / d rho = 4 s (1 - s), which is 1 at ratio 1.
+        gradient_share = (4 * gate * (1 - gate)).detach()
+        return f * advantages, {"sapo/gradient_share": gradient_share}

@@ -39,12 +39,14 @@ class SFT(VariantConfig):
     @model_validator(mode="after")
     def _has_no_parameters(self) -> Self:
         for name, field in type(self).model_fields.items():
-            if name not in FROM_THE_RECIPE and (value := getattr(self, name)) != field.default:
+            value = getattr(self, name)
+            if name not in FROM_THE_RECIPE and value != field.default:
                 raise ValueError(f"{name}={value}: sft has no parameters; leave it out")
         return self
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Give every token of a response advantage 1."""
+        # The group advantages are for the step's metrics alone.
         return Shaped(batch.counts, group_advantages(batch, normalization="none"))
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:

@@ -32,7 +32,7 @@ from nemo_grpo.core.statistics import token_mean
 from nemo_grpo.core.token_weights import probability_weights
 from nemo_grpo.variants.base import RatioConfig, ratio_metrics
 
-WEIGHT = "tr_grpo/weight_mean"
+WEIGHT_METRIC = "tr_grpo/weight_mean"
 
 
 class TRGRPO(RatioConfig):
@@ -86,13 +86,16 @@ class TRGRPO(RatioConfig):
 
     @model_validator(mode="after")
     def _weights_differ_between_tokens(self) -> Self:
-        low, high = self.weight_at(0.0), self.weight_at(1.0)  # monotone in pi, so the ends decide
-        if self.weighting in ("probability", "reverse") and low == high and not self.allow_constant_weight:
+        # The weight is monotone in pi, so it is constant if it is the same at both ends.
+        weight_at_0 = self.weight_at(0.0)
+        is_constant = weight_at_0 == self.weight_at(1.0)
+        depends_on_probability = self.weighting in ("probability", "reverse")
+        if is_constant and depends_on_probability and not self.allow_constant_weight:
             raise ValueError(
                 f"alpha={self.alpha}, mu={self.mu}, tau={self.tau}, lower={self.lower}, upper={self.upper}, "
-                f"tau_convention={self.tau_convention} give weight {low:g} to every token (with the paper's "
-                "constants pi / tau always does: plain GRPO); use tau_convention=multiply, other constants, "
-                "weighting=equal, or allow_constant_weight=true"
+                f"tau_convention={self.tau_convention} give weight {weight_at_0:g} to every token (with the "
+                "paper's constants pi / tau always does: plain GRPO); use tau_convention=multiply, other "
+                "constants, weighting=equal, or allow_constant_weight=true"
             )
         return self
 
@@ -126,8 +129,9 @@ class TRGRPO(RatioConfig):
     def weight_at(self, probability: float) -> float:
         """Evaluate the shaping function at one probability (Eq. 12)."""
         x = probability * self.tau if self.tau_convention == "multiply" else probability / self.tau
-        raw = self.alpha * (1 / (1 + math.exp(-x)) - self.mu)
-        return min(max(raw, self.lower), self.upper)
+        sigmoid = 1 / (1 + math.exp(-x))
+        unclipped = self.alpha * (sigmoid - self.mu)
+        return min(max(unclipped, self.lower), self.upper)
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
         """Compute GRPO's advantages, and draw the random ablation's weights, once per step."""
@@ -135,7 +139,7 @@ class TRGRPO(RatioConfig):
         if self.weighting != "random":
             return shaped
         weights = (0.5 + token_uniforms(batch, seed)).to(shaped.advantages.dtype)
-        metrics = {WEIGHT: token_mean(weights, batch.mask)}
+        metrics = {WEIGHT_METRIC: token_mean(weights, batch.mask)}
         return Shaped(shaped.advantages, shaped.base, token_weights=weights, metrics=metrics)
 
     def token_weights(self, prepared: PreparedBatch) -> Tensor:
@@ -158,7 +162,8 @@ class TRGRPO(RatioConfig):
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
         """Compute the weighted clipped policy term and the weighted KL."""
-        batch, advantages = prepared.batch, prepared.advantages
+        batch = prepared.batch
+        advantages = prepared.advantages
         w = self.token_weights(prepared)
         ratio = self.ratio(batch)
         if self.weight_placement == "outside":
@@ -166,27 +171,28 @@ class TRGRPO(RatioConfig):
             policy = w * policy
         else:
             policy, metrics = self.policy_term(w * ratio, advantages)
-        if self.weighting != "random":  # the step's metric, of `shape`
-            metrics[WEIGHT] = w
-        metrics |= ratio_metrics(batch, ratio) | {
-            "tr_grpo/clipped_at_unit_ratio": self._clipped_at_unit_ratio(w, advantages)
-        }
+        if self.weighting != "random":  # `shape` has measured the random weights over the whole step
+            metrics[WEIGHT_METRIC] = w
+        metrics |= ratio_metrics(batch, ratio)
+        metrics["tr_grpo/clipped_at_unit_ratio"] = self._clipped_at_unit_ratio(w, advantages)
         return TokenTerms(policy, self._weighted_kl(batch, w), metrics)
 
     def _clipped_at_unit_ratio(self, w: Tensor, advantages: Tensor) -> Tensor:
-        """[B, T]: 1 for tokens that get no gradient where the policy has not moved."""
+        """Mark with 1, [B, T], the tokens that get no gradient where the policy has not moved."""
         if self.weight_placement == "outside" or self.ratio_clip_min is None or self.ratio_clip_max is None:
             return torch.zeros_like(w)
-        positive = (advantages > 0) & (w > 1 + self.ratio_clip_max)
-        return (positive | ((advantages < 0) & (w < 1 - self.ratio_clip_min))).to(w.dtype)
+        # With the weight inside the clip, w rho is compared with the bounds, and rho is 1.
+        is_above = (advantages > 0) & (w > 1 + self.ratio_clip_max)
+        is_below = (advantages < 0) & (w < 1 - self.ratio_clip_min)
+        return (is_above | is_below).to(w.dtype)
 
     def _weighted_kl(self, batch: TokenBatch, w: Tensor) -> Tensor | None:
         if not self.needs_reference or batch.reference_policy_logprobs is None:
             return None
         if self.kl_weighting == "inside":
             kl = weighted_k3(batch.kl_logprobs, batch.reference_policy_logprobs, w)
-        else:
-            kl = kl_estimate(
-                batch.kl_logprobs, batch.reference_policy_logprobs, self.reference_policy_kl_type
-            )
-        return self.kl_gradient(w * kl if self.kl_weighting == "outer" else kl, batch)
+            return self.kl_gradient(kl, batch)
+        kl = kl_estimate(batch.kl_logprobs, batch.reference_policy_logprobs, self.reference_policy_kl_type)
+        if self.kl_weighting == "outer":
+            kl = w * kl
+        return self.kl_gradient(kl, batch)

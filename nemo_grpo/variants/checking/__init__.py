@@ -22,14 +22,21 @@ from nemo_grpo.variants.checking.small_steps import example_step, random_step
 
 
 class Failure(NamedTuple):
-    """A check that does not hold, in one sentence: what was expected, what was found, the remedy."""
+    """A check that does not hold; its sentence has what was expected, what was found and the remedy."""
 
     check: str
     sentence: str
 
 
 class Case(NamedTuple):
-    """Input of a check."""
+    """Input of a check.
+
+    Attributes:
+        config: the variant.
+        objective: its loss.
+        batch: a step, without the tensors that the variant does not declare.
+        undeclared: field of the batch -> (declaration that asks for it, values) of what was left out.
+    """
 
     config: VariantConfig
     objective: Objective
@@ -66,29 +73,40 @@ CHECKS = (*FIRST, *FURTHER)
 
 
 def check_variant(config: VariantConfig, *, quick: bool = False) -> list[Failure]:
-    """Run the checks; returns those that fail. An exception in the variant's code is a failure.
+    """Run the checks. An exception in the variant's code is a failure.
 
-    Args: quick: on one step, in a tenth of a second; else on nine.
+    Args:
+        config: the variant.
+        quick: check on one step, in a tenth of a second; else on nine.
+    Returns: the checks that fail, each with its first sentence.
     """
-    objective, found = config.build(), dict[str, Failure]()
+    objective = config.build()
+    failures = dict[str, Failure]()
     for batch in _steps(quick):
-        case = Case(config, objective, *sanity.declared_inputs(config, batch))
+        step, undeclared = sanity.declared_inputs(config, batch)
+        case = Case(config, objective, step, undeclared)
         for name, check in (FIRST | FURTHER).items():
-            if name not in found and (sentence := _sentence(check, case)):
-                found[name] = Failure(name, sentence)
-                if name in FIRST:
-                    return [found[name]]
-    return [found[name] for name in CHECKS if name in found]
+            if name in failures:
+                continue
+            sentence = _sentence(check, case)
+            if sentence is None:
+                continue
+            failures[name] = Failure(name, sentence)
+            if name in FIRST:
+                return [failures[name]]
+    return [failures[name] for name in CHECKS if name in failures]
 
 
 def try_out(config: VariantConfig, key: str) -> None:
     """Run the quick checks before a run, and refuse a loss that fails."""
-    if failures := check_variant(config, quick=True):
-        told = "; ".join(f"{check}: {sentence}" for check, sentence in failures[:2])
-        more = f" ({len(failures)} checks fail)" if len(failures) > 2 else ""
-        raise UserError(
-            f"{key}={config.variant}: {told}{more}; try `nemo-grpo variants check {config.variant}`"
-        )
+    failures = check_variant(config, quick=True)
+    if not failures:
+        return
+    # Two sentences fit a message; the command lists all.
+    summary = "; ".join(f"{check}: {sentence}" for check, sentence in failures[:2])
+    if len(failures) > 2:
+        summary += f" ({len(failures)} checks fail)"
+    raise UserError(f"{key}={config.variant}: {summary}; try `nemo-grpo variants check {config.variant}`")
 
 
 def _steps(quick: bool) -> Iterator[TokenBatch]:
@@ -98,16 +116,20 @@ def _steps(quick: bool) -> Iterator[TokenBatch]:
     for seed in range(3):
         yield example_step(seed)
         yield random_step([5, 3, 6, 2, 4, 1], [1.0, 0.0, 0.3, 1.0, 0.0, 0.0], [4, 4, 4, -2, -2, -2], seed)
-    yield random_step([2] * 12, [0.05, *[1.4] * 7, 10.0, *[-3.3] * 3], [3] * 8 + [9] * 4)
+    # Two groups, each with one reward apart from equal ones.
+    rewards = [0.05] + [1.4] * 7 + [10.0] + [-3.3] * 3
+    yield random_step([2] * 12, rewards, [3] * 8 + [9] * 4)
     rows_left_out = torch.tensor([True, False, True, True, True])
     yield replace(example_step(seed=9), sample_mask=rows_left_out)
 
 
 def _order(batch: TokenBatch) -> Tensor:
+    """Draw an order of the rows, the same in every process."""
     return torch.randperm(len(batch.rewards), generator=torch.Generator().manual_seed(3))
 
 
 def _sentence(check: Check, case: Case) -> str | None:
+    """Run a check; an exception becomes its sentence."""
     try:
         return check(case)
     except Exception as error:  # of the variant's own code, whatever it raises
@@ -116,14 +138,18 @@ def _sentence(check: Check, case: Case) -> str | None:
 
 
 def _hint(error: Exception, check: Check, case: Case) -> str:
-    if isinstance(error, ValidationError) and any(e["type"] == "frozen_instance" for e in error.errors()):
+    """Guess the cause of an exception in a variant's code: end of a sentence, or ""."""
+    if isinstance(error, ValidationError) and any(
+        details["type"] == "frozen_instance" for details in error.errors()
+    ):
         return "; a variant keeps nothing on self; Shaped.carried hands numbers to the next step"
     if isinstance(error, AttributeError) and error.name and error.obj is not None:
         return did_you_mean(error.name, [name for name in dir(error.obj) if not name.startswith("_")])
+    # A check that passes once a tensor is there failed because the tensor was missing.
     for field, (declaration, value) in case.undeclared.items():
-        given: dict[str, Any] = {field: value}
+        additional: dict[str, Any] = {field: value}
         try:
-            check(case._replace(batch=replace(case.batch, **given)))
+            check(case._replace(batch=replace(case.batch, **additional)))
         except Exception:  # another input is missing
             continue
         return f"; it reads {field}, which are given with {declaration} = True only"

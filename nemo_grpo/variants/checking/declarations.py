@@ -13,6 +13,7 @@ from nemo_grpo.variants.base import SAFE_DECLARATIONS, VariantConfig
 from nemo_grpo.variants.checking.small_steps import (
     SEED,
     changed,
+    distinct_ids,
     loss_and_gradient,
     loss_of,
     random_step,
@@ -21,7 +22,7 @@ from nemo_grpo.variants.checking.small_steps import (
 
 SPREADS = (1.0, 8.0, 64.0, 512.0)
 """Factors of the logprobs, so that thresholds of any usual size are passed on some step."""
-OTHER_LOGPROBS = (float("nan"), 0.0, -1e9)
+REPLACEMENT_LOGPROBS = (float("nan"), 0.0, -1e9)
 """Values that the scored logprobs are replaced by."""
 
 GAINS = {
@@ -37,7 +38,7 @@ GAINS = {
 def reads_scores(objective: Objective, step: TokenBatch) -> bool:
     """Observe that other scored logprobs give other advantages, weights or carried numbers."""
     expected = shaped_by(objective, step)
-    replacements = [torch.full_like(step.prev_logprobs, value) for value in OTHER_LOGPROBS]
+    replacements = [torch.full_like(step.prev_logprobs, value) for value in REPLACEMENT_LOGPROBS]
     replacements.append(0.5 * step.prev_logprobs.flip(0) - 0.1)
     for logprobs in replacements:
         shaped = shaped_by(objective, replace(step, prev_logprobs=logprobs))
@@ -60,10 +61,12 @@ def spans_groups(objective: Objective, step: TokenBatch) -> bool:
         alone = shaped_by(objective, step.select(rows))
         if together.carried != alone.carried:
             return True
-        pairs = ((together.advantages, alone.advantages), (together.token_weights, alone.token_weights))
-        for whole, part in pairs:
-            if whole is not None and part is not None and not _are_close(whole[rows], part):
-                return True
+        if not _are_close(together.advantages[rows], alone.advantages):
+            return True
+        if together.token_weights is None or alone.token_weights is None:
+            continue
+        if not _are_close(together.token_weights[rows], alone.token_weights):
+            return True
     return False
 
 
@@ -113,12 +116,12 @@ def undeclared(config: VariantConfig) -> dict[str, bool]:
 
 def are_true(config: VariantConfig, objective: Objective, batch: TokenBatch) -> str | None:
     """Check that no declaration is refuted by this step."""
-    ids = torch.arange(len(batch.rewards)) * 7919
-    step = changed(batch, response_ids=ids)  # draws must go by these, not by the bits of the scored logprobs
+    step = changed(batch, response_ids=distinct_ids(len(batch.rewards)))
     for name, safe in SAFE_DECLARATIONS.items():
-        if getattr(config, name) != safe and OBSERVATIONS[name](objective, step) == safe:
+        declared = getattr(config, name)
+        if declared != safe and OBSERVATIONS[name](objective, step) == safe:
             return (
-                f"expected {name} = {getattr(config, name)}, as the class declares; found {safe}; remove the "
+                f"expected {name} = {declared}, as the class declares; found {safe}; remove the "
                 f"declaration, or declare {name} = {safe}"
             )
     return None
@@ -126,15 +129,23 @@ def are_true(config: VariantConfig, objective: Objective, batch: TokenBatch) -> 
 
 def telling_steps() -> list[TokenBatch]:
     """Draw steps of groups with and without signal, one of them with an outlier."""
-    groups = [[1.0, 0.0, 0.3], [0.0, 0.0], [0.05, 1.4, 1.4, 1.4], [1.0, 1.0, 0.0], [2.0, 5.0]]
-    rewards = [reward for group in groups for reward in group]
-    ids = [number for number, group in enumerate(groups) for _ in group]
+    rewards_by_group = [[1.0, 0.0, 0.3], [0.0, 0.0], [0.05, 1.4, 1.4, 1.4], [1.0, 1.0, 0.0], [2.0, 5.0]]
+    rewards = []
+    group_ids = []
+    for number, group_rewards in enumerate(rewards_by_group):
+        rewards += group_rewards
+        group_ids += [number] * len(group_rewards)
     lengths = [1 + 3 * row % 8 for row in range(len(rewards))]
-    steps = [random_step(lengths, rewards, ids, seed, spread) for seed in range(2) for spread in SPREADS]
-    return [replace(step, response_ids=torch.arange(len(ids)) * 7919) for step in steps]
+    steps = []
+    for seed in range(2):
+        for spread in SPREADS:
+            step = random_step(lengths, rewards, group_ids, seed, spread)
+            steps.append(replace(step, response_ids=distinct_ids(len(rewards))))
+    return steps
 
 
 def _observe(name: str, objective: Objective, steps: list[TokenBatch]) -> bool:
+    """Return the safe value if any step shows it, else the other one."""
     safe = SAFE_DECLARATIONS[name]
     try:
         behaves_safely = any(OBSERVATIONS[name](objective, step) == safe for step in steps)
@@ -143,15 +154,13 @@ def _observe(name: str, objective: Objective, steps: list[TokenBatch]) -> bool:
     return safe if behaves_safely else not safe
 
 
-def _are_equal(one: Shaped, other: Shaped) -> bool:
-    if one.carried != other.carried or (one.token_weights is None) != (other.token_weights is None):
+def _are_equal(first: Shaped, second: Shaped) -> bool:
+    if first.carried != second.carried or not torch.equal(first.advantages, second.advantages):
         return False
-    if not torch.equal(one.advantages, other.advantages):
-        return False
-    if one.token_weights is None or other.token_weights is None:
-        return True
-    return torch.equal(one.token_weights, other.token_weights)
+    if first.token_weights is None or second.token_weights is None:
+        return first.token_weights is second.token_weights
+    return torch.equal(first.token_weights, second.token_weights)
 
 
-def _are_close(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, 1e-9, 1e-12)
+def _are_close(first: Tensor, second: Tensor) -> bool:
+    return torch.allclose(first, second, 1e-9, 1e-12)

@@ -31,16 +31,21 @@ NEAR = 0.8
 
 def names_are_known(config: VariantConfig) -> str | None:
     """Check that no attribute of the user's class is a near miss of one that the package reads."""
-    known = {name for name in dir(RatioConfig) if not name.startswith("_")} | set(RatioConfig.model_fields)
+    # pydantic removes fields from the class's attributes.
+    read_names = set(dir(RatioConfig)) | set(RatioConfig.model_fields)
+    public_names = {name for name in read_names if not name.startswith("_")}
     for owner in type(config).__mro__:
         if owner.__module__.startswith(("nemo_grpo.", "pydantic.")) or not issubclass(owner, BaseModel):
             continue
-        own = {*vars(owner), *vars(owner).get("__annotations__", {})}
-        for name in sorted(name for name in own - known if not name.startswith("_")):
-            if near := difflib.get_close_matches(name, known, n=1, cutoff=NEAR):
+        attributes = set(vars(owner)) | set(vars(owner).get("__annotations__", {}))
+        for name in sorted(attributes - public_names):
+            if name.startswith("_"):
+                continue
+            near_names = difflib.get_close_matches(name, public_names, n=1, cutoff=NEAR)
+            if near_names:
                 return (
                     f"expected names that something reads; found {name}, which nothing does; did you mean "
-                    f"{near[0]}?"
+                    f"{near_names[0]}?"
                 )
     return None
 
@@ -52,40 +57,43 @@ def declared_inputs(
 
     Returns: the step; field -> (declaration that asks for it, values) of what was left out.
     """
-    needed = {
-        "entropies": ("needs_entropy", config.needs_entropy),
-        "reference_policy_logprobs": ("compares_with_reference", config.needs_reference),
-    }
-    left_out = {
-        field: (declaration, getattr(batch, field))
-        for field, (declaration, is_needed) in needed.items()
-        if not is_needed
-    }
-    absent: dict[str, Any] = dict.fromkeys(left_out)
-    return replace(batch, **absent), left_out
+    left_out = dict[str, tuple[str, Tensor]]()
+    if not config.needs_entropy and batch.entropies is not None:
+        left_out["entropies"] = ("needs_entropy", batch.entropies)
+    if not config.needs_reference and batch.reference_policy_logprobs is not None:
+        left_out["reference_policy_logprobs"] = (
+            "compares_with_reference",
+            batch.reference_policy_logprobs,
+        )
+    nothing: dict[str, Any] = dict.fromkeys(left_out)
+    return replace(batch, **nothing), left_out
 
 
 def gives_the_same_again(objective: Objective, batch: TokenBatch) -> str | None:
     """Check that a step gives the same advantages and losses again, after another step, too."""
 
     def results(step: TokenBatch) -> list[Tensor]:
+        """Return the losses of the parts, the same once more, advantages and weights."""
         prepared = objective.prepare(step, seed=SEED)
         parts = split(objective, prepared, step.next_token_logprobs)
-        losses = [[objective.loss(part, **counts(step))[0].detach() for part in parts] for _ in range(2)]
-        one, two = map(torch.stack, losses)
-        weights = prepared.token_weights
-        return [one, two, prepared.advantages, prepared.advantages if weights is None else weights]
+
+        def losses() -> Tensor:
+            return torch.stack([objective.loss(part, **counts(step))[0].detach() for part in parts])
+
+        weights = prepared.advantages if prepared.token_weights is None else prepared.token_weights
+        return [losses(), losses(), prepared.advantages, weights]
 
     try:
         first = results(batch)
         results(changed(batch, rewards=1.7 - 0.6 * batch.rewards))
-        again = results(batch)
+        second = results(batch)
     except Exception:  # the next checks say where
         return None
-    pairs = [(first[0], first[1]), *zip(first, again, strict=True)]
-    if all(torch.allclose(one, two, 0, 0, equal_nan=True) for one, two in pairs):
+    pairs = [(first[0], first[1])]
+    pairs += zip(first, second, strict=True)
+    if all(torch.allclose(before, after, 0, 0, equal_nan=True) for before, after in pairs):
         return None
-    losses = ", ".join(f"{value.sum().item():.6g}" for value in (*first[:2], *again[:2]))
+    losses = ", ".join(f"{value.sum().item():.6g}" for value in first[:2] + second[:2])
     return (
         f"expected the same from the same step; found the losses {losses}, or other advantages; keep nothing "
         "between calls, in a module's variable or on self, and change no tensor in place (Shaped.carried "
@@ -96,42 +104,48 @@ def gives_the_same_again(objective: Objective, batch: TokenBatch) -> str | None:
 def shapes_fit(objective: Objective, batch: TokenBatch) -> str | None:
     """Check that advantages, weights, terms and metrics are per token, or where allowed per response."""
     prepared = objective.prepare(batch, seed=SEED)
-    tokens, rows = tuple(batch.prev_logprobs.shape), tuple(batch.rewards.shape)
+    step_shape = tuple(batch.prev_logprobs.shape)
     shaped = shaped_by(objective, batch)
     for name, value in (("advantages", shaped.advantages), ("token_weights", shaped.token_weights)):
-        if value is not None and tuple(value.shape) != tokens:
-            return _shape(f"Shaped.{name}", value, tokens, "base.per_token(batch.mask) spreads [B] over them")
+        if value is not None and tuple(value.shape) != step_shape:
+            remedy = "base.per_token(batch.mask) spreads [B] over them"
+            return _wrong_shape(f"Shaped.{name}", value, step_shape, remedy)
     if shaped.advantages[~batch.mask].any():
         return (
             "expected advantages of exactly 0 outside batch.mask; found others; multiply the group's, or use "
             "core.statistics.zero_outside"
         )
     for part in split(objective, prepared, batch.next_token_logprobs):
-        terms, size = objective.terms(part), tuple(part.advantages.shape)
+        terms = objective.terms(part)
+        part_shape = tuple(part.advantages.shape)
         for name, value in (("policy", terms.policy), ("kl", terms.kl)):
-            if value is not None and tuple(value.shape) != size:
+            if value is not None and tuple(value.shape) != part_shape:
                 remedy = "x[:, None].expand_as(batch.mask) spreads [B] over them"
-                return _shape(f"TokenTerms.{name}", value, size, remedy)
+                return _wrong_shape(f"TokenTerms.{name}", value, part_shape, remedy)
         for name, value in terms.metrics.items():
-            if tuple(value.shape) not in (size, size[:1]):
-                return _shape(f"the metric {name}", value, size, f"or a number per response, {list(rows)}")
+            if tuple(value.shape) not in (part_shape, part_shape[:1]):
+                remedy = f"or a number per response, {list(batch.rewards.shape)}"
+                return _wrong_shape(f"the metric {name}", value, part_shape, remedy)
             if value.requires_grad:
                 return f"expected metrics without gradient; found one of {name}; append .detach()"
     return None
 
 
-def _shape(name: str, value: Tensor, want: tuple[int, ...], remedy: str) -> str:
+def _wrong_shape(name: str, value: Tensor, expected: tuple[int, ...], remedy: str) -> str:
     return (
-        f"expected {name} of shape {list(want)}, a number per token; found {list(value.shape)}, which torch "
-        f"spreads in silence or refuses; {remedy}"
+        f"expected {name} of shape {list(expected)}, a number per token; found {list(value.shape)}, which "
+        f"torch spreads in silence or refuses; {remedy}"
     )
 
 
 def has_a_gradient(objective: Objective, batch: TokenBatch) -> str | None:
     """Check that the loss depends on the current policy, and moves it in a step's first update."""
+    # At the scored logprobs every ratio is 1, as in a step's first update.
     current = batch.prev_logprobs.clone().requires_grad_()
     total = loss_of(objective, objective.prepare(batch, seed=SEED), current)
-    gradient = torch.autograd.grad(total, current, allow_unused=True)[0] if total.requires_grad else None
+    gradient = None
+    if total.requires_grad:
+        (gradient,) = torch.autograd.grad(total, current, allow_unused=True)
     if gradient is not None and gradient.any():
         return None
     return (
@@ -152,13 +166,16 @@ def moves_the_right_way(config: VariantConfig, objective: Objective, batch: Toke
         current = batch.prev_logprobs.clone().requires_grad_()
         return -torch.autograd.grad(loss_of(plain, part, current), current)[0]
 
-    nothing = replace(prepared, advantages=torch.zeros_like(prepared.advantages))
-    moves = downhill(prepared) - downhill(nothing)
-    for sign, way in ((1, "raises"), (-1, "lowers")):
-        if (found := sign * moves[sign * goal > 0].sum().item()) < -1e-12:
+    # What a loss does without advantages, such as a bonus for entropy, is not the advantages' doing.
+    without_advantages = replace(prepared, advantages=torch.zeros_like(prepared.advantages))
+    moves = downhill(prepared) - downhill(without_advantages)
+    raised = moves[goal > 0].sum().item()
+    lowered = -moves[goal < 0].sum().item()
+    for progress, verb, relation in ((raised, "raises", ">"), (lowered, "lowers", "<")):
+        if progress < -1e-12:
             return (
-                f"expected that an update {way} the tokens of responses with an advantage "
-                f"{'<>'[sign > 0]} 0; found the opposite ({found:.3g}); policy is to be maximised: look for "
+                f"expected that an update {verb} the tokens of responses with an advantage "
+                f"{relation} 0; found the opposite ({progress:.3g}); policy is to be maximised: look for "
                 "a minus sign, an abs() or exp(prev - next)"
             )
     return None
@@ -171,18 +188,20 @@ def is_finite(objective: Objective, batch: TokenBatch) -> str | None:
         where = "expected finite numbers for a step with " + name
         if not prepared.advantages.isfinite().all():
             return f"{where}; found advantages that are not; add an eps to the divisor in shape()"
-        if warning := implausible_advantage(prepared):
+        warning = implausible_advantage(prepared)
+        if warning:
             return f"expected plausible advantages for a step with {name}; found that {warning}"
         if not (value.isfinite() and gradient.isfinite().all()):
             return (
                 f"{where}; found the loss {value.item():.3g}; use core.surrogates.importance_ratio and "
                 "core.kl.kl_estimate, which clamp, or clamp your exponents"
             )
-        about = dict(prepared.metrics)
+        metrics = dict(prepared.metrics)
         for part in split(objective, prepared, step.next_token_logprobs):
-            about |= objective.loss(part, **counts(step))[1]
-        if bad := [metric for metric, number in about.items() if not number.isfinite()]:
-            return f"{where}; found metrics that are not: {bad}; clamp them likewise"
+            metrics |= objective.loss(part, **counts(step))[1]
+        infinite = [metric for metric, number in metrics.items() if not number.isfinite()]
+        if infinite:
+            return f"{where}; found metrics that are not: {infinite}; clamp them likewise"
     return None
 
 
@@ -193,20 +212,27 @@ def hard_steps(batch: TokenBatch) -> Iterator[tuple[str, TokenBatch]]:
     yield "ordinary numbers", plain
     for name, far in (("the policy 100 nats above the scored one", 0.0), ("100 nats below it", -100.0)):
         scored = torch.full_like(plain.prev_logprobs, -100.0 - far)
-        apart = {
+        logprobs = {
             "next_token_logprobs": scored * 0 + far,
             "prev_logprobs": scored,
             "generation_logprobs": scored,
         }
         if plain.reference_policy_logprobs is not None:
-            apart["reference_policy_logprobs"] = scored
-        yield name, changed(plain, **apart)
+            logprobs["reference_policy_logprobs"] = scored
+        yield name, changed(plain, **logprobs)
     yield "tokens of probability 1", changed(plain, **{name: x * 0 for name, x in tensors.items()})
     yield "equal rewards in every group", changed(plain, rewards=plain.rewards * 0 + 1)
     yield "one response per group", changed(plain, group_ids=torch.arange(len(plain.rewards)))
-    groups = [[0.05, *[-3.3] * 7], [10.0, *[1.4] * 15], [0.1, *[1.4] * 4]]
-    ids = [number for number, group in enumerate(groups) for _ in group]
-    alone = random_step([3] * len(ids), [reward for group in groups for reward in group], ids)
+    # One reward apart from many equal ones.
+    rewards = [0.05] + [-3.3] * 7 + [10.0] + [1.4] * 15 + [0.1] + [1.4] * 4
+    group_ids = [0] * 8 + [1] * 16 + [2] * 5
+    outlier_step = random_step([3] * len(rewards), rewards, group_ids)
     for dtype in (torch.float32, torch.float64):  # the sums of each round in other places
-        outliers = {n: getattr(alone, n).detach().to(dtype) if n in tensors else None for n in TOKEN_TENSORS}
-        yield "one outlier per group", changed(alone, **outliers, rewards=alone.rewards.to(dtype))
+        outliers = dict[str, Any]()
+        for name in TOKEN_TENSORS:
+            # The variant gets the tensors that it declares.
+            outliers[name] = getattr(outlier_step, name).detach().to(dtype) if name in tensors else None
+        yield (
+            "one outlier per group",
+            changed(outlier_step, **outliers, rewards=outlier_step.rewards.to(dtype)),
+        )

@@ -16,6 +16,7 @@ TOKEN_TENSORS = (
     "entropies",
 )
 SEED = 11
+"""Seed of the step's draws in every check."""
 
 
 def random_step(
@@ -27,9 +28,15 @@ def random_step(
 ) -> TokenBatch:
     """Draw a step of random logprobs, the current policy somewhat away from the previous one.
 
-    Args: spread: factor of all logprobs and their differences.
+    Args:
+        lengths: response tokens of each row.
+        rewards: of each row.
+        group_ids: of each row.
+        seed: of the draw.
+        spread: factor of all logprobs and their differences.
     """
-    shape, generator = (len(lengths), max(*lengths, 1)), torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(*lengths, 1))
+    generator = torch.Generator().manual_seed(seed)
 
     def rand() -> Tensor:
         return torch.rand(shape, generator=generator, dtype=torch.float64)
@@ -53,6 +60,11 @@ def example_step(seed: int = 5) -> TokenBatch:
     return random_step([4, 1, 0, 3, 4], [1.0, 0.0, 0.0, 1.0, 0.3], [0, 0, 0, 1, 1], seed)
 
 
+def distinct_ids(num_responses: int) -> Tensor:
+    """Make response ids [B], so that draws go by them and not by the bits of the scored logprobs."""
+    return torch.arange(num_responses) * 7919  # a prime, so that they look like no row numbers
+
+
 def changed(batch: TokenBatch, **changes: Any) -> TokenBatch:
     """Replace fields of a batch; its current logprobs become a new leaf."""
     new = replace(batch, **changes)
@@ -61,25 +73,36 @@ def changed(batch: TokenBatch, **changes: Any) -> TokenBatch:
 
 def counts(batch: TokenBatch) -> dict[str, Any]:
     """Count what a loss divides by, in a batch that holds the whole step."""
-    return dict(zip(("global_valid_toks", "global_valid_seqs"), global_counts(batch), strict=True))
+    num_tokens, num_sequences = global_counts(batch)
+    return {"global_valid_toks": num_tokens, "global_valid_seqs": num_sequences}
 
 
 def token_tensors(batch: TokenBatch, dtype: Any = None) -> dict[str, Tensor]:
     """Return the `TOKEN_TENSORS` that the batch has, without gradient."""
-    there = {name: x for name in TOKEN_TENSORS if (x := getattr(batch, name)) is not None}
-    return {name: x.detach().to(dtype or x.dtype) for name, x in there.items()}
+    tensors = {}
+    for name in TOKEN_TENSORS:
+        tensor = getattr(batch, name)
+        if tensor is not None:
+            tensors[name] = tensor.detach().to(dtype or tensor.dtype)
+    return tensors
 
 
 def loss_and_gradient(
     objective: Objective, batch: TokenBatch, parts: Sequence[Tensor] | None = None, *, folded: bool = False
 ) -> tuple[Tensor, Tensor, PreparedBatch]:
-    """Sum the loss over ``parts`` (rows; default: all at once); returns it with its gradient.
+    """Sum the loss over parts of a step.
 
-    Args: folded: of the folded step and objective.
+    Args:
+        objective: the loss.
+        batch: the whole step.
+        parts: rows of each part; None: all at once.
+        folded: take the folded step and objective.
+    Returns: (loss, gradient by the current logprobs [B, T], prepared step).
     """
     prepared = objective.prepare(batch, seed=SEED)
     if folded:
-        prepared, objective = prepared.folded(), objective.folded()
+        prepared = prepared.folded()
+        objective = objective.folded()
     total = loss_of(objective, prepared, batch.next_token_logprobs, parts)
     (gradient,) = torch.autograd.grad(total, batch.next_token_logprobs)
     return total.detach(), gradient, prepared
@@ -89,8 +112,11 @@ def loss_of(
     objective: Objective, prepared: PreparedBatch, current: Tensor, rows: Sequence[Tensor] | None = None
 ) -> Tensor:
     """Sum the step's loss at these logprobs of the policy over parts (default: the largest)."""
-    parts = split(objective, prepared, current, rows)
-    return torch.stack([objective.loss(part, **counts(prepared.batch))[0] for part in parts]).sum()
+    losses = []
+    for part in split(objective, prepared, current, rows):
+        loss, _ = objective.loss(part, **counts(prepared.batch))
+        losses.append(loss)
+    return torch.stack(losses).sum()
 
 
 def split(
@@ -100,8 +126,9 @@ def split(
     batch = prepared.batch
     if rows is None and objective.whole_groups_per_loss_call:
         rows = [torch.nonzero(batch.group_ids == group).flatten() for group in batch.group_ids.unique()]
-    every = [torch.arange(len(batch.rewards))]
-    return [prepared.select(part, next_token_logprobs=current[part]) for part in rows or every]
+    elif rows is None:
+        rows = [torch.arange(len(batch.rewards))]
+    return [prepared.select(part, next_token_logprobs=current[part]) for part in rows]
 
 
 def shaped_by(objective: Objective, batch: TokenBatch) -> Shaped:

@@ -46,10 +46,13 @@ def test_masks_of_any_dtype_become_bool():
     assert batch.mask.tolist() == [[True, False, True], [False, False, False]]
 
 
-def test_the_sampler_defaults_to_the_scored_policy_and_the_current_policy_to_nothing():
+def test_generation_logprobs_default_to_prev_logprobs():
     batch = TokenBatch(**fields())
     assert batch.generation_logprobs is batch.prev_logprobs
-    assert batch.next_token_logprobs is None
+
+
+def test_next_token_logprobs_have_no_default():
+    assert TokenBatch(**fields()).next_token_logprobs is None
 
 
 @pytest.mark.parametrize("name", ["token_mask", "sample_mask"])
@@ -83,13 +86,18 @@ def test_a_reward_that_is_not_finite_is_refused_unless_the_response_is_left_out(
     assert objective.prepare(kept).advantages.isfinite().all()
 
 
-def test_a_loss_needs_a_prepared_batch_and_the_current_policys_logprobs():
-    objective, batch = build_objective("grpo"), TokenBatch(**fields())
-    counts = {"global_valid_toks": 6, "global_valid_seqs": 2}
+COUNTS = {"global_valid_toks": 6, "global_valid_seqs": 2}
+
+
+def test_a_loss_needs_a_prepared_batch():
     with pytest.raises(TypeError, match="what prepare returns, not a TokenBatch"):
-        objective.loss(batch, **counts)
+        build_objective("grpo").loss(TokenBatch(**fields()), **COUNTS)
+
+
+def test_a_loss_needs_the_current_policys_logprobs():
+    objective = build_objective("grpo")
     with pytest.raises(ValueError, match="next_token_logprobs is missing"):
-        objective.loss(objective.prepare(batch), **counts)
+        objective.loss(objective.prepare(TokenBatch(**fields())), **COUNTS)
 
 
 @pytest.mark.parametrize(

@@ -301,13 +301,16 @@ def test_k3_is_accurate_where_the_policies_are_close():
     torch.testing.assert_close(kl, torch.full_like(kl, 5e-9), rtol=2e-3, atol=0)
 
 
-def test_ratio_and_kl_are_unchanged_below_the_clamp_and_finite_beyond():
+def test_the_clamp_of_log_ratios_changes_no_value_within_it():
     gaps = torch.linspace(-MAX_LOG_RATIO, MAX_LOG_RATIO, 41)[None]
     zero = torch.zeros_like(gaps)
     assert torch.equal(importance_ratio(gaps, zero), gaps.exp())
     assert torch.equal(kl_estimate(-gaps, zero, "k3"), torch.expm1(gaps) - gaps)
     mean = sequence_importance_ratio(gaps[:, 1:], zero[:, 1:], torch.ones(1, 40, dtype=torch.bool))
     assert torch.equal(mean, gaps[:, 1:].mean(1, keepdim=True).exp().expand(1, 40))
+
+
+def test_ratios_beyond_the_clamp_are_finite():
     far = torch.tensor([[100.0, -100.0, 90.0]], requires_grad=True)
     for value in (
         importance_ratio(far, torch.zeros(1, 3)),

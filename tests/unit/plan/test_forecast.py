@@ -52,11 +52,14 @@ def test_lengths_have_the_mean_that_was_given(mean, limit):
     assert max(lengths.responses) <= limit
 
 
-def test_longest_and_attended_tokens_by_hand():
+def test_longest_response_by_hand():
     lengths = Lengths(1, (10.0, 20.0, 30.0, 40.0), 50)
     # the quantile 1/2 lies between the second and the third class
     assert lengths.longest(1) == 25
     assert 40 < lengths.longest(100) < lengths.longest(10_000) < 50
+
+
+def test_attended_tokens_by_hand():
     # attended tokens weigh long sequences more; sequences of 10 and 30: (100 + 900) / 40 / 2
     assert Lengths(4, (6.0, 26.0), 30).attended == 12.5
 

@@ -97,12 +97,15 @@ def test_defaults_of_the_command_are_the_planners():
     assert defaults == [assumed.prompt, assumed.signal, assumed.acceptance]
 
 
-def test_plan_shows_what_drafts_yield_and_what_is_approximated():
+def test_plan_shows_what_drafts_yield():
     drafts = "policy.generation.vllm_kwargs.speculative_config={method: mtp, num_speculative_tokens: 2}"
     output = run(SMALL, drafts, "--acceptance", "0.5")[1]
     assert "drafts: 2 per pass, accepted with 50%: 1.8 tokens per pass" in output
     assert "approximated: drafts are taken to cost a layer of the policy" in output
     assert "drafts" not in run(SMALL)[1]
+
+
+def test_plan_says_that_a_sliding_window_is_approximated():
     output = run(HUGE, "policy.model_name=openai/gpt-oss-20b")[1]
     assert "approximated: layers that see 128 positions are counted as if they saw all" in output
 

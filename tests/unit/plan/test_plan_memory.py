@@ -81,13 +81,18 @@ def test_adapters_are_low_rank_pairs_of_the_named_matrices():
     assert adapter_counts(SMALL, Layout(tensor=2), 0, 2, ("linear_proj",)).total == 4 * 16
 
 
-def test_weights_and_gradients():
+LORA = replace(SETUP, lora_dim=2, lora_modules=("linear_proj",))
+
+
+def test_weights_are_in_bf16_with_fp8_copies():
     assert memory.weight_bytes(SMALL, SETUP, 0) == 2 * TOTAL
     assert memory.weight_bytes(SMALL, replace(SETUP, fp8_training=True), 0) == 2 * TOTAL + 2 * 4 * LINEAR
+    assert memory.weight_bytes(SMALL, LORA, 0) == 2 * (TOTAL + 4 * 32)
+
+
+def test_only_trained_parameters_have_gradients():
     assert memory.gradient_bytes(SMALL, replace(SETUP, grad_bytes=4), 0) == 4 * TOTAL
-    lora = replace(SETUP, lora_dim=2, lora_modules=("linear_proj",))
-    assert memory.gradient_bytes(SMALL, lora, 0) == 2 * 4 * 32
-    assert memory.weight_bytes(SMALL, lora, 0) == 2 * (TOTAL + 4 * 32)
+    assert memory.gradient_bytes(SMALL, LORA, 0) == 2 * 4 * 32
 
 
 @pytest.mark.parametrize(

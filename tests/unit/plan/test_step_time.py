@@ -241,12 +241,17 @@ def step(age, rollout, training, steady):
     return StepTime(case, phases, steady, 5.0, 7.0)
 
 
-def test_a_step_in_turn_is_a_sum_and_one_ahead_overlaps():
+def test_phases_of_a_step_in_turn_add_up():
     assert step(0, 30, 20, 0).seconds == 50
+
+
+def test_rollouts_that_run_ahead_overlap_with_training():
     assert step(1, 10, 20, 0).seconds == 20
     assert step(1, 30, 20, 0).seconds == 25
     assert step(8, 90, 20, 30).seconds == 30
-    # rollouts that a refit waits for overlap with training alone
+
+
+def test_rollouts_that_a_refit_waits_for_overlap_with_training_alone():
     waits = step(4, 30, 20, 0)
     waits.phases["refit"] = 5.0
     work = replace(waits.scenario.work, waits_for_rollouts=True)
@@ -267,24 +272,38 @@ def test_router_replay_moves_the_chosen_experts():
     assert logs[0] - logs[1] == pytest.approx(transfer_time.route_seconds(replayed))
 
 
-def test_throughput_mfu_and_the_run():
-    one = step(0, 30, 20, 0)
-    assert one.tokens_per_second_per_gpu == 80 / 50 / 4
-    one = replace(one, phases=one.phases | {"pipeline bubble": 0.0, "gradients": 0.0, "optimizer": 5.0})
+def test_throughput_counts_all_gpus():
+    assert step(0, 30, 20, 0).tokens_per_second_per_gpu == 80 / 50 / 4
+
+
+def step_of_55_seconds():
+    in_turn = step(0, 30, 20, 0)
+    update = {"pipeline bubble": 0.0, "gradients": 0.0, "optimizer": 5.0}
+    return replace(in_turn, phases=in_turn.phases | update)
+
+
+def test_mfu_is_of_the_update():
     flops = training_time.model_flops(SMALL, WORK.lengths.attended)
-    assert one.mfu == pytest.approx(3 * 80 * flops / (25 * 4 * PEAK))
+    assert step_of_55_seconds().mfu == pytest.approx(3 * 80 * flops / (25 * 4 * PEAK))
+
+
+def test_a_run_is_steps_validations_checkpoints():
     # 10 steps of 55 s, 2 validations of 5 s, 4 checkpoints of 7 s
+    predicted = step_of_55_seconds()
     work = replace(WORK, num_steps=10, val_period=5, save_period=3)
-    one = replace(one, scenario=replace(one.scenario, work=work))
-    assert Forecast(one, OTHER).run_seconds == 550 + 10 + 28
+    predicted = replace(predicted, scenario=replace(predicted.scenario, work=work))
+    assert Forecast(predicted, OTHER).run_seconds == 550 + 10 + 28
 
 
-def test_scoring_passes_and_fixed_times_are_phases():
+def test_work_outside_the_gpus_has_a_time_per_step_with_one_per_response():
     case = replace(CASE, eff=replace(FREE, step=2.0, sample=0.5))
-    both = step_time(replace(case, work=replace(WORK, scoring_passes=2))).phases
-    once = step_time(case).phases
+    assert step_time(case).phases["rewards, data, logs"] == 2 + 8 * 0.5
+
+
+def test_a_second_scoring_pass_is_that_of_the_reference():
+    both = step_time(replace(CASE, work=replace(WORK, scoring_passes=2))).phases
+    once = step_time(CASE).phases
     assert both["scoring"] == pytest.approx(2 * once["scoring"])
-    assert once["rewards, data, logs"] == 2 + 8 * 0.5
     # the optimizer's state goes to the host and back: 2 x 10 bytes x 3976 parameters; the reference comes too
     assert once["swaps to the host"] == pytest.approx(20 * PARAMETERS / 1e3)
     assert both["swaps to the host"] == pytest.approx(24 * PARAMETERS / 1e3)

@@ -193,9 +193,12 @@ def test_a_mistake_in_the_class_is_told_in_one_line_without_an_address(text):
     assert done.exit_code != 0
 
 
-def test_a_right_loss_passes_and_the_quick_part_is_quick():
+def test_a_right_loss_passes():
+    assert check_variant(parse_loss_fn({"variant": loss("    pass")})) == []
+
+
+def test_the_quick_checks_take_less_than_a_second():
     config = parse_loss_fn({"variant": loss("    pass")})
-    assert check_variant(config) == []
     start = time.process_time()
     try_out(config, "loss_fn.variant")
     assert time.process_time() - start < 1  # CPU time; about 0.05
