@@ -16,9 +16,7 @@ class Section(BaseModel):
     PLACES: ClassVar[tuple[str, ...]] = ()
     EXTENDS: ClassVar[tuple[str, ...]] = ()
 
-    model_config = ConfigDict(
-        extra="allow", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
     @model_serializer(mode="wrap")
     def _without_default_nulls(self, dump: Any) -> dict[str, Any]:

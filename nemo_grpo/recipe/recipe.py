@@ -31,7 +31,7 @@ class Recipe(BaseModel):
 
     PLACES: ClassVar[tuple[str, ...]] = ("checkpointing", "cluster", "data_plane", "logger")
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, defer_build=True)
 
     grpo: GRPOSection
     """The loop."""

@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
+from nemo_grpo.support.files import read_yaml
 
 LIBRARIES = ("TRL", "verl", "OpenRLHF", "slime", "prime-rl")
 """vime's names are slime's."""
@@ -34,7 +34,7 @@ class Alias(NamedTuple):
 @cache
 def table() -> tuple[Alias, ...]:
     """Read the rows of `aliases.yaml`."""
-    return tuple(Alias(**row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()))
+    return tuple(Alias(**row) for row in read_yaml(Path(__file__).with_suffix(".yaml")))
 
 
 def advice_on(name: str, *, also_same: bool = False) -> str:

@@ -35,7 +35,9 @@ UNRELATED = ("resampling",)
 class VariantConfig(BaseModel):
     """One variant's parameters: the keys of the recipe's ``loss_fn`` section. Unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, validate_default=True, defer_build=True
+    )
 
     title: ClassVar[str] = "own variant"
     paper: ClassVar[str] = "none"
