@@ -64,7 +64,7 @@ def register_resolvers() -> None:
         if not OmegaConf.has_resolver(name):
             register(name, function)
     register("oc.env", _environment_variable, replace=True)
-    register("shipped_model", _shipped_model, replace=True)
+    register(shipped.MODEL_RESOLVER, _shipped_model, replace=True)
 
 
 class Resolved(NamedTuple):
