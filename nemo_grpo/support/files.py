@@ -29,10 +29,13 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file; a kill or a full disk leaves it as it was, or complete."""
-    temporary = path.with_name(f"tmp_{path.name}.new")  # no pattern for finished files matches it
+    # No pattern for finished files matches this name.
+    temporary = path.with_name(f"tmp_{path.name}.new")
     temporary.write_text(text, encoding="utf-8")
+    # The content before the name: after a power cut the new name must not lead to an empty file.
     flush(temporary)
     temporary.replace(path)
+    # A rename is an entry of the folder, which is flushed apart from the file.
     flush(path.parent)
 
 
@@ -70,7 +73,8 @@ def publish_folder(unfinished: Path, folder: Path) -> None:
     flush_tree(unfinished)
     prefix = f"{REPLACED}{folder.name}."
     if folder.exists():
-        folder.rename(folder.with_name(f"{prefix}{time.time_ns()}"))  # NFS may keep an earlier one
+        # A new name each time: NFS may keep an earlier replaced folder while a process has a file of it open.
+        folder.rename(folder.with_name(f"{prefix}{time.time_ns()}"))
     unfinished.rename(folder)
     flush(folder.parent)
     for replaced in folder.parent.glob(f"{glob.escape(prefix)}*"):
@@ -80,11 +84,15 @@ def publish_folder(unfinished: Path, folder: Path) -> None:
 def hold_lock(file: IO[Any] | int, refusal: str, *, per_process: bool = False) -> None:
     """Lock an open file until it is closed; warn where the disk has no locks.
 
-    Args:   refusal: message if another process holds the lock.
-            per_process: children that inherit the file do not hold it, and this process may lock it again.
+    Args:
+        file: Open file, or its descriptor.
+        refusal: Message if another process holds the lock.
+        per_process: Children that inherit the file do not hold it, and this process may lock it again.
     """
+    # POSIX's lockf belongs to the process, BSD's flock to the open file, which children share.
+    lock = fcntl.lockf if per_process else fcntl.flock
     try:
-        (fcntl.lockf if per_process else fcntl.flock)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         raise UserError(refusal) from None
     except OSError as error:

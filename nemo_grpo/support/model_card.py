@@ -163,14 +163,14 @@ def _hub_name_of(folder: Path, head: Mapping[str, Any]) -> str | None:
     """
     tags = head.get("tags")
     parent = folder.resolve().parent
-    if parent.name == "snapshots":  # In the Hub's cache: models--ORGANISATION--MODEL/snapshots/REVISION.
+    name: object = None
+    # In the Hub's cache: models--ORGANISATION--MODEL/snapshots/REVISION.
+    if parent.name == "snapshots":
         name = parent.parent.name.removeprefix("models--").replace("--", "/")
     elif isinstance(tags, list) and TAG in tags and head.get("base_model") is not None:
         name = head["base_model"]
     elif (folder / "config.json").is_file():
         name = read_config(folder / "config.json").get("_name_or_path")
-    else:
-        return None
     return name if isinstance(name, str) and is_hub_name(name) else None
 
 
