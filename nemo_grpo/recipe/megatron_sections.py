@@ -21,8 +21,8 @@ class Section(BaseModel):
     @model_serializer(mode="wrap")
     def _without_default_nulls(self, dump: Any) -> dict[str, Any]:
         """Leave out nulls that are defaults: they would replace NeMo-RL's own default."""
-        given = self.model_fields_set
-        return {name: value for name, value in dump(self).items() if value is not None or name in given}
+        set_fields = self.model_fields_set
+        return {name: value for name, value in dump(self).items() if value is not None or name in set_fields}
 
 
 class Switch(Section):
@@ -135,8 +135,8 @@ class Peft(Section):
     @property
     def layers(self) -> tuple[str, ...]:
         """Members of `LORA_LAYERS` that are adapted."""
-        chosen = self.target_modules or LORA_LAYERS
-        return tuple(name for name in LORA_LAYERS if name in chosen and name not in self.exclude_modules)
+        targets = self.target_modules or LORA_LAYERS
+        return tuple(name for name in LORA_LAYERS if name in targets and name not in self.exclude_modules)
 
 
 class MegatronCheckpoint(Section):

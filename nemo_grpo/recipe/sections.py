@@ -12,10 +12,12 @@ from pydantic import Field
 
 from nemo_grpo.recipe.megatron_sections import Section
 
-MEGATRON, GENERATION = "policy.megatron_cfg", "policy.generation"
-VLLM, PACKING = "policy.generation.vllm_cfg", "policy.sequence_packing"
+# Keys that rules and the planner refer to.
+MEGATRON = "policy.megatron_cfg"
+GENERATION = "policy.generation"
+VLLM = "policy.generation.vllm_cfg"
+PACKING = "policy.sequence_packing"
 OVERLAP = f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather"
-"""Keys that rules and the planner refer to."""
 
 
 class RewardShaping(Section):

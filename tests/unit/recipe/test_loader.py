@@ -129,7 +129,7 @@ def test_a_reward_function_is_overridden_by_the_key_that_a_refused_resume_prints
     assert added["nemo_grpo"]["rewards"]["../shared/r.py:brevity"] == 1
     new = apply_overrides({}, ["nemo_grpo.rewards.accuracy=2"])
     assert new == {"nemo_grpo": {"rewards": {"accuracy": 2}}}
-    assert Written(tree, {}).with_overrides([f"{key}=0.5"]).given[key] == OVERRIDE
+    assert Written(tree, {}).with_overrides([f"{key}=0.5"]).origins[key] == OVERRIDE
 
 
 TREE = {
