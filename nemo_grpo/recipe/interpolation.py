@@ -165,7 +165,8 @@ def _referred(tree: Mapping[str, Any], key: str) -> str:
 def _keys_in(key: str, value: Any) -> Iterator[str]:
     """Yield the absolute keys that a value refers to."""
     for dots, name in _REFERENCE.findall(str(value)):
-        if dots:  # Relative: one dot is the key's own section, two its parent.
+        if dots:
+            # Relative: one dot is the key's own section, two its parent.
             section = key.split(".")[: -len(dots)]
             yield ".".join([*section, name])
         else:

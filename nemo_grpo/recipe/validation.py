@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_grpo.recipe import cluster_rules, host, rules  # noqa: F401 - they register
+# Imported because they register their rules, in the order of their messages.
+from nemo_grpo.recipe import cluster_rules, host, rules, rules_advice, rules_embedded  # noqa: F401
 from nemo_grpo.recipe.interpolation import Resolved, Tree, resolve
 from nemo_grpo.recipe.keys import dotted_key_errors, model_keys, unknown_key_errors, unknown_key_message
 from nemo_grpo.recipe.loader import Written, merge, read
@@ -148,7 +149,8 @@ def refuse_unsupported(recipe: Recipe, scope: Scope = Scope.EMBEDDED) -> None:
 
     Raises: UserError: naming key, value and remedy.
     """
-    if errors := messages(scope, recipe):
+    errors = messages(scope, recipe)
+    if errors:
         raise RecipeErrors(errors)
 
 
@@ -220,7 +222,8 @@ def _explain(error: ErrorDetails) -> str:
         return f"{key} is missing; add it to the recipe"
     if kind == "extra_forbidden":
         return unknown_key_message(key, error["input"])
-    if key.endswith(".[key]"):  # Pydantic's place of a mapping's key.
+    # Pydantic's place of a key of a mapping, as opposed to its value.
+    if key.endswith(".[key]"):
         return f"{key.removesuffix('.[key]')}: the name must be {_EXPECTED[kind].format(**context)}"
     if kind in _EXPECTED:
         is_type = kind.endswith(("_type", "_from_float"))

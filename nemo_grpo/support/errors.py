@@ -61,8 +61,10 @@ def _reason(error: Exception) -> str:
     if hasattr(error, "problem_mark"):
         # PyYAML draws the place over several lines; a message is one line.
         return " ".join(str(error).split())[:200]
-    if details := getattr(error, "errors", None):  # pydantic's
-        first = details()[0]
+    pydantic_details = getattr(error, "errors", None)
+    if pydantic_details:
+        # One of them: a section of the wrong type has an error for each of its keys.
+        first = pydantic_details()[0]
         return f"{'.'.join(map(str, first['loc']))}={first['input']!r:.60}: {first['msg']}"
     return first_line(error)
 

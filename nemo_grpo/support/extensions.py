@@ -113,7 +113,8 @@ def _installed_module(name: str, key: str, reference: str) -> ModuleType:
         raise UserError(
             f"{key}={reference}: {name!r} is no module; write my_file.py:Name or package.module:Name"
         )
-    if _trials_are_on and name not in sys.modules and (failure := _failed_trial(reference)):
+    failure = None if name in sys.modules else _failed_trial(reference)
+    if failure is not None:
         raise UserError(f"{key}={reference}: {failure}")
     try:
         return importlib.import_module(name)
@@ -148,8 +149,11 @@ def _file_module(file: str, key: str, reference: str) -> ModuleType:
 
 def _run(text: str, file: str, name: str, key: str, reference: str) -> None:
     """Run a file's text as the module of this name."""
-    if name not in _BROKEN and _trials_are_on and (failure := _failed_trial(reference)):
-        _BROKEN[name] = failure
+    if name not in _BROKEN:
+        failure = _failed_trial(reference)
+        if failure is not None:
+            # The settings of a sweep share a file, and each trial may take a minute.
+            _BROKEN[name] = failure
     if name in _BROKEN:
         raise UserError(f"{key}={reference}: {_BROKEN[name]}")
     module = ModuleType(name)
@@ -167,7 +171,13 @@ def _run(text: str, file: str, name: str, key: str, reference: str) -> None:
 
 
 def _failed_trial(reference: str) -> str | None:
-    """Import in a child process, and say why the import did not come back; None if it did, or raised."""
+    """Import in a child process, and say why the import did not come back.
+
+    Returns: None outside of `trial_imports`, and if the import returned or raised an error: this process then
+        gets the same error, and reports it with its line.
+    """
+    if not _trials_are_on:
+        return None
     remedy = "keep work out of the top level of the file, in functions"
     try:
         child = subprocess.run(

@@ -113,7 +113,8 @@ def _safetensors(folder: Path) -> Iterator[Any]:
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Load all tensors of the folder's safetensors files, and check that they are finite."""
     tensors = dict(stream_weights(folder))
-    if name := _not_finite(tensors):
+    name = _not_finite(tensors)
+    if name is not None:
         raise UserError(f"{folder}: {name} holds NaN or inf; give a sound checkpoint")
     return tensors
 
@@ -133,7 +134,8 @@ def _not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 def _check_trained(tensors: Mapping[str, Tensor], target: Path) -> None:
     """Refuse weights that are not finite."""
-    if name := _not_finite(tensors):
+    name = _not_finite(tensors)
+    if name is not None:
         raise UserError(
             f"{target} is not written: {name} holds NaN or inf, training has diverged; resume an earlier "
             "checkpoint with a lower policy.megatron_cfg.optimizer.lr"

@@ -134,7 +134,8 @@ def _cached_head(hub_name: str | None) -> dict[str, Any]:
     """Read the head of a model's card from the Hub's cache on this machine; {} if it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
-    with suppress(ValueError):  # The Hub allows no such name.
+    # A name that the Hub does not allow is a ValueError.
+    with suppress(ValueError):
         cached = try_to_load_from_cache(hub_name or "", CARD)
         # A file that is known to be absent on the Hub is an object, not a path.
         if isinstance(cached, str):

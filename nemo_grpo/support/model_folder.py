@@ -154,9 +154,10 @@ def hf_config(folder: Path) -> dict[str, Any]:
     """Read a model folder's config.json."""
     path = folder / "config.json"
     with reading(folder, "a model's folder", "check its name and mode"):
-        if not path.exists() and (reason := nemo.reason_against(folder)):
-            raise UserError(f"{folder} is {reason}")
         if not path.exists():
+            reason = nemo.reason_against(folder)
+            if reason is not None:
+                raise UserError(f"{folder} is {reason}")
             raise UserError(f"{folder} has no config.json; {how_to_get(folder)}")
     return read_config(path)
 
