@@ -18,7 +18,9 @@ from nemo_grpo.support.dotted import leaves, parents
 def deciding_settings(recipe: Recipe, *, may_extend: bool) -> dict[str, Any]:
     """Return the resolved recipe without what places the run: dotted key -> value.
 
-    Args: may_extend: leave out what sets the run's length and validation, too.
+    Args:
+        recipe: The recipe.
+        may_extend: Leave out what sets the run's length and validation, too.
     """
     may_change = set(_declared(recipe, "PLACES"))
     if may_extend:

@@ -4,7 +4,7 @@ A recipe with ``data.train`` and without ``nemo_grpo.task`` keeps NeMo-RL's data
 and backend. Without ``loss_fn.variant`` it also keeps NeMo-RL's loss and advantages.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,43 +109,67 @@ def _replace_loss(loss: Tree, config: Any, is_stock: Callable[[str], bool]) -> I
     One rule for all parameters, the KL penalty included: a comparison of variants would otherwise mix a
     paper's values with those of whichever NeMo-RL file the recipe builds on.
     """
-    variant = loss["variant"]
-    stock_defaults = NeMoRLLoss.keys()
     if config.stock_switch:
         # NeMo-RL's switch to its own form of this objective, which the variant is anyway.
         loss.pop(config.stock_switch, None)
-    changes = list[str]()
-    can_be_kept = False
+    changes = dict[str, bool]()
     if is_stock("loss_fn.token_level_loss"):
-        by_tokens = loss.pop("token_level_loss")
-        aggregation = _aggregation_of(loss, config)
-        if aggregation != _aggregation_named(by_tokens):
-            changes.append(f"token_level_loss={as_yaml(by_tokens)} -> aggregation={aggregation}")
-            can_be_kept = True
+        changes |= _drop_stock_reduction(loss, config)
     else:
         yield from _replace_own_reduction(loss, config)
-    # A list, because the loop removes keys.
-    stock_keys = [key for key in loss if key in stock_defaults and key not in ROLLOUT_CORRECTIONS]
-    for key in stock_keys:
-        if key == "variant":
-            continue
-        field = config.model_fields.get(key)
-        if is_stock(f"loss_fn.{key}"):
-            value = loss.pop(key)
-            # A term that the variant lacks is worth a note only where NeMo-RL's file switched it on.
-            default = stock_defaults[key] if field is None else field.default
-            if value != default:
-                replacement = "none" if field is None else as_yaml(default)
-                changes.append(f"{key}={as_yaml(value)} -> {replacement}")
-                can_be_kept = can_be_kept or field is not None
-        elif field is None and loss[key] == stock_defaults[key] and loss[key] in (None, False):
-            # Off, as in the variant.
-            del loss[key]
-        elif field is None and key not in REFUSED_STOCK_KEYS:
-            yield _replaced(f"loss_fn.{key}", loss.pop(key), f"{variant} has no such term")
+    stock_defaults = NeMoRLLoss.keys()
+    exempt = ("variant", *ROLLOUT_CORRECTIONS)
+    keys = [key for key in loss if key in stock_defaults and key not in exempt]
+    stock_keys = [key for key in keys if is_stock(f"loss_fn.{key}")]
+    own_keys = [key for key in keys if key not in stock_keys]
+    changes |= _drop_stock_values(loss, config, stock_keys)
+    yield from _drop_terms_of_nemo_rl(loss, config, own_keys)
     if changes:
+        can_be_kept = any(changes.values())
         remedy = "; write a key that it has beside loss_fn.variant to keep a value" if can_be_kept else ""
-        yield f"loss_fn: values of NeMo-RL's files give way to {variant}'s own: {', '.join(changes)}{remedy}"
+        yield (
+            f"loss_fn: values of NeMo-RL's files give way to {loss['variant']}'s own: {', '.join(changes)}"
+            f"{remedy}"
+        )
+
+
+def _drop_stock_reduction(loss: Tree, config: Any) -> dict[str, bool]:
+    """Remove ``token_level_loss``; return the change, as `_drop_stock_values` does."""
+    by_tokens = loss.pop("token_level_loss")
+    aggregation = _aggregation_of(loss, config)
+    if aggregation == _aggregation_named(by_tokens):
+        return {}
+    return {f"token_level_loss={as_yaml(by_tokens)} -> aggregation={aggregation}": True}
+
+
+def _drop_stock_values(loss: Tree, config: Any, keys: Iterable[str]) -> dict[str, bool]:
+    """Remove values of NeMo-RL's files.
+
+    Returns: change in words -> whether the variant has such a key, by which a writer could keep the value.
+    """
+    changes = {}
+    for key in keys:
+        value = loss.pop(key)
+        field = config.model_fields.get(key)
+        if field is not None and value != field.default:
+            changes[f"{key}={as_yaml(value)} -> {as_yaml(field.default)}"] = True
+        # A term that the variant lacks is worth a note only where NeMo-RL's file had switched it on.
+        if field is None and value != NeMoRLLoss.keys()[key]:
+            changes[f"{key}={as_yaml(value)} -> none"] = False
+    return changes
+
+
+def _drop_terms_of_nemo_rl(loss: Tree, config: Any, keys: Iterable[str]) -> Iterator[str]:
+    """Remove the writer's settings of terms that the variant lacks."""
+    for key in keys:
+        if key in config.model_fields:
+            continue
+        is_off = loss[key] == NeMoRLLoss.keys()[key] and loss[key] in (None, False)
+        if is_off:
+            # As in the variant, which needs no note.
+            del loss[key]
+        elif key not in REFUSED_STOCK_KEYS:
+            yield _replaced(f"loss_fn.{key}", loss.pop(key), f"{loss['variant']} has no such term")
 
 
 def _aggregation_of(loss: Tree, config: Any) -> str:
@@ -203,7 +227,8 @@ def _score_the_reference(tree: Tree, config: Any, is_stock: Callable[[str], bool
     penalty = "reference_policy_kl_penalty"
     field = config.model_fields.get(penalty)
     has_default_penalty = field is not None and penalty not in tree["loss_fn"] and field.default > 0
-    if has_default_penalty and value_of(tree, SKIP_REFERENCE) is True and is_stock(SKIP_REFERENCE):
+    skips_by_stock_file = value_of(tree, SKIP_REFERENCE) is True and is_stock(SKIP_REFERENCE)
+    if has_default_penalty and skips_by_stock_file:
         set_value(tree, SKIP_REFERENCE, False)
         yield (
             f"{SKIP_REFERENCE}=true of NeMo-RL's files gives way to false: {tree['loss_fn']['variant']} has "

@@ -35,17 +35,21 @@ LATER = {
 @cache
 def known_keys() -> frozenset[str]:
     """Collect every dotted leaf key that a recipe can have: NeMo-RL's, the variants' and ours."""
-    variants = {f"loss_fn.{name}" for config in OBJECTIVES.values() for name in config.model_fields}
-    ours = {f"nemo_grpo.{key}" for key, is_section in model_keys(NemoGRPOSection) if not is_section}
-    return nemo_rl_keys() | variants | ours
+    keys = set(nemo_rl_keys())
+    for config in OBJECTIVES.values():
+        keys.update(f"loss_fn.{name}" for name in config.model_fields)
+    keys.update(f"nemo_grpo.{key}" for key, is_section in model_keys(NemoGRPOSection) if not is_section)
+    return frozenset(keys)
 
 
 @cache
 def sections() -> frozenset[str]:
     """Collect every dotted key that has keys below it."""
-    enclosing = (parent for key in known_keys() for parent in parents(key))
     # Some sections of NeMo-RL's schema have no recorded key below them.
-    return frozenset(enclosing).union(entries().keys() - nemo_rl_keys())
+    sections = set(entries().keys() - nemo_rl_keys())
+    for key in known_keys():
+        sections.update(parents(key))
+    return frozenset(sections)
 
 
 def is_known(key: str) -> bool:
@@ -78,11 +82,12 @@ def _nested(dotted_name: str, value: Any) -> str:
 
 def unknown_key_errors(tree: Mapping[str, Any]) -> list[str]:
     """Return a message for each unknown key at the top level or in NeMo-RL's sections."""
-    return [
-        unknown_key_message(key, value)
-        for key, value in leaves(tree)
-        if key.split(".")[0] not in OURS and not is_known(key) and not _hangs_below_a_value(key)
-    ]
+    errors = []
+    for key, value in leaves(tree):
+        is_checked_elsewhere = key.split(".")[0] in OURS or _hangs_below_a_value(key)
+        if not is_checked_elsewhere and not is_known(key):
+            errors.append(unknown_key_message(key, value))
+    return errors
 
 
 def unknown_key_message(key: str, value: Any) -> str:

@@ -132,7 +132,9 @@ class NemoGRPOSection(OwnSection):
         # YAML reads run_name=1 as a number. Not isinstance: run_name=true is a mistake.
         if type(name) is int:
             name = str(name)
-        if isinstance(name, str) and name and not re.fullmatch(FOLDER_NAME, name, re.ASCII):
+        # An empty name, or one of another type, has an error of its own by the field's type.
+        is_text = isinstance(name, str) and name != ""
+        if is_text and not re.fullmatch(FOLDER_NAME, name, re.ASCII):
             raise UserError(
                 f"nemo_grpo.run_name={name!r} must be a plain folder name of letters, digits and _.,=+@-, as "
                 "it goes into paths and scripts; its parent is nemo_grpo.runs_dir"

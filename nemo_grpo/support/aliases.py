@@ -17,9 +17,10 @@ VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_
 class Alias(NamedTuple):
     """One key and its other names.
 
-    Attributes: key: the recipe's; empty: nothing here does it.
-        trl, verl, openrlhf, slime, prime_rl: names there, separated by spaces; empty: none.
-        remark: the difference.
+    Attributes:
+        key: Key of the recipe; empty: nothing here does it.
+        trl, verl, openrlhf, slime, prime_rl: Names there, separated by spaces; empty: none.
+        remark: Difference between them.
     """
 
     key: str
@@ -45,7 +46,9 @@ def table() -> tuple[Alias, ...]:
 def advice_on(name: str, *, also_same: bool = False) -> str:
     """Return ``"; TRL's delta is loss_fn.ratio_clip_c"`` with the remark for another library's name; else "".
 
-    Args: also_same: also for keys of the same name here, because it stood in another section.
+    Args:
+        name: Name of a key, without its section.
+        also_same: Also for keys of the same name here, because it stood in another section.
     """
     owners: dict[Alias, list[str]] = {}
     for alias in table():

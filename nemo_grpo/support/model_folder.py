@@ -135,7 +135,9 @@ def check_weights(folder: Path) -> None:
 def check_no_other_weights(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a folder from which transformers loads more, or other weights, than `weight_files`.
 
-    Args: config: config.json's content.
+    Args:
+        folder: Model folder.
+        config: Content of its config.json.
     """
     if (folder / ADAPTER_CONFIG).exists():
         raise UserError(
@@ -213,9 +215,10 @@ def side_files(folder: Path) -> Iterator[Path]:
     left_out = []
     code = _code_files(folder)
     for path in sorted((*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"))):
+        # An export has weights and documents of its own.
         if not path.is_file() or path.name.endswith(_WEIGHTS) or path.name in _DOCUMENTS:
             continue
-        if path not in code and not any(fnmatchcase(path.name, pattern) for pattern in SIDE_FILES):
+        if path not in code and not _is_named_like_a_side_file(path):
             left_out.append(str(path.relative_to(folder)))
             continue
         if not _stays_within(path, folder):
@@ -233,6 +236,10 @@ def side_files(folder: Path) -> Iterator[Path]:
         yield path
     if left_out:
         log.warning("%s: not copied, since models have no such files: %s", folder, listed(left_out))
+
+
+def _is_named_like_a_side_file(path: Path) -> bool:
+    return any(fnmatchcase(path.name, pattern) for pattern in SIDE_FILES)
 
 
 def _is_lfs_pointer(path: Path) -> bool:
@@ -260,7 +267,7 @@ def _code_files(folder: Path) -> set[Path]:
             names |= auto_map_files(read_config(folder / config))
     files: set[Path] = set()
     remaining = [folder / name for name in names]
-    remaining += [path for path in folder.glob("*.py") if any(fnmatchcase(path.name, p) for p in SIDE_FILES)]
+    remaining += [path for path in folder.glob("*.py") if _is_named_like_a_side_file(path)]
     while remaining:
         path = remaining.pop()
         if path in files or path.parent != folder or not path.is_file():
