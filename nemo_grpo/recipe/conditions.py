@@ -293,6 +293,7 @@ def uses_data_plane_synchronously_and_averages_whole_groups(recipe: Recipe) -> b
 
 
 def _data_plane_selects_groups(recipe: Recipe) -> bool:
+    # NeMo-RL's own loss samples as NeMo-RL does.
     drops_groups = uses_data_plane_synchronously(recipe) and recipe.grpo.use_dynamic_sampling
     return drops_groups and loss_is_a_variant(recipe)
 

@@ -71,9 +71,10 @@ def adapted(tree: Mapping[str, Any], is_stock: Callable[[str], bool]) -> tuple[T
     Returns: (settings, notes: one sentence for each setting that the variant replaces).
     """
     settings = merge({}, tree)
-    sections = (settings.get(name, {}) for name in ("nemo_grpo", "loss_fn", "grpo"))
+    sections = [settings.get(name, {}) for name in ("nemo_grpo", "loss_fn", "grpo")]
     # A section of another type is refused later, by name.
-    if not keeps_its_data(tree) or not all(isinstance(section, dict) for section in sections):
+    are_sections = all(isinstance(section, dict) for section in sections)
+    if not keeps_its_data(tree) or not are_sections:
         return settings, []
     _name_the_run(settings)
     loss = settings.setdefault("loss_fn", {})

@@ -108,7 +108,9 @@ def fits(kind: str, types: Collection[str]) -> bool:
     """True if a key of these types takes a value of this kind; a section may be null, which leaves it out."""
     if "section" in types and kind in ("null", "dict"):
         return True
-    return kind in types or (kind == "int" and "float" in types)
+    # A recipe may write 1 for 1.0.
+    is_whole_float = kind == "int" and "float" in types
+    return kind in types or is_whole_float
 
 
 def type_errors(tree: Mapping[str, Any], declared: Collection[str], section: str = "") -> Iterator[str]:
@@ -129,15 +131,19 @@ def type_errors(tree: Mapping[str, Any], declared: Collection[str], section: str
 
 
 def _allows(entry: Entry, value: Any) -> bool:
+    """True if an entry takes this value."""
+    # A text among a fixed choice; other types of such a key, as null, are checked as types.
     if "values" in entry and isinstance(value, str):
         return value in entry["values"]
     return "types" not in entry or fits(kind_of(value), entry["types"])
 
 
 def _message(key: str, value: Any, entry: Entry) -> str:
-    expected = " or ".join(dict.fromkeys(EXPECTED[kind] for kind in entry["types"]))
+    """Write that an entry does not take this value, and the ones that it takes."""
     if "values" in entry and isinstance(value, str):
         return f"{key}={shown(value)} must be one of {', '.join(map(str, entry['values']))}"
+    # Once each: "dict" and "section" have the same name.
+    expected = " or ".join(dict.fromkeys(EXPECTED[kind] for kind in entry["types"]))
     doc = f" ({entry['doc']})" if "doc" in entry else ""
     return f"{key}={shown(value)} is {kind_named(value)}; it must be {expected}{doc}"
 

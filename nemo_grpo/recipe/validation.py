@@ -72,6 +72,7 @@ def _load(written: Written) -> Recipe:
     """Resolve and validate settings."""
     host.refuse_other_algorithms(written.tree)
     tree, references = _resolved(written)
+    # Before `adapted`: `recipe resolve` shows an invalid recipe with the keys that its writer used.
     shown_with_errors = Resolved(_with_derived_defaults(tree, references), references)
     dotted_errors = dotted_key_errors(tree)
     if dotted_errors:
@@ -79,12 +80,13 @@ def _load(written: Written) -> Recipe:
 
     settings, notes = host.adapted(tree, written.is_stock)
     _follow_val_period(settings)
+    # All errors of names and types at once; the rules need a recipe whose types are right.
     errors = unknown_key_errors(settings)
     errors += type_errors(settings, DECLARED)
     try:
         recipe = Recipe.model_validate(_with_derived_defaults(settings, references))
     except ValidationError as error:
-        errors += _type_errors(error, settings)
+        errors += _messages_of(error, settings)
         raise RecipeErrors(errors, shown_with_errors) from None
 
     errors += messages(Scope.ALL, recipe)
@@ -127,11 +129,13 @@ def _follow_val_period(settings: Tree) -> None:
             section[name] = validates
 
 
-def _type_errors(error: ValidationError, settings: Tree) -> list[str]:
+def _messages_of(error: ValidationError, settings: Tree) -> list[str]:
     """Return a message for each wrong value, but none for its copies through `DERIVED_DEFAULTS`."""
-    errors = [_explain(detail) for detail in error.errors()]
-    copied = tuple(f"{key}=" for key in DERIVED_DEFAULTS if value_of(settings, key) is None)
-    return [message for message in errors if not message.startswith(copied)] or errors
+    messages = [_explain(detail) for detail in error.errors()]
+    derived_keys = tuple(f"{key}=" for key in DERIVED_DEFAULTS if value_of(settings, key) is None)
+    about_written_values = [message for message in messages if not message.startswith(derived_keys)]
+    # All of them where the source itself has passed: the derived key has a stricter range.
+    return about_written_values or messages
 
 
 def messages(scope: Scope, recipe: Recipe) -> list[str]:
