@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.peak_memory import in_child
 from nemo_grpo.engine.new_model import write_new_model
-from nemo_grpo.plan import plan_recipe
+from nemo_grpo.plan.planner import plan_recipe
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.own import NewModel
 

@@ -172,7 +172,7 @@ def steps(out: Path, dry: bool) -> None:
     from nemo_grpo.engine.checks import Start, choose_device
     from nemo_grpo.engine.new_model import write_new_model
     from nemo_grpo.engine.setup import set_up
-    from nemo_grpo.plan import plan_recipe
+    from nemo_grpo.plan.planner import plan_recipe
     from nemo_grpo.recipe import load_recipe
     from nemo_grpo.recipe.own import NewModel
 

@@ -19,7 +19,7 @@ from nemo_grpo.support.errors import EXIT_USAGE, UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nemo_grpo.plan import Plan
+    from nemo_grpo.plan.planner import Plan
     from nemo_grpo.recipe import Recipe
 
 PLAN_FIELDS = ("name", "gpu", "problems", "nearest", "usable_bytes", "cache_tokens", "approximated")
@@ -56,8 +56,8 @@ def plan(
       nemo-grpo plan recipes/gpg policy.train_micro_batch_size=2
       nemo-grpo plan recipes/gpg/gpg-qwen2.5-32b-4n8g.yaml --lengths 4000 --best --scale 32,64,128
     """
-    from nemo_grpo.plan import plan_recipe
     from nemo_grpo.plan.forecast import Assumptions
+    from nemo_grpo.plan.planner import plan_recipe
     from nemo_grpo.recipe import load_recipe
     from nemo_grpo.recipe.cluster_rules import logprob_and_training_batches_match_at_high_tp
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from nemo_grpo.plan import Plan
 from nemo_grpo.plan.forecast import Forecast
 from nemo_grpo.plan.hardware import CPU
 from nemo_grpo.plan.inputs import PlanInput
 from nemo_grpo.plan.layouts import Found
 from nemo_grpo.plan.memory import GIB
+from nemo_grpo.plan.planner import Plan
 from nemo_grpo.plan.rollout_time import kept_tokens
 from nemo_grpo.plan.scaling import Point
 from nemo_grpo.plan.step_time import ROLLOUT

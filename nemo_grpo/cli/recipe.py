@@ -13,6 +13,7 @@ from typer import Argument
 
 from nemo_grpo.support import shipped
 from nemo_grpo.support.errors import EXIT_USAGE, UserError, as_yaml, did_you_mean, shown
+from nemo_grpo.support.extensions import trial_imports
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +50,8 @@ def check(
     """
     paths, overrides = split_items(items, "check")
     missing: list[str] = []
-    results = [_check_one(path, overrides, missing) for path in paths]
+    with trial_imports():
+        results = [_check_one(path, overrides, missing) for path in paths]
     if missing:
         from nemo_grpo.run.recipe_checks import remedies
 

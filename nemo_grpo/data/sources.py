@@ -6,12 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
-
 from nemo_grpo.data.fields import FILTERS, MAPPINGS, FieldMapping, Filter, complete
 from nemo_grpo.data.local_folders import LocalFolder
 from nemo_grpo.data.origins import Generated, GitFiles, Hub, Origin, generated
 from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.files import read_yaml
 
 ORIGINS: dict[str, Callable[..., Origin]] = {"hub": Hub, "git": GitFiles, "folder": LocalFolder}
 
@@ -86,8 +85,7 @@ def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 SOURCES: dict[str, Source] = {
-    name: _source(name, entry)
-    for name, entry in yaml.safe_load(Path(__file__).with_name("sources.yaml").read_text()).items()
+    name: _source(name, entry) for name, entry in read_yaml(Path(__file__).with_name("sources.yaml")).items()
 }
 ALIASES = {"rs1": "open-s1", "rs2": "open-rs", "rs3": "open-rs", "math": "math-lighteval"}
 """Alias -> data set. Open-RS2 and Open-RS3 were trained on the same mix, with other rewards and lengths."""

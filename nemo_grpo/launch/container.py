@@ -103,7 +103,7 @@ def _entries(environment: Mapping[str, str]) -> list[str]:
 def _used(recipe: Recipe, file: Path) -> Iterator[tuple[str, Path]]:
     """List the files and folders of a recipe; those of the package come with it."""
     package = shipped.folder("recipes").resolve()
-    written_in = {Path(name) for name in recipe.source.given.values() if name != OVERRIDE}
+    written_in = {Path(name) for name in recipe.source.origins.values() if name != OVERRIDE}
     for path in sorted(written_in | {file.resolve()}):
         if not path.is_relative_to(package):
             yield "recipe", path

@@ -4,7 +4,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from nemo_grpo.launch.submit import signal_lead
-from nemo_grpo.plan import HARDWARE, plan_recipe
+from nemo_grpo.plan.hardware import HARDWARE
+from nemo_grpo.plan.planner import plan_recipe
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.support.errors import UserError
 

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from nemo_grpo.support.errors import UserError, did_you_mean, reading
+from nemo_grpo.support.files import read_yaml
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def read_hardware(path: Path, catalogue: Mapping[str, Hardware]) -> dict[str, Ha
     """
     names = ", ".join(_NAMES)
     with reading(f"--hardware {path}", "valid YAML", f"write name: {{{names}}}", yaml.YAMLError):
-        tree = yaml.safe_load(path.read_text())
+        tree = read_yaml(path)
     if not isinstance(tree, Mapping) or not all(isinstance(entry, Mapping) for entry in tree.values()):
         raise UserError(f"--hardware {path}: expected name: {{{names}}}")
     return {

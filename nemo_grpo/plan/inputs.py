@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from nemo_grpo.models import ModelSpec, read_spec
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.support.errors import UserError, did_you_mean
+from nemo_grpo.support.files import read_yaml
 from nemo_grpo.support.model_folder import read_config, with_config_overrides
 
 if TYPE_CHECKING:
@@ -230,7 +229,7 @@ def _sampling(recipe: Recipe) -> dict[str, Any]:
 
 def _published() -> Iterator[tuple[str, dict[str, Any]]]:
     """Read the table `models.yaml`: yields names and config.jsons, with each name's length in its place."""
-    for entry in yaml.safe_load(Path(__file__).with_name("models.yaml").read_text()).values():
+    for entry in read_yaml(Path(__file__).with_name("models.yaml")).values():
         for name, longest in entry["names"].items():
             # Names share a config in the file; a copy, because each gets a length of its own.
             config = copy.deepcopy(entry["config"])

@@ -253,7 +253,7 @@ ROWS: tuple[Row, ...] = (
         Scope.CLUSTER,
         when=conditions.vllm_caches_in_fp8,
     ),
-    # where Megatron-core trains
+    # Where Megatron-core trains.
     Limit(
         "policy.precision",
         one_of("bfloat16"),

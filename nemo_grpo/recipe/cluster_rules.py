@@ -14,26 +14,39 @@ from nemo_grpo.support.errors import as_yaml, did_you_mean, shown
 
 TP_CHECK_OFF = "NRL_IGNORE_TP_ACCURACY_CHECK"
 TRAINING_METRICS = (
-    *("loss", "grad_norm", "lr", "wd", "reward", "mean_prompt_length", "total_num_tokens"),
-    *("advantages/mean", "advantages/max", "advantages/min", "global_valid_seqs", "global_valid_toks"),
-    *("mean_gen_tokens_per_sample", "max_gen_tokens_per_sample", "mean_total_tokens_per_sample"),
+    "loss",
+    "grad_norm",
+    "lr",
+    "wd",
+    "reward",
+    "mean_prompt_length",
+    "total_num_tokens",
+    "advantages/mean",
+    "advantages/max",
+    "advantages/min",
+    "global_valid_seqs",
+    "global_valid_toks",
+    "mean_gen_tokens_per_sample",
+    "max_gen_tokens_per_sample",
+    "mean_total_tokens_per_sample",
 )
 """Metrics of each training step of NeMo-RL: algorithms/grpo.py, experience/rollouts.py of both versions."""
 
 
 @rule(Scope.ADVICE)
 def refit_sends_updated_weights(recipe: Recipe) -> Iterator[str]:
-    m = recipe.policy.megatron_cfg
-    overlaps = m.distributed_data_parallel_config.overlap_param_gather
-    if recipe.nemo_grpo.target != "cluster" or not (m.enabled and overlaps):
+    megatron = recipe.policy.megatron_cfg
+    overlaps = megatron.distributed_data_parallel_config.overlap_param_gather
+    if recipe.nemo_grpo.target != "cluster" or not (megatron.enabled and overlaps):
         return
-    shards = recipe.data_parallel_size * m.context_parallel_size  # megatron-core shards over both
-    if m.expert_model_parallel_size > 1:  # experts' parameters shard over the ranks divided by EP and ETP
-        stage = recipe.world_size // m.pipeline_model_parallel_size
-        shards = max(shards, stage // (m.expert_model_parallel_size * m.layout.expert_tensor))
-    if m.optimizer.use_distributed_optimizer and shards > 1:
+    # Megatron-core shards the optimizer over data-parallel and context-parallel ranks alike.
+    num_shards = recipe.data_parallel_size * megatron.context_parallel_size
+    if megatron.expert_model_parallel_size > 1:
+        # Experts' parameters shard over the ranks of a stage divided by EP and expert TP.
+        num_shards = max(num_shards, recipe.num_stage_ranks // recipe.num_expert_ranks)
+    if megatron.optimizer.use_distributed_optimizer and num_shards > 1:
         yield (
-            f"{OVERLAP}=true (NeMo-RL's default): each of the {shards} ranks updates its own part of the "
+            f"{OVERLAP}=true (NeMo-RL's default): each of the {num_shards} ranks updates its own part of the "
             "weights, and a NeMo-RL without its pull request 4086 sends the others as they were before the "
             "step; the driver sets it to false there"
         )
@@ -63,14 +76,17 @@ def loss_does_not_need_whole_groups(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.CLUSTER)
 def logprob_and_training_batches_match_at_high_tp(recipe: Recipe) -> Iterator[str]:
-    p = recipe.policy
-    # models/policy/lm_policy.py accepts any of the three
-    is_scored = not (recipe.loss_fn.force_on_policy_ratio or os.environ.get(TP_CHECK_OFF))
-    if p.layout.tensor >= 4 and p.train_micro_batch_size != p.logprob_batch_size and is_scored:
+    policy = recipe.policy
+    # NeMo-RL's models/policy/lm_policy.py refuses the batches unless one of these holds: a smaller TP, equal
+    # batches, a ratio of 1, or the variable.
+    if policy.layout.tensor < 4 or policy.train_micro_batch_size == policy.logprob_batch_size:
+        return
+    if not recipe.loss_fn.force_on_policy_ratio and not os.environ.get(TP_CHECK_OFF):
         yield (
-            f"policy.logprob_batch_size={p.logprob_batch_size} differs from "
-            f"train_micro_batch_size={p.train_micro_batch_size}: with TP >= 4 the two then round differently "
-            f"and NeMo-RL refuses to start; make them equal, or set {TP_CHECK_OFF}=1 in its environment"
+            f"policy.logprob_batch_size={policy.logprob_batch_size} differs from "
+            f"train_micro_batch_size={policy.train_micro_batch_size}: with TP >= 4 the two then round "
+            f"differently and NeMo-RL refuses to start; make them equal, or set {TP_CHECK_OFF}=1 in its "
+            "environment"
         )
 
 
@@ -79,8 +95,10 @@ def images_are_read_with_the_new_weights(recipe: Recipe) -> Iterator[str]:
     """vllm_worker.py: colocated engines drop cached images when they sleep, separate engines never do."""
     generation = recipe.policy.generation
     vllm = generation.vllm_cfg
-    keeps = not (vllm.async_engine and vllm.reset_encoder_cache_after_weight_update)
-    if recipe.samples_with_vllm and not generation.colocated.enabled and keeps and has_images(recipe):
+    if not recipe.samples_with_vllm or generation.colocated.enabled:
+        return
+    clears_cache = vllm.async_engine and vllm.reset_encoder_cache_after_weight_update
+    if not clears_cache and has_images(recipe):
         yield (
             f"{GENERATION}.colocated.enabled=false: after a refit vLLM sees an image as the old weights "
             f"did; set {VLLM}.async_engine and {VLLM}.reset_encoder_cache_after_weight_update (newer than "
@@ -91,8 +109,13 @@ def images_are_read_with_the_new_weights(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.ADVICE)
 def prefixes_are_read_with_the_new_weights(recipe: Recipe) -> Iterator[str]:
     """NeMo-RL's synchronous trainers reset the cache, or let the engine sleep, between rollouts."""
-    trainer: AsyncGRPO | AsyncRL | None = recipe.grpo.async_grpo if recipe.grpo.is_async else recipe.async_rl
-    name = "grpo.async_grpo" if recipe.grpo.is_async else "async_rl"
+    trainer: AsyncGRPO | AsyncRL | None
+    if recipe.grpo.is_async:
+        name = "grpo.async_grpo"
+        trainer = recipe.grpo.async_grpo
+    else:
+        name = "async_rl"
+        trainer = recipe.async_rl
     cache = recipe.policy.generation.vllm_cfg.enable_prefix_caching
     if trainer is None or not recipe.samples_with_vllm or cache is False:
         return
@@ -113,47 +136,63 @@ def prefixes_are_read_with_the_new_weights(recipe: Recipe) -> Iterator[str]:
 def vllm_layout_tiles_the_gpus(recipe: Recipe) -> Iterator[str]:
     if not recipe.samples_with_vllm:
         return
-    v = recipe.policy.generation.vllm_cfg
-    tp, pp = v.tensor_parallel_size, v.pipeline_parallel_size
-    world, per_node = recipe.num_rollout_gpus or recipe.world_size, recipe.cluster.gpus_per_node
-    if world % (tp * pp) or ((tp * pp) % per_node and per_node % (tp * pp)):
+    vllm = recipe.policy.generation.vllm_cfg
+    engine_gpus = vllm.tensor_parallel_size * vllm.pipeline_parallel_size
+    # Colocated rollouts sample on the GPUs that train.
+    num_gpus = recipe.num_rollout_gpus or recipe.world_size
+    gpus_per_node = recipe.cluster.gpus_per_node
+    # An engine has a part of a node, or whole nodes.
+    tiles_nodes = gpus_per_node % engine_gpus == 0 or engine_gpus % gpus_per_node == 0
+    if num_gpus % engine_gpus or not tiles_nodes:
         yield (
-            f"{VLLM}.tensor_parallel_size={tp} x pipeline_parallel_size={pp} does not tile the {world} GPUs "
-            f"in nodes of {per_node}; use a divisor of {per_node}"
+            f"{VLLM}.tensor_parallel_size={vllm.tensor_parallel_size} x "
+            f"pipeline_parallel_size={vllm.pipeline_parallel_size} does not tile the {num_gpus} GPUs in "
+            f"nodes of {gpus_per_node}; use a divisor of {gpus_per_node}"
         )
 
 
 @rule(Scope.CLUSTER)
 def separate_rollouts_leave_gpus_to_train(recipe: Recipe) -> Iterator[str]:
-    colocated, c = recipe.policy.generation.colocated, recipe.cluster
+    cluster = recipe.cluster
+    colocated = recipe.policy.generation.colocated
     if colocated.enabled:
         return
-    key, nodes = f"{GENERATION}.colocated.resources", colocated.resources.num_nodes or 0
-    gpus = colocated.resources.gpus_per_node or 0
-    if c.num_nodes == 1 and (not 0 < gpus < c.gpus_per_node or nodes > 1):
+    key = f"{GENERATION}.colocated.resources"
+    num_nodes = colocated.resources.num_nodes or 0
+    gpus_per_node = colocated.resources.gpus_per_node or 0
+    if cluster.num_nodes == 1:
+        takes_part_of_the_node = 0 < gpus_per_node < cluster.gpus_per_node and num_nodes <= 1
+        if not takes_part_of_the_node:
+            yield (
+                f"{key}.gpus_per_node={gpus_per_node}: separate rollouts (colocated.enabled=false) take some "
+                f"of the node's {cluster.gpus_per_node} GPUs and leave at least one to train; use fewer, and "
+                "num_nodes=1"
+            )
+        return
+    takes_whole_nodes = 0 < num_nodes < cluster.num_nodes and gpus_per_node == cluster.gpus_per_node
+    if not takes_whole_nodes:
         yield (
-            f"{key}.gpus_per_node={gpus}: separate rollouts (colocated.enabled=false) take some of the "
-            f"node's {c.gpus_per_node} GPUs and leave at least one to train; use fewer, and num_nodes=1"
-        )
-    if c.num_nodes > 1 and (not 0 < nodes < c.num_nodes or gpus != c.gpus_per_node):
-        yield (
-            f"{key}.num_nodes={nodes}, gpus_per_node={gpus}: separate rollouts (colocated.enabled=false) "
-            f"take whole nodes of the {c.num_nodes}; use 1 to {c.num_nodes - 1}, and "
-            f"gpus_per_node={c.gpus_per_node}"
+            f"{key}.num_nodes={num_nodes}, gpus_per_node={gpus_per_node}: separate rollouts "
+            f"(colocated.enabled=false) take whole nodes of the {cluster.num_nodes}; use 1 to "
+            f"{cluster.num_nodes - 1}, and gpus_per_node={cluster.gpus_per_node}"
         )
 
 
 @rule(Scope.CLUSTER)
 def vllm_stops_at_the_end_of_a_turn(recipe: Recipe) -> Iterator[str]:
-    stops, task = recipe.policy.generation.stop_strings, recipe.nemo_grpo.task
-    skips = recipe.policy.generation.vllm_cfg.skip_tokenizer_init
+    task = recipe.nemo_grpo.task
     if task is None or not task.stop_texts:
         return
-    if skips or (skips is None and not stops):
+    stop_strings = recipe.policy.generation.stop_strings
+    skips_tokenizer = recipe.policy.generation.vllm_cfg.skip_tokenizer_init
+    if skips_tokenizer is None:
+        # NeMo-RL's default: without stop strings vLLM needs no tokenizer.
+        skips_tokenizer = not stop_strings
+    if skips_tokenizer:
         yield (
-            f"{GENERATION}.stop_strings={stops or 'null'}: NeMo-RL starts vLLM without a tokenizer, which "
-            f"then cannot see where a turn of {task.name} ends; set it to [{', '.join(task.stop_texts)}], "
-            f"and leave {VLLM}.skip_tokenizer_init out"
+            f"{GENERATION}.stop_strings={stop_strings or 'null'}: NeMo-RL starts vLLM without a tokenizer, "
+            f"which then cannot see where a turn of {task.name} ends; set it to "
+            f"[{', '.join(task.stop_texts)}], and leave {VLLM}.skip_tokenizer_init out"
         )
 
 
@@ -162,7 +201,9 @@ def training_metric_is_one_of_every_run(recipe: Recipe) -> Iterator[str]:
     """NeMo-RL raises an error at the first save if the step has no such metric (algorithms/grpo.py)."""
     name = recipe.checkpointing.metric_name or ""
     metric = name.removeprefix("train:")
-    if recipe.nemo_grpo.target == "cluster" and metric != name and metric not in TRAINING_METRICS:
+    if recipe.nemo_grpo.target != "cluster" or not name.startswith("train:"):
+        return
+    if metric not in TRAINING_METRICS:
         yield (
             f"checkpointing.metric_name={name} is not a metric of every run, and NeMo-RL stops at the first "
             f"save if a step lacks it{did_you_mean(metric, TRAINING_METRICS)}"
@@ -178,19 +219,24 @@ def data_name_the_environments_that_a_recipe_adds(recipe: Recipe) -> Iterator[st
     if recipe.nemo_grpo.task is not None or recipe.env.should_use_nemo_gym:
         return
     written = recipe.source
-    naming = [key for key in written.given if key.startswith("data.") and key.endswith(".env_name")]
-    named = {str(value_of(recipe.settings, key)) for key in naming}
+    naming_keys = [key for key in written.origins if key.startswith("data.") and key.endswith(".env_name")]
+    if not naming_keys:
+        return
+    environments_in_use = {str(value_of(recipe.settings, key)) for key in naming_keys}
     for section in (recipe.data.train, recipe.data.validation):
-        if isinstance(section, list):  # of several data sets, whose keys no override can name
-            named |= {str(data_set.get("env_name")) for data_set in section if isinstance(data_set, Mapping)}
+        # Of several data sets, which are a list: `Written.origins` has no keys within it.
+        for data_set in section if isinstance(section, list) else ():
+            if isinstance(data_set, Mapping):
+                environments_in_use.add(str(data_set.get("env_name")))
     for name, section in recipe.env.settings.items():
-        if name in named or not isinstance(section, Mapping):
+        if name in environments_in_use or not isinstance(section, Mapping):
             continue
         keys = [f"env.{name}.{key}" for key, _ in leaves(section)]
-        if naming and any(all(written.is_above(key, data_key) for data_key in naming) for key in keys):
+        if any(all(written.is_above(key, naming_key) for naming_key in naming_keys) for key in keys):
             yield (
                 f"env.{name}: no data set of the recipe names this environment, so nothing reads it; the "
-                f"data name {', '.join(sorted(named))}. Set data.default.env_name={name}, or remove it"
+                f"data name {', '.join(sorted(environments_in_use))}. Set data.default.env_name={name}, or "
+                "remove it"
             )
 
 
@@ -208,8 +254,8 @@ def positive_examples_reach_the_loss(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.ADVICE)
 def dynamic_sampling_keeps_single_successes(recipe: Recipe) -> Iterator[str]:
     """NeMo-RL keeps a response if the std of the others is not 0; the variants keep whole groups."""
-    g = recipe.grpo
-    if recipe.loss_fn.is_stock and g.use_dynamic_sampling and g.use_leave_one_out_baseline:
+    drops_by_others = recipe.grpo.use_dynamic_sampling and recipe.grpo.use_leave_one_out_baseline
+    if recipe.loss_fn.is_stock and drops_by_others:
         yield (
             "grpo.use_leave_one_out_baseline=true with grpo.use_dynamic_sampling=true: NeMo-RL then drops "
             "the only correct response of a group, and the only wrong one, since the others' std is 0; set "

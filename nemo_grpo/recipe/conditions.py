@@ -15,7 +15,7 @@ def learns_from_rewards(recipe: Recipe) -> bool:
     return not recipe.loss_fn.learns_from_demonstrations
 
 
-# data and environments
+# Data and environments.
 
 
 def has_a_task(recipe: Recipe) -> bool:
@@ -46,7 +46,7 @@ def does_not_use_nemo_gym(recipe: Recipe) -> bool:
     return not recipe.env.should_use_nemo_gym
 
 
-# training
+# Training.
 
 
 def embedded_engine_trains(recipe: Recipe) -> bool:
@@ -123,7 +123,7 @@ def tokenizer_is_named(recipe: Recipe) -> bool:
     return bool(recipe.policy.tokenizer.name)
 
 
-# the loss
+# The loss.
 
 
 def kl_penalty(recipe: Recipe) -> float:
@@ -177,11 +177,11 @@ def variant_has_weights_beyond_its_advantages(recipe: Recipe) -> bool:
 
 
 def random_weights_have_no_scores(recipe: Recipe) -> bool:
-    draws = getattr(recipe.loss_fn, "weighting", None) == "random"
-    return draws and not recipe.policy_is_scored
+    draws_weights = getattr(recipe.loss_fn, "weighting", None) == "random"
+    return draws_weights and not recipe.policy_is_scored
 
 
-# rollouts
+# Rollouts.
 
 
 def shapes_rewards(recipe: Recipe) -> bool:
@@ -218,7 +218,7 @@ def trains_asynchronously_with_vllm(recipe: Recipe) -> bool:
     return recipe.grpo.is_async and recipe.samples_with_vllm
 
 
-# validation and checkpoints
+# Validation and checkpoints.
 
 
 def names_a_metric_to_stop_at(recipe: Recipe) -> bool:
@@ -245,7 +245,7 @@ def ranks_checkpoints_by_regular_validation(recipe: Recipe) -> bool:
     return recipe.checkpointing.ranks_by_validation and recipe.grpo.val_period != 0
 
 
-# NeMo-RL's single controller and data plane
+# NeMo-RL's single controller and data plane.
 
 
 def has_single_controller(recipe: Recipe) -> bool:
@@ -293,6 +293,7 @@ def uses_data_plane_synchronously_and_averages_whole_groups(recipe: Recipe) -> b
 
 
 def _data_plane_selects_groups(recipe: Recipe) -> bool:
+    # NeMo-RL's own loss samples as NeMo-RL does.
     drops_groups = uses_data_plane_synchronously(recipe) and recipe.grpo.use_dynamic_sampling
     return drops_groups and loss_is_a_variant(recipe)
 

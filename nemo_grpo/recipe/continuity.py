@@ -18,17 +18,22 @@ from nemo_grpo.support.dotted import leaves, parents
 def deciding_settings(recipe: Recipe, *, may_extend: bool) -> dict[str, Any]:
     """Return the resolved recipe without what places the run: dotted key -> value.
 
-    Args: may_extend: leave out what sets the run's length and validation, too.
+    Args:
+        recipe: The recipe.
+        may_extend: Leave out what sets the run's length and validation, too.
     """
-    free = set(_declared(recipe, "PLACES"))
+    may_change = set(_declared(recipe, "PLACES"))
     if may_extend:
-        free |= set(_declared(recipe, "EXTENDS"))
-    return {key: value for key, value in leaves(recipe.to_dict()) if free.isdisjoint((key, *parents(key)))}
+        may_change |= set(_declared(recipe, "EXTENDS"))
+    settings = leaves(recipe.to_dict())
+    # A declared section may change with everything in it.
+    return {key: value for key, value in settings if may_change.isdisjoint((key, *parents(key)))}
 
 
 def _declared(section: BaseModel, kind: str, prefix: str = "") -> Iterator[str]:
     """Yield the keys that a section and those within it declare."""
-    for name in getattr(section, kind, ()):  # a variant, a task or a prompt declares none
+    # A variant, a task or a prompt declares none: each of its parameters decides the results.
+    for name in getattr(section, kind, ()):
         yield f"{prefix}{name}"
     for name, value in section:
         if isinstance(value, BaseModel):

@@ -31,7 +31,7 @@ def _supported(key: str, allowed: Allowed, remedy: str = CLUSTER_ONLY, when: Con
 
 
 ROWS: tuple[Row, ...] = (
-    # null is NeMo-RL's own "off" for every key of this first part, so recipes may leave it in
+    # Null is NeMo-RL's own "off" for every key of this first part, so recipes may leave it in.
     _supported("data.use_multiple_dataloader", OFF),
     _supported("env.should_use_nemo_gym", OFF),
     _supported("grpo.async_grpo.enabled", OFF),
@@ -66,7 +66,7 @@ ROWS: tuple[Row, ...] = (
     _supported("policy.generation.bad_words", EMPTY),
     _supported("policy.megatron_cfg.mtp_num_layers", one_of(None, 0)),
     _supported("policy.tokenizer.chat_template", one_of(None, "default")),
-    # keys with another remedy than to remove them
+    # Keys with another remedy than to remove them.
     _supported("checkpointing.save_optimizer", ON, "use true"),
     _supported("nemo_grpo.engine.generator", one_of("auto", "decoder", "hf"), "use auto"),
     _supported("policy.generation.stop_strings", EMPTY, "use stop_token_ids"),
@@ -123,7 +123,8 @@ ROWS: tuple[Row, ...] = (
     ),
     _supported(
         "policy.megatron_cfg.peft.lora_dtype",
-        one_of(None, "None"),  # NeMo-RL's base has the string
+        # NeMo-RL's base has the string None.
+        one_of(None, "None"),
         "use null, which is policy.precision",
         when=conditions.trains_lora,
     ),

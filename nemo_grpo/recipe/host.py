@@ -4,7 +4,7 @@ A recipe with ``data.train`` and without ``nemo_grpo.task`` keeps NeMo-RL's data
 and backend. Without ``loss_fn.variant`` it also keeps NeMo-RL's loss and advantages.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ ESTIMATOR = ("normalize_rewards", "use_leave_one_out_baseline")
 """Settings of NeMo-RL's own advantage estimator, under ``grpo`` and ``grpo.adv_estimator``."""
 VISION_PROCESSOR = "vlm_hf_data_processor"
 """NeMo-RL's processor of data with images, audio or video."""
-OF_THE_ROLLOUTS = (
+ROLLOUT_CORRECTIONS = (
     "force_on_policy_ratio",
     "use_importance_sampling_correction",
     "truncated_importance_sampling_type",
@@ -50,7 +50,7 @@ def keeps_its_data(tree: Mapping[str, Any]) -> bool:
 
 
 def refuse_other_algorithms(tree: Mapping[str, Any]) -> None:
-    """Refuse a recipe of NeMo-RL's for another algorithm than GRPO."""
+    """Refuse a recipe of NeMo-RL's for another algorithm than GRPO, or for another driver."""
     for section, (name, remedy) in OTHER_ALGORITHMS.items():
         if section in tree:
             raise UserError(f"{section}: this is a recipe for NeMo-RL's {name}, not for GRPO; {remedy}")
@@ -65,34 +65,43 @@ def refuse_other_algorithms(tree: Mapping[str, Any]) -> None:
 def adapted(tree: Mapping[str, Any], is_stock: Callable[[str], bool]) -> tuple[Tree, list[str]]:
     """Convert a recipe of NeMo-RL's to our names; others are returned unchanged.
 
-    Args:    is_stock: true for a key whose value came from NeMo-RL's own files.
+    Args:
+        tree: Resolved settings.
+        is_stock: True for a key whose value came from NeMo-RL's own files.
     Returns: (settings, notes: one sentence for each setting that the variant replaces).
     """
-    adapted = merge({}, tree)
-    sections = (adapted.get(name, {}) for name in ("nemo_grpo", "loss_fn", "grpo"))
-    if not keeps_its_data(tree) or not all(isinstance(section, dict) for section in sections):
-        return adapted, []
-    _name_the_run(adapted)
-    loss = adapted.setdefault("loss_fn", {})
+    settings = merge({}, tree)
+    sections = [settings.get(name, {}) for name in ("nemo_grpo", "loss_fn", "grpo")]
+    # A section of another type is refused later, by name.
+    are_sections = all(isinstance(section, dict) for section in sections)
+    if not keeps_its_data(tree) or not are_sections:
+        return settings, []
+    _name_the_run(settings)
+    loss = settings.setdefault("loss_fn", {})
     loss.setdefault("variant", None)
     try:
         config = NeMoRLLoss if loss["variant"] is None else variant_class(str(loss["variant"]), "")
-    except UserError:  # the section's own check says more
-        return adapted, []
+    except UserError:
+        # The check of the section reports the unknown variant with all other errors.
+        return settings, []
     if config.is_stock:
-        return adapted, []
-    notes = [*_replace_loss(loss, config, is_stock), *_replace_advantages(adapted, config)]
-    return adapted, [*notes, *_score_the_reference(adapted, config, is_stock)]
+        return settings, []
+    # In this order: the last one looks at the penalty that the first one has removed.
+    notes = list(_replace_loss(loss, config, is_stock))
+    notes += _replace_advantages(settings, config)
+    notes += _score_the_reference(settings, config, is_stock)
+    return settings, notes
 
 
 def _name_the_run(tree: Tree) -> None:
     """Name the run after the folder of its checkpoints."""
-    own = tree.setdefault("nemo_grpo", {})
-    own.setdefault("task", None)
-    own.setdefault("target", "cluster")
+    section = tree.setdefault("nemo_grpo", {})
+    section.setdefault("task", None)
+    section.setdefault("target", "cluster")
     folder = value_of(tree, "checkpointing.checkpoint_dir")
-    if isinstance(folder, str) and "run_name" not in own and "runs_dir" not in own:
-        own["run_name"], own["runs_dir"] = Path(folder).name, str(Path(folder).parent)
+    if isinstance(folder, str) and "run_name" not in section and "runs_dir" not in section:
+        section["run_name"] = Path(folder).name
+        section["runs_dir"] = str(Path(folder).parent)
 
 
 def _replace_loss(loss: Tree, config: Any, is_stock: Callable[[str], bool]) -> Iterator[str]:
@@ -101,47 +110,90 @@ def _replace_loss(loss: Tree, config: Any, is_stock: Callable[[str], bool]) -> I
     One rule for all parameters, the KL penalty included: a comparison of variants would otherwise mix a
     paper's values with those of whichever NeMo-RL file the recipe builds on.
     """
-    variant, stock_defaults = loss["variant"], NeMoRLLoss.keys()
     if config.stock_switch:
+        # NeMo-RL's switch to its own form of this objective, which the variant is anyway.
         loss.pop(config.stock_switch, None)
-    changes, can_be_kept = list[str](), False
+    changes = dict[str, bool]()
     if is_stock("loss_fn.token_level_loss"):
-        by_tokens = loss.pop("token_level_loss")
-        form = "token_mean" if by_tokens else "sequence_mean"
-        used = loss.get("aggregation", config.model_fields["aggregation"].default)
-        if used != form:
-            changes.append(f"token_level_loss={as_yaml(by_tokens)} -> aggregation={used}")
-            can_be_kept = True
+        changes |= _drop_stock_reduction(loss, config)
     else:
         yield from _replace_own_reduction(loss, config)
-    for key in [key for key in loss if key in stock_defaults and key not in ("variant", *OF_THE_ROLLOUTS)]:
-        field = config.model_fields.get(key)
-        if is_stock(f"loss_fn.{key}"):
-            value = loss.pop(key)
-            default = stock_defaults[key] if field is None else field.default
-            if value != default:
-                changes.append(f"{key}={as_yaml(value)} -> {as_yaml(default) if field else 'none'}")
-                can_be_kept = can_be_kept or field is not None
-        elif field is None and loss[key] == stock_defaults[key] and loss[key] in (None, False):
-            del loss[key]  # off, as in the variant
-        elif field is None and key not in REFUSED_STOCK_KEYS:
-            yield _replaced(f"loss_fn.{key}", loss.pop(key), f"{variant} has no such term")
+    stock_defaults = NeMoRLLoss.keys()
+    exempt = ("variant", *ROLLOUT_CORRECTIONS)
+    keys = [key for key in loss if key in stock_defaults and key not in exempt]
+    stock_keys = [key for key in keys if is_stock(f"loss_fn.{key}")]
+    own_keys = [key for key in keys if key not in stock_keys]
+    changes |= _drop_stock_values(loss, config, stock_keys)
+    yield from _drop_terms_of_nemo_rl(loss, config, own_keys)
     if changes:
+        can_be_kept = any(changes.values())
         remedy = "; write a key that it has beside loss_fn.variant to keep a value" if can_be_kept else ""
-        yield f"loss_fn: values of NeMo-RL's files give way to {variant}'s own: {', '.join(changes)}{remedy}"
+        yield (
+            f"loss_fn: values of NeMo-RL's files give way to {loss['variant']}'s own: {', '.join(changes)}"
+            f"{remedy}"
+        )
+
+
+def _drop_stock_reduction(loss: Tree, config: Any) -> dict[str, bool]:
+    """Remove ``token_level_loss``; return the change, as `_drop_stock_values` does."""
+    by_tokens = loss.pop("token_level_loss")
+    aggregation = _aggregation_of(loss, config)
+    if aggregation == _aggregation_named(by_tokens):
+        return {}
+    return {f"token_level_loss={as_yaml(by_tokens)} -> aggregation={aggregation}": True}
+
+
+def _drop_stock_values(loss: Tree, config: Any, keys: Iterable[str]) -> dict[str, bool]:
+    """Remove values of NeMo-RL's files.
+
+    Returns: change in words -> whether the variant has such a key, by which a writer could keep the value.
+    """
+    changes = {}
+    for key in keys:
+        value = loss.pop(key)
+        field = config.model_fields.get(key)
+        if field is not None and value != field.default:
+            changes[f"{key}={as_yaml(value)} -> {as_yaml(field.default)}"] = True
+        # A term that the variant lacks is worth a note only where NeMo-RL's file had switched it on.
+        if field is None and value != NeMoRLLoss.keys()[key]:
+            changes[f"{key}={as_yaml(value)} -> none"] = False
+    return changes
+
+
+def _drop_terms_of_nemo_rl(loss: Tree, config: Any, keys: Iterable[str]) -> Iterator[str]:
+    """Remove the writer's settings of terms that the variant lacks."""
+    for key in keys:
+        if key in config.model_fields:
+            continue
+        is_off = loss[key] == NeMoRLLoss.keys()[key] and loss[key] in (None, False)
+        if is_off:
+            # As in the variant, which needs no note.
+            del loss[key]
+        elif key not in REFUSED_STOCK_KEYS:
+            yield _replaced(f"loss_fn.{key}", loss.pop(key), f"{loss['variant']} has no such term")
+
+
+def _aggregation_of(loss: Tree, config: Any) -> str:
+    """Return the aggregation that a variant will use."""
+    return str(loss.get("aggregation", config.model_fields["aggregation"].default))
+
+
+def _aggregation_named(token_level_loss: bool) -> str:
+    """Return our name of NeMo-RL's ``token_level_loss``."""
+    return "token_mean" if token_level_loss else "sequence_mean"
 
 
 def _replace_own_reduction(loss: Tree, config: Any) -> Iterator[str]:
     """Convert the writer's ``token_level_loss`` to an aggregation where the paper takes the token mean."""
-    by_tokens, default = loss.pop("token_level_loss", None), config.model_fields["aggregation"].default
+    by_tokens = loss.pop("token_level_loss", None)
     if by_tokens is None:
         return
-    if by_tokens is False and default == "token_mean":
+    if by_tokens is False and config.model_fields["aggregation"].default == "token_mean":
         loss.setdefault("aggregation", "sequence_mean")
-    used = loss.get("aggregation", default)
-    if used != ("token_mean" if by_tokens else "sequence_mean"):
-        variant = loss["variant"]
-        yield _replaced("loss_fn.token_level_loss", by_tokens, f"{variant} has loss_fn.aggregation={used}")
+    aggregation = _aggregation_of(loss, config)
+    if aggregation != _aggregation_named(by_tokens):
+        instead = f"{loss['variant']} has loss_fn.aggregation={aggregation}"
+        yield _replaced("loss_fn.token_level_loss", by_tokens, instead)
 
 
 def _replace_advantages(tree: Tree, config: Any) -> Iterator[str]:
@@ -149,17 +201,23 @@ def _replace_advantages(tree: Tree, config: Any) -> Iterator[str]:
     loss = tree["loss_fn"]
     for key in ESTIMATOR:
         field = config.model_fields.get(key)
-        used = loss.get(key, field.default if field else False)
-        instead = f"has loss_fn.{key}={as_yaml(used)}" if field else "has advantages of its own"
-        places = [
+        if field is None:
+            trained = loss.get(key, False)
+            instead = "has advantages of its own"
+        else:
+            trained = loss.get(key, field.default)
+            instead = f"has loss_fn.{key}={as_yaml(trained)}"
+        differing = [
             place
             for place in (f"grpo.{key}", f"grpo.adv_estimator.{key}")
-            if value_of(tree, place) not in (None, used)
+            if value_of(tree, place) not in (None, trained)
         ]
-        if places:
-            yield _replaced(places[-1], value_of(tree, places[-1]), f"{loss['variant']} {instead}")
-        for place in places:
-            set_value(tree, place, used)
+        if differing:
+            # One note for both places; NeMo-RL reads adv_estimator's where it is set.
+            place = differing[-1]
+            yield _replaced(place, value_of(tree, place), f"{loss['variant']} {instead}")
+        for place in differing:
+            set_value(tree, place, trained)
 
 
 def _score_the_reference(tree: Tree, config: Any, is_stock: Callable[[str], bool]) -> Iterator[str]:
@@ -167,9 +225,11 @@ def _score_the_reference(tree: Tree, config: Any, is_stock: Callable[[str], bool
 
     They skip it because their own penalty is 0, and that has given way.
     """
-    penalty, field = "reference_policy_kl_penalty", config.model_fields.get("reference_policy_kl_penalty")
-    own = field is not None and penalty not in tree["loss_fn"] and field.default > 0
-    if own and value_of(tree, SKIP_REFERENCE) is True and is_stock(SKIP_REFERENCE):
+    penalty = "reference_policy_kl_penalty"
+    field = config.model_fields.get(penalty)
+    has_default_penalty = field is not None and penalty not in tree["loss_fn"] and field.default > 0
+    skips_by_stock_file = value_of(tree, SKIP_REFERENCE) is True and is_stock(SKIP_REFERENCE)
+    if has_default_penalty and skips_by_stock_file:
         set_value(tree, SKIP_REFERENCE, False)
         yield (
             f"{SKIP_REFERENCE}=true of NeMo-RL's files gives way to false: {tree['loss_fn']['variant']} has "
@@ -183,12 +243,15 @@ def _replaced(key: str, value: Any, instead: str) -> str:
 
 def data_sets(recipe: Recipe) -> list[tuple[str, Tree]]:
     """List NeMo-RL's data sets: (key of the recipe, settings with those of ``data.default``)."""
-    found = []
+    data_sets = []
     for split in ("train", "validation"):
         sets = getattr(recipe.data, split) or []
-        for one in [sets] if isinstance(sets, dict) else sets:
-            found.append((f"data.{split}", {**(recipe.data.default or {}), **one}))
-    return found
+        # NeMo-RL takes one data set as a mapping, and several as a list.
+        if isinstance(sets, dict):
+            sets = [sets]
+        for settings in sets:
+            data_sets.append((f"data.{split}", {**(recipe.data.default or {}), **settings}))
+    return data_sets
 
 
 def has_images(recipe: Recipe) -> bool:
@@ -203,6 +266,7 @@ def has_images(recipe: Recipe) -> bool:
 
 def prompt_file(name: str, repository: Path) -> Path:
     """Find a prompt's file by its path from here or, as in NeMo-RL's recipes, from NeMo-RL's repository."""
+    # From here first: a user's prompt of the same name as NeMo-RL's is the one that is meant.
     for path in (Path(name), repository / name):
         if path.is_file():
             return path
@@ -214,7 +278,9 @@ def prompt_file(name: str, repository: Path) -> Path:
 
 @rule(Scope.CLUSTER)
 def environments_of_the_data_are_configured(recipe: Recipe) -> Iterator[str]:
-    for key, data in data_sets(recipe) if recipe.nemo_grpo.task is None else ():
+    if recipe.nemo_grpo.task is not None:
+        return
+    for key, data in data_sets(recipe):
         name = data.get("env_name")
         if name not in recipe.env.settings:
             yield (
@@ -225,9 +291,12 @@ def environments_of_the_data_are_configured(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ALL)
 def task_settings_need_a_task(recipe: Recipe) -> Iterator[str]:
-    own = recipe.nemo_grpo
-    for key in ("prompt", "rewards", "new_model") if own.task is None else ():
-        if getattr(own, key) != type(own).model_fields[key].get_default(call_default_factory=True):
+    section = recipe.nemo_grpo
+    if section.task is not None:
+        return
+    for key in ("prompt", "rewards", "new_model"):
+        default = type(section).model_fields[key].get_default(call_default_factory=True)
+        if getattr(section, key) != default:
             yield (
                 f"nemo_grpo.{key}: without nemo_grpo.task prompts and rewards are those of NeMo-RL's data "
                 "and env; set a task, or remove it"

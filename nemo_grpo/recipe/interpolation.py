@@ -23,11 +23,15 @@ from nemo_grpo.support.errors import UNREADABLE, UserError, first_line, shown
 
 Tree = dict[str, Any]
 
-FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+FLOAT32_MIN = 2.0**-126
+"""Smallest normal number of float32."""
+FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+"""Largest number of float32."""
 
 
 def _product(*values: Any) -> Any:
-    if any(isinstance(value, str) for value in values):  # a text times an integer is a longer text
+    # Python would repeat a text that it multiplies by an integer.
+    if any(isinstance(value, str) for value in values):
         raise TypeError(f"mul takes numbers, not {values}")
     return math.prod(values)
 
@@ -42,7 +46,10 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
 
 _REFERENCE = re.compile(r"\$\{(\.*)(\w[\w.]*)\}")
 _READ_FROM_THIS_MACHINE = list[str]()
-"""Names that ``${oc.env:...}`` and ``${shipped_model:...}`` have read."""
+"""Names that ``${oc.env:...}`` and ``${shipped_model:...}`` have read since it was last cleared.
+
+OmegaConf calls a resolver with its arguments alone, so a list of the module is how `_resolved` learns it.
+"""
 
 
 def _environment_variable(name: str, *default: Any) -> Any:
@@ -63,8 +70,9 @@ def register_resolvers() -> None:
     for name, function in RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
             register(name, function)
+    # Always ours: they note what they read.
     register("oc.env", _environment_variable, replace=True)
-    register("shipped_model", _shipped_model, replace=True)
+    register(shipped.MODEL_RESOLVER, _shipped_model, replace=True)
 
 
 class Resolved(NamedTuple):
@@ -89,7 +97,12 @@ def resolve(tree: Mapping[str, Any]) -> Resolved:
     register_resolvers()
     try:
         plain = copy.deepcopy(dict(tree))
-        values, references = _resolved(tree, OmegaConf.create(plain)) if _refers(tree) else (plain, {})
+        if _refers(tree):
+            values, references = _resolved(tree, OmegaConf.create(plain))
+        else:
+            # OmegaConf takes most of the time of loading, and has nothing to do in a resolved recipe.
+            values = plain
+            references = {}
     except MissingMandatoryValue as error:
         raise UserError(
             f"{error.full_key}=???: the recipe leaves this to you; add {error.full_key}=... "
@@ -103,22 +116,33 @@ def resolve(tree: Mapping[str, Any]) -> Resolved:
 
 
 def _refers(value: Any) -> bool:
-    return any(isinstance(text, str) and ("${" in text or text == "???") for text in scalars(value))
+    """True if a value contains a reference, or the mark of a missing value."""
+    texts = [scalar for scalar in scalars(value) if isinstance(scalar, str)]
+    return any("${" in text or text == "???" for text in texts)
 
 
 def _resolved(tree: Mapping[str, Any], config: DictConfig) -> tuple[Tree, Tree]:
-    values, references = Tree(), Tree()
+    """Resolve a section, and collect the references to this machine in it.
+
+    Args:
+        tree: The section with its references.
+        config: The same section as OmegaConf's, which resolves a value when it is read.
+    """
+    values = Tree()
+    references = Tree()
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            values[name], below = _resolved(value, config[name])
-            references |= {name: below} if below else {}
+            values[name], references_below = _resolved(value, config[name])
+            if references_below:
+                references[name] = references_below
         elif _refers(value):
             _READ_FROM_THIS_MACHINE.clear()
-            node = config[name]  # resolves it
-            is_node = OmegaConf.is_config(node)
-            found = OmegaConf.to_container(node, resolve=True, throw_on_missing=True) if is_node else node
-            values[name] = found
-            if _READ_FROM_THIS_MACHINE and any(isinstance(scalar, str) for scalar in scalars(found)):
+            resolved = config[name]
+            if OmegaConf.is_config(resolved):
+                resolved = OmegaConf.to_container(resolved, resolve=True, throw_on_missing=True)
+            values[name] = resolved
+            has_text = any(isinstance(scalar, str) for scalar in scalars(resolved))
+            if _READ_FROM_THIS_MACHINE and has_text:
                 references[name] = value
         else:
             values[name] = copy.deepcopy(value)
@@ -127,18 +151,26 @@ def _resolved(tree: Mapping[str, Any], config: DictConfig) -> tuple[Tree, Tree]:
 
 def _referred(tree: Mapping[str, Any], key: str) -> str:
     """Write ``, with grpo.seed="one"`` for each key that a value refers to, or a parent that is a value."""
-    found = {}
-    for whole in _keys_in(key, value_of(tree, key)):
-        parts = (*parents(whole), whole)
-        last = next((part for part in parts if not isinstance(value_of(tree, part), Mapping)), whole)
-        found[last] = shown(value_of(tree, last))
-    return "".join(f", with {name}={value}" for name, value in found.items())
+    values = {}
+    for referred_key in _keys_in(key, value_of(tree, key)):
+        parts = (*parents(referred_key), referred_key)
+        # A reference below a value, as grpo.seed.x, fails because of that value.
+        first_value = next(
+            (part for part in parts if not isinstance(value_of(tree, part), Mapping)), referred_key
+        )
+        values[first_value] = shown(value_of(tree, first_value))
+    return "".join(f", with {name}={value}" for name, value in values.items())
 
 
 def _keys_in(key: str, value: Any) -> Iterator[str]:
     """Yield the absolute keys that a value refers to."""
     for dots, name in _REFERENCE.findall(str(value)):
-        yield ".".join([*key.split(".")[: -len(dots)], name]) if dots else name
+        if dots:
+            # Relative: one dot is the key's own section, two its parent.
+            section = key.split(".")[: -len(dots)]
+            yield ".".join([*section, name])
+        else:
+            yield name
 
 
 def with_plain_values(tree: Mapping[Any, Any], where: str) -> Tree:
@@ -148,8 +180,11 @@ def with_plain_values(tree: Mapping[Any, Any], where: str) -> Tree:
     """
     for key, value in leaves(tree):
         for scalar in (key, *scalars(value)):
-            if rule := _unusable(scalar):
-                raise UserError(f"{where}: {key.split(chr(0))[0]:.100}: {rule}")
+            rule = _unusable(scalar)
+            if rule:
+                # The key itself may have the NUL character, and any length.
+                printable_key = key.split("\0")[0][:100]
+                raise UserError(f"{where}: {printable_key}: {rule}")
     return {str(key): value for key, value in tree.items()}
 
 
@@ -157,9 +192,11 @@ def _unusable(scalar: Any) -> str | None:
     """Return the reason against a number or a text, or None."""
     if isinstance(scalar, int) and scalar.bit_length() > 63:
         return f"an integer of {scalar.bit_length()} bits; the largest is {2**63 - 1}"
+    # Infinity, NaN and 0 as they are written are left to the range of their key.
     is_number = isinstance(scalar, float) and math.isfinite(scalar) and scalar != 0
     if is_number and not FLOAT32_MIN <= abs(scalar) <= FLOAT32_MAX:
-        return f"{scalar} is {'0' if abs(scalar) < 1 else 'infinite'} in the float32 of all computations"
+        in_float32 = "0" if abs(scalar) < 1 else "infinite"
+        return f"{scalar} is {in_float32} in the float32 of all computations"
     if isinstance(scalar, str) and "\0" in scalar:
         return "a text with a NUL character; remove it"
     return None

@@ -23,8 +23,6 @@ CHECKED_ELSEWHERE = ("nemo_grpo.task.", "nemo_grpo.rewards.")
 
 OURS = ("loss_fn", "nemo_grpo")
 """Sections whose keys the variants, the tasks and our own models check."""
-
-
 LATER = {
     "checkpointing.load_replay_buffer": 3583,
     "grpo.length_penalty": 3604,
@@ -37,16 +35,21 @@ LATER = {
 @cache
 def known_keys() -> frozenset[str]:
     """Collect every dotted leaf key that a recipe can have: NeMo-RL's, the variants' and ours."""
-    variants = {f"loss_fn.{name}" for config in OBJECTIVES.values() for name in config.model_fields}
-    ours = {f"nemo_grpo.{key}" for key, is_section in model_keys(NemoGRPOSection) if not is_section}
-    return nemo_rl_keys() | variants | ours
+    keys = set(nemo_rl_keys())
+    for config in OBJECTIVES.values():
+        keys.update(f"loss_fn.{name}" for name in config.model_fields)
+    keys.update(f"nemo_grpo.{key}" for key, is_section in model_keys(NemoGRPOSection) if not is_section)
+    return frozenset(keys)
 
 
 @cache
 def sections() -> frozenset[str]:
     """Collect every dotted key that has keys below it."""
-    above = (parent for key in known_keys() for parent in parents(key))
-    return frozenset(above).union(entries().keys() - nemo_rl_keys())
+    # Some sections of NeMo-RL's schema have no recorded key below them.
+    sections = set(entries().keys() - nemo_rl_keys())
+    for key in known_keys():
+        sections.update(parents(key))
+    return frozenset(sections)
 
 
 def is_known(key: str) -> bool:
@@ -59,43 +62,70 @@ def dotted_key_errors(tree: Mapping[str, Any], section: str = "") -> list[str]:
     if _is_free(section) or f"{section}.".startswith(CHECKED_ELSEWHERE):
         return []
     errors = list[str]()
+    place = f" below {section}" if section else ""
     for name, value in tree.items():
-        key, below = f"{section}.{name}".removeprefix("."), f" below {section}" if section else ""
+        key = f"{section}.{name}" if section else str(name)
         if "." in str(name):
-            nested = f"{': {'.join(str(name).split('.'))}: {shown(value)}" + "}" * str(name).count(".")
-            errors.append(f"{key}={shown(value)}: a file nests its keys; write `{nested}`{below}")
+            remedy = f"write `{_nested(str(name), value)}`{place}"
+            errors.append(f"{key}={shown(value)}: a file nests its keys; {remedy}")
         elif isinstance(value, Mapping):
             errors += dotted_key_errors(value, key)
     return errors
 
 
+def _nested(dotted_name: str, value: Any) -> str:
+    """Write ``a.b=1`` as YAML nests it: ``a: {b: 1}``."""
+    names = dotted_name.split(".")
+    opened = ": {".join(names)
+    return f"{opened}: {shown(value)}{'}' * (len(names) - 1)}"
+
+
 def unknown_key_errors(tree: Mapping[str, Any]) -> list[str]:
     """Return a message for each unknown key at the top level or in NeMo-RL's sections."""
-    return [
-        unknown_key_message(key, value)
-        for key, value in leaves(tree)
-        if key.split(".")[0] not in OURS and not is_known(key) and not _hangs_below_a_value(key)
-    ]
+    errors = []
+    for key, value in leaves(tree):
+        is_checked_elsewhere = key.split(".")[0] in OURS or _hangs_below_a_value(key)
+        if not is_checked_elsewhere and not is_known(key):
+            errors.append(unknown_key_message(key, value))
+    return errors
 
 
 def unknown_key_message(key: str, value: Any) -> str:
     """Write ``key=value: rule; remedy`` for a key that a recipe cannot have."""
-    bad = next((part for part in [*parents(key), key] if not is_known(part)), key)
-    if bad in LATER:
+    # The outermost part that is wrong: in polcy.model_name it is the section.
+    wrong_part = next((part for part in [*parents(key), key] if not is_known(part)), key)
+    if wrong_part in LATER:
         return (
-            f"{key}={shown(value)}: {bad} is of a later NeMo-RL (its pull request {LATER[bad]}) than "
-            f"{V0_7_0} and {HEAD}, which this package knows and which would run without it; leave it out"
+            f"{key}={shown(value)}: {wrong_part} is of a later NeMo-RL (its pull request "
+            f"{LATER[wrong_part]}) than {V0_7_0} and {HEAD}, which this package knows and which would run "
+            "without it; leave it out"
         )
-    parent, _, name = bad.rpartition(".")
+    parent, _, name = wrong_part.rpartition(".")
+    if parent:
+        rule = f"{wrong_part} is not a key of {parent}"
+    else:
+        rule = f"{wrong_part} is not a section of a recipe"
+    return f"{key}={shown(value)}: {rule}{_remedy(key, name, parent)}"
+
+
+def _remedy(key: str, name: str, parent: str) -> str:
+    """Suggest what to write in place of an unknown key.
+
+    Args:
+        key: The key as it was written.
+        name: Its first part that is unknown.
+        parent: The section of that part.
+    """
+    # Another library's name first: it is exact, while a similar key may be a coincidence.
+    advice = advice_on_verl(key) or advice_on(name)
+    if advice:
+        return advice
     siblings = _names_below(parent)
-    where = f"is not a key of {parent}" if parent else "is not a section of a recipe"
-    if other := advice_on_verl(key) or advice_on(name):
-        return f"{key}={shown(value)}: {bad} {where}{other}"
     if not difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
-        elsewhere = sorted(known for known in known_keys() if known.endswith(f".{name}"))
-        if elsewhere:
-            return f"{key}={shown(value)}: {bad} {where}; did you mean {' or '.join(elsewhere[:3])}?"
-    return f"{key}={shown(value)}: {bad} {where}{did_you_mean(name, siblings)}"
+        same_name = sorted(known_key for known_key in known_keys() if known_key.endswith(f".{name}"))
+        if same_name:
+            return f"; did you mean {' or '.join(same_name[:3])}?"
+    return did_you_mean(name, siblings)
 
 
 def unread_key_messages(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -107,10 +137,16 @@ def unread_key_messages(tree: Mapping[str, Any]) -> Iterator[str]:
 
 def _read_instead(key: str) -> str:
     """Suggest a key of the same words in any order, or to remove it."""
-    words = sorted(key.rpartition(".")[2].split("_"))
-    read = sorted(known_keys() - unread_keys())
-    same = [known for known in read if sorted(known.rpartition(".")[2].split("_")) == words]
-    return f"did you mean {same[0]}?" if same else "remove it"
+    words = _words(key)
+    for read_key in sorted(known_keys() - unread_keys()):
+        if _words(read_key) == words:
+            return f"did you mean {read_key}?"
+    return "remove it"
+
+
+def _words(key: str) -> list[str]:
+    """List the words of a key's last part, sorted."""
+    return sorted(key.rpartition(".")[2].split("_"))
 
 
 def _is_free(key: str) -> bool:
@@ -131,10 +167,12 @@ def _names_below(parent: str) -> set[str]:
 def model_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
     """Yield the dotted keys of a model and of its sections, and whether each is a section."""
     for name, field in model.model_fields.items():
-        nested = [t for t in (field.annotation, *get_args(field.annotation)) if _is_model(t)]
-        yield f"{prefix}{name}", bool(nested)
-        if nested:
-            yield from model_keys(nested[0], f"{prefix}{name}.")
+        # An optional section has the model among the arguments of its union.
+        types = (field.annotation, *get_args(field.annotation))
+        section = next((annotation for annotation in types if _is_model(annotation)), None)
+        yield f"{prefix}{name}", section is not None
+        if section is not None:
+            yield from model_keys(section, f"{prefix}{name}.")
 
 
 def _is_model(annotation: Any) -> bool:

@@ -42,7 +42,14 @@ class Layout:
     @property
     def sequence_multiple(self) -> int:
         """Multiple to which sequences are padded: 2 CP, times TP with sequence_parallel."""
-        return (2 * self.context if self.context > 1 else 1) * (self.tensor if self.sequence_parallel else 1)
+        multiple = 1
+        if self.context > 1:
+            # Each context rank has a chunk from the front and one from the back: causal attention costs
+            # more towards the end of a sequence.
+            multiple *= 2 * self.context
+        if self.sequence_parallel:
+            multiple *= self.tensor
+        return multiple
 
     def tokens_at_once(self, vocab_size: int, device: str = "cpu") -> int:
         """Count the tokens whose logits the embedded engine holds at once."""
@@ -53,12 +60,24 @@ class Layout:
 
         Rounds down where they do not divide, which `stage_refusals` refuses.
         """
-        first, last = self.first_stage_layers, self.last_stage_layers
-        rest = num_layers - (first or 0) - (last or 0)
-        inner = self.pipeline - (first is not None) - (last is not None)
-        each = rest // inner if inner > 0 else 0
-        middle = [each] * max(inner, 0)
-        return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
+        num_equal_layers, num_equal_stages = self.equal_part(num_layers)
+        stages = []
+        if self.first_stage_layers is not None:
+            stages.append(self.first_stage_layers)
+        if num_equal_stages > 0:
+            stages += [num_equal_layers // num_equal_stages] * num_equal_stages
+        if self.last_stage_layers is not None:
+            stages.append(self.last_stage_layers)
+        return stages
+
+    def equal_part(self, num_layers: int) -> tuple[int, int]:
+        """Return the layers, and the stages, that an uneven pipeline leaves to be shared out equally."""
+        num_stages = self.pipeline
+        for stage_layers in (self.first_stage_layers, self.last_stage_layers):
+            if stage_layers is not None:
+                num_layers -= stage_layers
+                num_stages -= 1
+        return num_layers, num_stages
 
 
 def width_refusals(
@@ -66,21 +85,37 @@ def width_refusals(
 ) -> Iterator[str]:
     """Yield reasons why the tensor-parallel size under this key does not divide the model.
 
-    Args: per_node: GPUs of a node, divisible by every size in a remedy.
-          embedded: as the embedded engine divides a model, with key heads of its own on every rank and a
-          padded vocabulary; else ranks may share a key head.
+    Args:
+        spec: Shape of the model.
+        key: Key of the recipe, for messages.
+        size: Its value.
+        per_node: GPUs of a node, divisible by every size in a remedy.
+        embedded: As the embedded engine divides a model, with key heads of its own on every rank and a
+            padded vocabulary; else ranks may share a key head.
     """
-    heads, kv = spec.num_attention_heads, spec.num_key_value_heads
-    sizes = [n for n in range(1, heads + 1) if per_node is None or not per_node % n]
-    fits = [n for n in sizes if not heads % n and (not kv % n or not (embedded or n % kv))]
-    if heads % size:
+    num_heads = spec.num_attention_heads
+    num_key_heads = spec.num_key_value_heads
+
+    def divides_key_heads(ranks: int) -> bool:
+        if num_key_heads % ranks == 0:
+            return True
+        # On the cluster several ranks may have a copy of the same key head.
+        return not embedded and ranks % num_key_heads == 0
+
+    sizes = [ranks for ranks in range(1, num_heads + 1) if per_node is None or per_node % ranks == 0]
+    fitting = [ranks for ranks in sizes if num_heads % ranks == 0 and divides_key_heads(ranks)]
+    if num_heads % size:
         yield (
-            f"{key}={size} does not divide num_attention_heads={heads} of {spec.name}; use "
-            f"{_near(fits, size)}"
+            f"{key}={size} does not divide num_attention_heads={num_heads} of {spec.name}; use "
+            f"{_near(fitting, size)}"
         )
-    elif kv % size and (embedded or size % kv):
+    elif not divides_key_heads(size):
         rule = "does not divide" if embedded else "neither divides nor is a multiple of"
-        yield f"{key}={size} {rule} num_key_value_heads={kv} of {spec.name}; use {_near(fits, size)}"
+        yield (
+            f"{key}={size} {rule} num_key_value_heads={num_key_heads} of {spec.name}; use "
+            f"{_near(fitting, size)}"
+        )
+    # Of a model with experts the feed-forward width is theirs, which expert TP divides.
     elif not spec.num_experts and spec.ffn_size % size:
         yield f"{key}={size} does not divide intermediate_size={spec.ffn_size} of {spec.name}; use a divisor"
     elif not embedded and spec.vocab_size % size:
@@ -89,39 +124,56 @@ def width_refusals(
 
 def stage_refusals(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     """Yield reasons why the layers cannot be split into these pipeline stages."""
-    given = [n for n in (layout.first_stage_layers, layout.last_stage_layers) if n is not None]
-    rest, stages = spec.num_layers - sum(given), layout.pipeline - len(given)
-    if stages < 0 or rest < stages or (stages and rest % stages) or (not stages and rest):
-        near = _near([n for n in range(1, spec.num_layers + 1) if not spec.num_layers % n], layout.pipeline)
-        yield (
-            f"{_KEY}.pipeline_model_parallel_size={layout.pipeline} leaves {rest} of the {spec.num_layers} "
-            f"layers of {spec.name} for {stages} equal stages; use {near}, or set "
-            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
-        )
+    if _has_equal_stages(spec, layout):
+        return
+    num_layers, num_stages = layout.equal_part(spec.num_layers)
+    divisors = [stages for stages in range(1, spec.num_layers + 1) if spec.num_layers % stages == 0]
+    yield (
+        f"{_KEY}.pipeline_model_parallel_size={layout.pipeline} leaves {num_layers} of the {spec.num_layers} "
+        f"layers of {spec.name} for {num_stages} equal stages; use {_near(divisors, layout.pipeline)}, or "
+        "set num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+    )
+
+
+def _has_equal_stages(spec: ModelSpec, layout: Layout) -> bool:
+    """True if the stages without a number of their own can share the remaining layers equally."""
+    num_layers, num_stages = layout.equal_part(spec.num_layers)
+    if num_stages == 0:
+        return num_layers == 0
+    # Fewer layers than stages, or a negative number, would leave a stage empty.
+    return num_stages > 0 and num_layers >= num_stages and num_layers % num_stages == 0
 
 
 def expert_refusals(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     """Yield reasons why the experts cannot be split over these ranks."""
-    ep, etp, experts = layout.expert, layout.expert_tensor, spec.num_experts
-    if not experts and ep * etp > 1:
-        yield f"{_KEY}.expert_model_parallel_size={ep}: {spec.name} has no experts; use 1"
-    elif experts and experts % ep:
-        yield f"{_KEY}.expert_model_parallel_size={ep} does not divide num_experts={experts}; use a divisor"
-    elif experts and spec.ffn_size % etp:
+    num_experts = spec.num_experts
+    if not num_experts:
+        if layout.expert * layout.expert_tensor > 1:
+            yield f"{_KEY}.expert_model_parallel_size={layout.expert}: {spec.name} has no experts; use 1"
+        return
+    if num_experts % layout.expert:
         yield (
-            f"{_KEY}.expert_tensor_parallel_size={etp} does not divide "
+            f"{_KEY}.expert_model_parallel_size={layout.expert} does not divide num_experts={num_experts}; "
+            "use a divisor"
+        )
+    elif spec.ffn_size % layout.expert_tensor:
+        yield (
+            f"{_KEY}.expert_tensor_parallel_size={layout.expert_tensor} does not divide "
             f"moe_intermediate_size={spec.ffn_size}; use 1"
         )
     # megatron-core's MoE layer raises a ValueError in the first training forward (transformer/moe/moe_layer).
-    if experts and layout.tensor > 1 and not layout.sequence_parallel:
+    if layout.tensor > 1 and not layout.sequence_parallel:
         yield (
             f"{_KEY}.sequence_parallel=false with tensor_model_parallel_size={layout.tensor}: megatron-core "
             f"trains experts, which {spec.name} has, under TP only with sequence parallelism; set it to true"
         )
 
 
-def _near(values: list[int], wanted: int) -> str:
-    """List the values next to ``wanted``, below and above."""
-    chosen = {max((v for v in values if v < wanted), default=min(values))}
-    chosen |= {v for v in values if v > wanted and v == min(u for u in values if u > wanted)}
-    return " or ".join(map(str, sorted(chosen)))
+def _near(values: list[int], size: int) -> str:
+    """Name the values next to a size, below and above; the smallest where none is below."""
+    below = max((value for value in values if value < size), default=min(values))
+    above = [value for value in values if value > size]
+    nearest = {below}
+    if above:
+        nearest.add(min(above))
+    return " or ".join(map(str, sorted(nearest)))

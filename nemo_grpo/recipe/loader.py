@@ -24,53 +24,64 @@ REWARDS = "nemo_grpo.rewards"
 STOCK_FOLDER = "/examples/configs/"
 """Folder of NeMo-RL's recipes in its repository."""
 OVERRIDE = "an override"
-"""Value in `Written.given` of a key that an override set."""
+"""Origin of a key that an override set."""
 
 
 class Written(NamedTuple):
     """Settings as their writer left them: files merged, overrides applied, interpolations unresolved.
 
-    Attributes: tree: nested.  given: key -> the file that gave its value, or `OVERRIDE`.
-        stock: NeMo-RL's files, see `_is_stock`.  order: all files, bases first.
+    Attributes:
+        tree: Nested settings.
+        origins: Key -> the file that gave its value, or `OVERRIDE`.
+        stock: NeMo-RL's files, see `_is_stock`.
+        order: All files, bases first.
     """
 
     tree: Tree
-    given: Mapping[str, str]
+    origins: Mapping[str, str]
     stock: frozenset[str] = frozenset()
     order: tuple[str, ...] = ()
 
     def over(self, base: "Written") -> "Written":
         """Merge these settings onto others, see `merge`."""
-        tree, given = merge(base.tree, self.tree), {**base.given, **self.given}
-        left = {key: given[key] for key, _ in leaves(tree) if key in given}
-        return Written(tree, left, base.stock | self.stock, (*base.order, *self.order))
+        tree = merge(base.tree, self.tree)
+        origins = {**base.origins, **self.origins}
+        # Where a section replaces a base's value, or a value a section, keys of the base are gone.
+        present = {key: origins[key] for key, _ in leaves(tree) if key in origins}
+        return Written(tree, present, base.stock | self.stock, (*base.order, *self.order))
 
     def with_overrides(self, overrides: Iterable[str]) -> "Written":
         """Apply overrides in order, see `apply_overrides`."""
         overrides = list(overrides)
         tree = apply_overrides(self.tree, overrides)
-        keys = {override.removeprefix("++").partition("=")[0] for override in overrides}
-        given = {
-            key: self.given.get(key, OVERRIDE) if keys.isdisjoint((*parents(key), key)) else OVERRIDE
-            for key, _ in leaves(tree)
-        }
-        return Written(tree, given, self.stock, self.order)
+        overridden = {override.removeprefix("++").partition("=")[0] for override in overrides}
+        origins = {}
+        for key, _ in leaves(tree):
+            # An override of a section sets all keys below it.
+            is_overridden = not overridden.isdisjoint((*parents(key), key))
+            origins[key] = OVERRIDE if is_overridden else self.origins.get(key, OVERRIDE)
+        return Written(tree, origins, self.stock, self.order)
 
-    def is_above(self, key: str, other: str) -> bool:
+    def is_above(self, key: str, reference_key: str) -> bool:
         """True if a key's value was set after another's: by an override, or a file on top of its file."""
-        places = [*self.order, OVERRIDE]
-        first, second = self.given.get(key), self.given.get(other)
-        return first in places and second in places and places.index(first) > places.index(second)
+        layers = [*self.order, OVERRIDE]
+        origin = self.origins.get(key)
+        reference_origin = self.origins.get(reference_key)
+        if origin not in layers or reference_origin not in layers:
+            return False
+        return layers.index(origin) > layers.index(reference_origin)
 
     def is_stock(self, key: str) -> bool:
         """True for a value that came from NeMo-RL's own files."""
-        return self.given.get(key) in self.stock
+        return self.origins.get(key) in self.stock
 
 
 def read(path: str | Path, overrides: Iterable[str] = ()) -> Written:
     """Read one file merged onto its ``defaults``, with overrides.
 
-    Args:   path: a file, or the name of a shipped recipe, such as ``quickstart``.
+    Args:
+        path: A file, or the name of a shipped recipe, such as ``quickstart``.
+        overrides: See `apply_overrides`.
     Raises: UserError: a file is missing, a sweep or not a YAML mapping, the defaults form a cycle, or an
             override cannot be applied.
     """
@@ -87,16 +98,24 @@ def load_tree(path: str | Path) -> Tree:
 
 
 def _read(path: Path, including: tuple[Path, ...]) -> Written:
-    resolved = path.resolve()
-    if resolved in including:
-        circle = " -> ".join(str(p.name) for p in (*including[including.index(resolved) :], resolved))
-        raise UserError(f"{path}: defaults form a cycle ({circle}); remove one of them")
+    """Read one file merged onto its ``defaults``.
+
+    Args:
+        path: The file.
+        including: Files, outermost first, whose ``defaults`` have led to it.
+    """
+    real_path = path.resolve()
+    if real_path in including:
+        cycle = [*including[including.index(real_path) :], real_path]
+        names = " -> ".join(file.name for file in cycle)
+        raise UserError(f"{path}: defaults form a cycle ({names}); remove one of them")
     tree = _read_yaml(path)
     bases = tree.pop("defaults", [])
-    bases = [bases] if isinstance(bases, str) else bases
+    if isinstance(bases, str):
+        bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise UserError(f"{path}: defaults={bases!r} must be a file name or a list of file names")
-    below = Written({}, {})
+    merged_bases = Written({}, {})
     for base in bases:
         file = shipped.beside(path, base)
         if not file.is_file():
@@ -104,11 +123,12 @@ def _read(path: Path, including: tuple[Path, ...]) -> Written:
                 f"{path}: defaults={base!r}: there is no file {file}; paths are relative to the recipe, and "
                 f"a shipped recipe is {shipped.SCHEME}base/embedded.yaml or the like"
             )
-        below = _read(file, (*including, resolved)).over(below)
-    given = {key: str(resolved) for key, _ in leaves(tree)}
-    merged = Written(tree, given, order=(str(resolved),)).over(below)
-    if _is_stock(resolved, merged.tree, is_base=bool(including)):
-        merged = merged._replace(stock=below.stock | {str(resolved)})
+        # A later base goes over an earlier one.
+        merged_bases = _read(file, (*including, real_path)).over(merged_bases)
+    origins = {key: str(real_path) for key, _ in leaves(tree)}
+    merged = Written(tree, origins, order=(str(real_path),)).over(merged_bases)
+    if _is_stock(real_path, merged.tree, is_base=bool(including)):
+        merged = merged._replace(stock=merged_bases.stock | {str(real_path)})
     return merged
 
 
@@ -127,6 +147,7 @@ def _read_yaml(path: Path) -> Tree:
     if path.is_dir():
         raise UserError(f"{path} is a folder; give a recipe file")
     with reading(path, "valid YAML", "give a recipe file", *_PARSER_ERRORS):
+        # A copy, because the cached tree is shared and its reader takes ``defaults`` out.
         tree = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds a list; a recipe is a mapping of sections")
@@ -136,22 +157,26 @@ def _read_yaml(path: Path) -> Tree:
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> Any:
     """Parse a file's text; cached, because many recipes share a base."""
+    # OmegaConf's YAML: it differs from PyYAML's in numbers such as 1e-6, and NeMo-RL reads with it.
     return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     """Merge ``over`` onto ``base``: mappings key by key, everything else replaces.
 
-    A mapping of ``over`` with ``_override_: true`` replaces the one of ``base`` as a whole.
+    A mapping of ``over`` with ``_override_: true`` replaces the one of ``base`` as a whole, as in NeMo-RL.
     """
     merged = dict(base)
     for key, value in over.items():
-        if isinstance(value, Mapping):
-            replaces = bool(value.get("_override_", False))
-            below = merged.get(key)
-            value = {k: v for k, v in value.items() if k != "_override_"}
-            value = merge(below if isinstance(below, Mapping) and not replaces else {}, value)
-        merged[key] = value
+        if not isinstance(value, Mapping):
+            merged[key] = value
+            continue
+        base_section = merged.get(key)
+        if value.get("_override_", False) or not isinstance(base_section, Mapping):
+            base_section = {}
+        section = {name: below for name, below in value.items() if name != "_override_"}
+        # An empty base, too, is merged: the mapping may have _override_ further down.
+        merged[key] = merge(base_section, section)
     return merged
 
 
@@ -175,10 +200,13 @@ def parse_override(override: str) -> tuple[str, Any]:
     """Split ``key=value`` into the dotted key and the value, typed as YAML types it."""
     key, separator, text = override.removeprefix("++").partition("=")
     section, name = _section_and_name(key)
-    names = [*section.split("."), name] if section else [name]
+    names = [name]
+    if section:
+        names += section.split(".")
     if not separator or not all(names):
         raise UserError(f"override {override!r} must be key=value, ++key=value or ~key, such as grpo.seed=1")
     with reading(f"override {shown(override)}: the value", "valid YAML", "quote it", *_PARSER_ERRORS):
+        # The parsed value is shared by the cache.
         value = copy.deepcopy(_parsed_value(text))
     return key, with_plain_values(value, "the override")["value"]
 
@@ -204,26 +232,30 @@ def _section_and_name(key: str) -> tuple[str, str]:
 
 
 def _set(tree: Tree, key: str, value: Any) -> None:
+    """Set a key in place, and make the sections that it needs."""
     section, name = _section_and_name(key)
-    for above in [*parents(section), section] if section else []:
-        below = value_of(tree, above)
-        outer, _, inner = above.rpartition(".")
-        is_null = below is None and inner in (value_of(tree, outer, {}) if outer else tree)
-        if below is None and not (is_known(key) or is_null):
-            raise UserError(unknown_key_message(key, value))
-        if below is not None and not isinstance(below, dict):
+    enclosing_sections = [*parents(section), section] if section else []
+    for enclosing in enclosing_sections:
+        content = value_of(tree, enclosing)
+        if content is None:
+            # A misspelt section is refused here, where the override is known. A section that is null in the
+            # recipe itself has passed the checks of its file.
+            if not is_known(key) and is_missing(tree, enclosing):
+                raise UserError(unknown_key_message(key, value))
+            set_value(tree, enclosing, {})
+        elif not isinstance(content, dict):
             raise UserError(
-                f"{key}={shown(value)}: {above} is {shown(below)}, not a section; set {above} instead"
+                f"{key}={shown(value)}: {enclosing} is {shown(content)}, not a section; set {enclosing} "
+                "instead"
             )
-        if below is None:
-            set_value(tree, above, {})
     holder = value_of(tree, section) if section else tree
     holder[name] = value
 
 
 def _delete(tree: Tree, key: str) -> None:
+    """Remove a key in place."""
     section, name = _section_and_name(key)
-    node = value_of(tree, section) if section else tree
-    if not isinstance(node, dict) or name not in node:
+    holder = value_of(tree, section) if section else tree
+    if not isinstance(holder, dict) or name not in holder:
         raise UserError(f"~{key}: the recipe has no {key} to remove; look at `nemo-grpo recipe resolve`")
-    del node[name]
+    del holder[name]

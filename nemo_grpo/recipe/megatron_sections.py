@@ -16,15 +16,13 @@ class Section(BaseModel):
     PLACES: ClassVar[tuple[str, ...]] = ()
     EXTENDS: ClassVar[tuple[str, ...]] = ()
 
-    model_config = ConfigDict(
-        extra="allow", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
     @model_serializer(mode="wrap")
     def _without_default_nulls(self, dump: Any) -> dict[str, Any]:
         """Leave out nulls that are defaults: they would replace NeMo-RL's own default."""
-        given = self.model_fields_set
-        return {name: value for name, value in dump(self).items() if value is not None or name in given}
+        set_fields = self.model_fields_set
+        return {name: value for name, value in dump(self).items() if value is not None or name in set_fields}
 
 
 class Switch(Section):
@@ -137,8 +135,8 @@ class Peft(Section):
     @property
     def layers(self) -> tuple[str, ...]:
         """Members of `LORA_LAYERS` that are adapted."""
-        chosen = self.target_modules or LORA_LAYERS
-        return tuple(name for name in LORA_LAYERS if name in chosen and name not in self.exclude_modules)
+        targets = self.target_modules or LORA_LAYERS
+        return tuple(name for name in LORA_LAYERS if name in targets and name not in self.exclude_modules)
 
 
 class MegatronCheckpoint(Section):

@@ -19,8 +19,10 @@ MAX_REWARD = 1e6
 
 
 class NewModel(OwnSection):
-    """Sizes of a Qwen2 with random weights, from which a supervised run starts; its tokenizer is learnt from
-    the task's texts."""
+    """Sizes of a Qwen2 with random weights, from which a supervised run starts.
+
+    Its tokenizer is learnt from the task's texts.
+    """
 
     vocab_size: int = Field(default=512, gt=0)
     """Maximum vocabulary of the tokenizer, which is trained on the task's texts."""
@@ -127,8 +129,12 @@ class NemoGRPOSection(OwnSection):
     @field_validator("run_name", mode="before")
     @classmethod
     def _run_name_is_a_folder_name(cls, name: Any) -> Any:
-        name = str(name) if type(name) is int else name  # YAML reads run_name=1 as a number
-        if isinstance(name, str) and name and not re.fullmatch(FOLDER_NAME, name, re.ASCII):
+        # YAML reads run_name=1 as a number. Not isinstance: run_name=true is a mistake.
+        if type(name) is int:
+            name = str(name)
+        # An empty name, or one of another type, has an error of its own by the field's type.
+        is_text = isinstance(name, str) and name != ""
+        if is_text and not re.fullmatch(FOLDER_NAME, name, re.ASCII):
             raise UserError(
                 f"nemo_grpo.run_name={name!r} must be a plain folder name of letters, digits and _.,=+@-, as "
                 "it goes into paths and scripts; its parent is nemo_grpo.runs_dir"
@@ -143,8 +149,9 @@ class NemoGRPOSection(OwnSection):
     @field_validator("prompt")
     @classmethod
     def _open_think_tag_is_known_to_the_task(cls, prompt: Prompt, info: ValidationInfo) -> Prompt:
-        opens = prompt.response_prefix.rpartition("</think>")[2].count("<think>") > 0
-        if opens and not getattr(info.data.get("task"), "think_is_open", True):
+        # A closed block before the open one does not count.
+        after_the_last_block = prompt.response_prefix.rpartition("</think>")[2]
+        if "<think>" in after_the_last_block and not getattr(info.data.get("task"), "think_is_open", True):
             raise UserError(
                 f"nemo_grpo.prompt.response_prefix={prompt.response_prefix!r} opens the think block, so "
                 "responses lack the tag; set nemo_grpo.task.think_is_open=true"
@@ -154,7 +161,8 @@ class NemoGRPOSection(OwnSection):
     @field_validator("rewards")
     @classmethod
     def _reward_components_exist(cls, rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
-        task: TaskConfig | None = info.data.get("task")  # None: its own validator refused it
+        # None where the task's own validator has refused it, or NeMo-RL's data are used.
+        task: TaskConfig | None = info.data.get("task")
         for name, weight in rewards.items():
             if not -MAX_REWARD <= weight <= MAX_REWARD:
                 raise UserError(
@@ -162,6 +170,7 @@ class NemoGRPOSection(OwnSection):
                     f"vanish beside it; use {-MAX_REWARD:g} to {MAX_REWARD:g}"
                 )
             if is_reference(name):
+                # Loads the function and refuses parameters that nothing can fill.
                 parameters_of(name)
             elif task is not None and name not in task.reward_components:
                 raise UserError(

@@ -234,21 +234,24 @@ class Policy(Section):
     @property
     def train_mb_tokens(self) -> int | None:
         """Maximum tokens of a training microbatch; None: sequences are not packed."""
-        given = self.sequence_packing.train_mb_tokens
+        if not self.sequence_packing.enabled:
+            return None
         longest = self.max_total_sequence_length * self.train_micro_batch_size
-        return (given or longest) if self.sequence_packing.enabled else None
+        return self.sequence_packing.train_mb_tokens or longest
 
     @property
     def logprob_mb_tokens(self) -> int | None:
         """Maximum tokens of a scoring microbatch; None: sequences are not packed."""
-        given = self.sequence_packing.logprob_mb_tokens
+        if not self.sequence_packing.enabled:
+            return None
         longest = self.max_total_sequence_length * self.logprob_batch_size
-        return (given or longest) if self.sequence_packing.enabled else None
+        return self.sequence_packing.logprob_mb_tokens or longest
 
 
 def stop_refusals(ids: Sequence[int], vocab_size: int, model: str) -> Iterator[str]:
     """Yield reasons why a model cannot sample these ``policy.generation.stop_token_ids``."""
-    if outside := [number for number in ids if number >= vocab_size]:
+    outside = [token_id for token_id in ids if token_id >= vocab_size]
+    if outside:
         yield (
             f"policy.generation.stop_token_ids={list(ids)}: {', '.join(map(str, outside))} is not below "
             f"vocab_size={vocab_size} of {model}, and vLLM refuses the prompts, after which NeMo-RL trains "

@@ -1,7 +1,7 @@
 """The recipe as one validated object; `validation` makes one."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -27,11 +27,11 @@ RECIPE_FILE = "recipe.resolved.yaml"
 
 
 class Recipe(BaseModel):
-    """Everything that defines a run: given, inherited and default values; frozen."""
+    """Everything that defines a run: values of the recipe, of its bases, and defaults; frozen."""
 
     PLACES: ClassVar[tuple[str, ...]] = ("checkpointing", "cluster", "data_plane", "logger")
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, defer_build=True)
 
     grpo: GRPOSection
     """The loop."""
@@ -69,6 +69,14 @@ class Recipe(BaseModel):
     def _parse_loss_fn(cls, section: Any) -> Any:
         return parse_loss_fn(section) if isinstance(section, Mapping) else section
 
+    def keep_origin(self, source: Written, settings: Tree, references: Tree, notes: Sequence[str]) -> None:
+        """Keep how the recipe was loaded; see the properties of these names."""
+        # Private attributes may be set on a frozen model.
+        self._source = source
+        self._settings = settings
+        self._references = references
+        self._notes = tuple(notes)
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on settings of NeMo-RL's own recipe that the variant replaces, and on what is lost."""
@@ -80,11 +88,6 @@ class Recipe(BaseModel):
         return self._source
 
     @property
-    def given(self) -> Mapping[str, str]:
-        """Key that was set -> the file that set it, or `loader.OVERRIDE`."""
-        return self._source.given
-
-    @property
     def settings(self) -> Tree:
         """Settings that were given, resolved and with our names; defaults are not among them."""
         return self._settings
@@ -92,10 +95,11 @@ class Recipe(BaseModel):
     @property
     def or_passes(self) -> str:
         """Clause on the epochs of NeMo-RL's own data, which may end the run earlier; "" for a task's data."""
-        passes = self.grpo.max_num_epochs
         if self.nemo_grpo.task is not None or self.grpo.is_async:
             return ""
-        return f" or {passes} pass{'es' if passes > 1 else ''} through the data"
+        num_passes = self.grpo.max_num_epochs
+        passes = "1 pass" if num_passes == 1 else f"{num_passes} passes"
+        return f" or {passes} through the data"
 
     @property
     def world_size(self) -> int:
@@ -108,6 +112,7 @@ class Recipe(BaseModel):
         colocated = self.policy.generation.colocated
         if self.nemo_grpo.target == "embedded" or colocated.enabled:
             return 0
+        # NeMo-RL takes a part of the only node, or whole nodes of several.
         if self.cluster.num_nodes == 1:
             return colocated.resources.gpus_per_node or 0
         return (colocated.resources.num_nodes or 0) * self.cluster.gpus_per_node
@@ -145,8 +150,9 @@ class Recipe(BaseModel):
     @property
     def num_sequences_per_microbatch(self) -> int:
         """Fewest sequences in one microbatch on all data-parallel ranks."""
-        policy = self.policy
-        return (1 if policy.batches_by_tokens else policy.train_micro_batch_size) * self.data_parallel_size
+        # A microbatch filled by tokens may hold a single long sequence.
+        num_per_rank = 1 if self.policy.batches_by_tokens else self.policy.train_micro_batch_size
+        return num_per_rank * self.data_parallel_size
 
     @property
     def num_stage_ranks(self) -> int:
@@ -167,21 +173,22 @@ class Recipe(BaseModel):
     @property
     def uses_fp8(self) -> bool:
         """True if the policy trains in FP8 or samples in it."""
-        samples = self.samples_with_vllm and self.policy.generation.vllm_cfg.precision == "fp8"
-        return samples or self.policy.megatron_cfg.fp8_in_use is not None
+        samples_in_fp8 = self.samples_with_vllm and self.policy.generation.vllm_cfg.precision == "fp8"
+        return samples_in_fp8 or self.policy.megatron_cfg.fp8_in_use is not None
 
     @property
     def validates_by_rollouts(self) -> bool:
         """True if validation samples a number of problems, in batches, that the recipe sets."""
-        are_set = None not in (self.grpo.max_val_samples, self.grpo.val_batch_size)
+        # Null leaves both to NeMo-Gym.
+        are_set = self.grpo.max_val_samples is not None and self.grpo.val_batch_size is not None
         return are_set and self.grpo.validates and not self.loss_fn.learns_from_demonstrations
 
     @property
     def validates_a_whole_batch(self) -> bool:
         """True if validation has one batch or more."""
-        return self.validates_by_rollouts and (self.grpo.max_val_samples or 0) >= (
-            self.grpo.val_batch_size or 0
-        )
+        num_problems = self.grpo.max_val_samples or 0
+        batch_size = self.grpo.val_batch_size or 0
+        return self.validates_by_rollouts and num_problems >= batch_size
 
     @property
     def streams_chunks(self) -> bool:
@@ -192,10 +199,11 @@ class Recipe(BaseModel):
     @property
     def chunk_unit(self) -> int:
         """Sequences that a streamed chunk must be a multiple of: ranks, times microbatches unless packed."""
-        policy, unit = self.policy, self.data_parallel_size
-        if policy.batches_by_tokens:
-            return unit
-        return unit * math.lcm(policy.train_micro_batch_size, policy.logprob_batch_size)
+        if self.policy.batches_by_tokens:
+            return self.data_parallel_size
+        # Both passes split the same chunk, each into its own microbatches.
+        microbatches = math.lcm(self.policy.train_micro_batch_size, self.policy.logprob_batch_size)
+        return self.data_parallel_size * microbatches
 
     @property
     def num_groups_ahead(self) -> int:
@@ -217,8 +225,9 @@ class Recipe(BaseModel):
         """Steps by which rollouts may run ahead of training; 0: they take turns."""
         if self.async_rl is not None:
             return self.async_rl.sampler.ahead
-        ahead = self.grpo.async_grpo
-        return ahead.max_trajectory_age_steps if ahead is not None and ahead.enabled else 0
+        if self.grpo.async_grpo is None or not self.grpo.async_grpo.enabled:
+            return 0
+        return self.grpo.async_grpo.max_trajectory_age_steps
 
     @property
     def policy_is_scored(self) -> bool:
@@ -227,7 +236,10 @@ class Recipe(BaseModel):
 
     @property
     def task(self) -> TaskConfig:
-        """The task.  Raises: UserError: the recipe keeps NeMo-RL's own data and has none."""
+        """The task.
+
+        Raises: UserError: the recipe keeps NeMo-RL's own data and has none.
+        """
         task = self.nemo_grpo.task
         if task is None:
             raise UserError("nemo_grpo.task is missing; this command needs one: data and env are NeMo-RL's")
@@ -243,15 +255,15 @@ class Recipe(BaseModel):
     @property
     def checkpoint_dir(self) -> Path:
         """Folder of the run's checkpoints."""
-        given = self.checkpointing.checkpoint_dir
-        return Path(given) if given else self.run_dir / "checkpoints"
+        folder = self.checkpointing.checkpoint_dir
+        return Path(folder) if folder else self.run_dir / "checkpoints"
 
     @property
     def own_files(self) -> dict[str, str]:
         """Files of the user's own variant, task and rewards -> their texts."""
-        own = self.nemo_grpo
-        names = (self.loss_fn.variant, own.task and own.task.name, *own.rewards)
-        return texts_of([name for name in names if name])
+        task = self.nemo_grpo.task
+        task_name = None if task is None else task.name
+        return texts_of([self.loss_fn.variant, task_name, *self.nemo_grpo.rewards])
 
     def to_dict(self) -> Tree:
         """Return every value as a nested mapping; texts from the environment stay ``${oc.env:NAME}``.
@@ -286,4 +298,6 @@ def escaped(value: Any) -> Any:
         return value.replace("${", "\\${")
     if isinstance(value, dict):
         return {key: escaped(below) for key, below in value.items()}
-    return [escaped(below) for below in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [escaped(below) for below in value]
+    return value

@@ -1,8 +1,8 @@
 """Scopes of the rules about recipes, and the rules that are functions.
 
 A rule is a row of a table (see `rows`) or, where it needs arithmetic or a look-up, a function that yields one
-message ``key=value: rule; remedy`` per violation, registered by ``@rule(scope)`` in `rules`, `cluster_rules`
-and `nemo_grpo.plan.rules`.
+message ``key=value: rule; remedy`` per violation, registered by ``@rule(scope)`` in `rules`, `rules_advice`,
+`rules_embedded`, `cluster_rules`, `host` and `nemo_grpo.plan.rules`.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,6 +44,7 @@ def rule(scope: Scope) -> Callable[[Check], Check]:
     """Register a function as a rule."""
 
     def register(check: Check) -> Check:
+        # By name, so that a test can run one rule alone and prove that each is broken by some recipe.
         RULES[scope][check.__name__] = check
         return check
 

@@ -53,9 +53,16 @@ def one_of(*values: Any) -> Allowed:
 
 def items_of(*items: str) -> Allowed:
     """Allow null, and lists of some of these items."""
-    return Allowed(
-        f"must list only {_listed(items)}", lambda value: all(item in items for item in value or ()), items
-    )
+
+    def holds(value: list[str] | None) -> bool:
+        return value is None or all(item in items for item in value)
+
+    return Allowed(f"must list only {_listed(items)}", holds, items)
+
+
+def _is_metric_of(*prefixes: str) -> Callable[[str | None], bool]:
+    """Make a test of a metric's name; null ranks nothing, so every engine accepts it."""
+    return lambda metric: not metric or metric.startswith(prefixes)
 
 
 UNSET = one_of(None)
@@ -66,19 +73,14 @@ ABSENT = one_of(None, {})
 EMPTY = one_of(None, [])
 NOT_NULL = Allowed("must not be null", lambda value: value is not None)
 NOT_EMPTY = Allowed("must not be empty", bool)
-ABOVE_0 = Allowed("must be above 0", lambda value: bool(value) and value > 0)
+ABOVE_0 = Allowed("must be above 0", lambda value: value is not None and value > 0)
 TWO_OR_MORE = Allowed("must be 2 or more", lambda value: value >= 2)
-# a null metric ranks nothing, so every engine accepts it
-OF_TRAINING = Allowed(
-    "must be a metric of training", lambda metric: (metric or "train:").startswith("train:")
-)
+OF_TRAINING = Allowed("must be a metric of training", _is_metric_of("train:"))
+# Without a prefix, too: the embedded engine has metrics of validation alone.
 OF_VALIDATION = Allowed(
-    "must be a metric of validation", lambda metric: not (metric or "").startswith("train:")
+    "must be a metric of validation", lambda metric: not metric or not metric.startswith("train:")
 )
-OF_EITHER = Allowed(
-    "must be a metric of training or validation",
-    lambda metric: (metric or "val:").startswith(("val:", "train:")),
-)
+OF_EITHER = Allowed("must be a metric of training or validation", _is_metric_of("val:", "train:"))
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Limit:
     def message(self, recipe: Recipe) -> str | None:
         """Write the value that is not allowed, and why; None if the limit holds."""
         value = value_of(recipe, self.key)
-        # the value first: a condition may have to ask the loss, which takes longer
+        # The value first: a condition may have to ask the loss, which takes longer.
         if self.allowed.holds(value) or not self.when(recipe):
             return None
         return f"{_named(self.key, value)}: {_written(self.reason, recipe)}"
@@ -176,14 +178,24 @@ def is_on(value: object) -> bool:
     return value is True or value not in (None, False, 0, 1, "auto", [], {})
 
 
+def _needs(first: object, second: object) -> bool:
+    """True if the first setting is off, or both are on."""
+    return is_on(second) if is_on(first) else True
+
+
+def _excludes(first: object, second: object) -> bool:
+    """True unless both settings are on."""
+    return not (is_on(first) and is_on(second))
+
+
 DIVIDES = Kind("must divide", "does not divide", lambda a, b: b % a == 0)
 IS_MULTIPLE_OF = Kind("must be a multiple of", "is not a multiple of", lambda a, b: a % b == 0)
 IS_AT_MOST = Kind("must be at most", "exceeds", lambda a, b: a <= b)
 IS_BELOW = Kind("must be below", "is not below", lambda a, b: a < b)
 IS_AT_LEAST = Kind("must be at least", "is less than", lambda a, b: a >= b)
 EQUALS = Kind("must equal", "differs from", lambda a, b: a == b, of_numbers=False)
-NEEDS = Kind("needs", "needs", lambda a, b: not is_on(a) or is_on(b), of_numbers=False)
-EXCLUDES = Kind("excludes", "excludes", lambda a, b: not (is_on(a) and is_on(b)), of_numbers=False)
+NEEDS = Kind("needs", "needs", _needs, of_numbers=False)
+EXCLUDES = Kind("excludes", "excludes", _excludes, of_numbers=False)
 
 
 @dataclass(frozen=True)
@@ -224,9 +236,12 @@ class Relation:
             return None
         if self.kind.holds(first, second):
             return None
-        # "a=true needs b=false" would name the wrong value
-        wanted = f"{self.second}=true" if self.kind is NEEDS else _named_second(self.second, second)
-        return f"{_named(self.first, first)} {self.kind.verb} {wanted}: {_written(self.reason, recipe)}"
+        if self.kind is NEEDS:
+            # The value that is missing: "a=true needs b=false" would name the wrong one.
+            second_named = f"{self.second}=true"
+        else:
+            second_named = _named_second(self.second, second)
+        return f"{_named(self.first, first)} {self.kind.verb} {second_named}: {_written(self.reason, recipe)}"
 
 
 Row = Limit | Refusal | Relation
@@ -263,7 +278,9 @@ def _value(recipe: Recipe, name: str | Number) -> Any:
 def _named(name: str | Number, value: object) -> str:
     if isinstance(name, Number):
         return f"{name.name} = {value}"
-    return f"{name}={'{..}' if isinstance(value, BaseModel | Mapping) else as_yaml(value)}"
+    # The content of a section would fill the message.
+    is_section = isinstance(value, BaseModel | Mapping)
+    return f"{name}={'{..}' if is_section else as_yaml(value)}"
 
 
 def _named_second(name: str | Number, value: object) -> str:

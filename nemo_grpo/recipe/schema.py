@@ -12,8 +12,9 @@ from typing import Any
 from nemo_grpo.support.dotted import leaves, parents
 from nemo_grpo.support.errors import shown
 
-V0_7_0, HEAD = "0.7.0", "7ea279abf"
-"""Versions of NeMo-RL that are recorded."""
+V0_7_0 = "0.7.0"
+HEAD = "7ea279abf"
+"""Versions of NeMo-RL that are recorded: a release, and a commit of its main branch."""
 Entry = Mapping[str, Any]
 
 LOGGERS = ("logger.mlflow", "logger.swanlab", "logger.tensorboard", "logger.wandb")
@@ -29,10 +30,23 @@ FREE_FORM = (
 """Sections that take any key, besides those marked in the data: NeMo-RL passes them on."""
 
 _KINDS = {bool: "bool", int: "int", float: "float", str: "str", type(None): "null", list: "list"}
-_NAMES = {"null": "null", "bool": "a boolean", "int": "an integer", "float": "a float", "str": "a text"}
-_NAMES |= {"list": "a list", "dict": "a section"}
-EXPECTED = _NAMES | {"bool": "true or false", "float": "a number"}
-EXPECTED |= dict.fromkeys(("dict", "section"), "a section of keys")
+"""Python's type -> its name in the data; every other type is a "dict"."""
+_NAMES = {
+    "null": "null",
+    "bool": "a boolean",
+    "int": "an integer",
+    "float": "a float",
+    "str": "a text",
+    "list": "a list",
+    "dict": "a section",
+}
+"""Type -> its name after "is" in a message."""
+EXPECTED = _NAMES | {
+    "bool": "true or false",
+    "float": "a number",
+    "dict": "a section of keys",
+    "section": "a section of keys",
+}
 """Type -> its name after "must be" in a message."""
 
 
@@ -46,10 +60,12 @@ def recorded(version: str) -> Mapping[str, Entry]:
 @cache
 def entries() -> Mapping[str, tuple[Entry, ...]]:
     """Map each key to its entries, one for each version that has it."""
-    versions = [recorded(version) for version in (HEAD, V0_7_0)]
+    # The newer version first: a message about a wrong value describes the first entry.
+    newest = recorded(HEAD)
+    oldest = recorded(V0_7_0)
     return {
-        key: tuple(version[key] for version in versions if key in version)
-        for key in sorted({*versions[0], *versions[1]})
+        key: tuple(version[key] for version in (newest, oldest) if key in version)
+        for key in sorted({*newest, *oldest})
     }
 
 
@@ -57,20 +73,24 @@ def entries() -> Mapping[str, tuple[Entry, ...]]:
 def nemo_rl_keys() -> frozenset[str]:
     """Collect the dotted leaf keys of NeMo-RL's sections."""
     return frozenset(
-        key for key, found in entries().items() if not any("section" in e.get("types", ()) for e in found)
+        key
+        for key, versions in entries().items()
+        if not any("section" in entry.get("types", ()) for entry in versions)
     )
 
 
 @cache
 def unread_keys() -> frozenset[str]:
     """Collect keys that NeMo-RL's own recipes have but none of its code reads."""
-    return frozenset(key for key, found in entries().items() if all(e.get("unread") for e in found))
+    return frozenset(
+        key for key, versions in entries().items() if all(entry.get("unread") for entry in versions)
+    )
 
 
 @cache
 def free_form() -> frozenset[str]:
     """Collect the sections that take any key."""
-    marked = (key for key, found in entries().items() if any(e.get("free") for e in found))
+    marked = (key for key, versions in entries().items() if any(entry.get("free") for entry in versions))
     return frozenset(marked).union(FREE_FORM)
 
 
@@ -88,45 +108,60 @@ def fits(kind: str, types: Collection[str]) -> bool:
     """True if a key of these types takes a value of this kind; a section may be null, which leaves it out."""
     if "section" in types and kind in ("null", "dict"):
         return True
-    return kind in types or (kind == "int" and "float" in types)
+    # A recipe may write 1 for 1.0.
+    is_whole_float = kind == "int" and "float" in types
+    return kind in types or is_whole_float
 
 
 def type_errors(tree: Mapping[str, Any], declared: Collection[str], section: str = "") -> Iterator[str]:
     """Yield one message for each value of a type that no version of NeMo-RL has.
 
-    Args: declared: keys that are left out, with types of their own.
+    Args:
+        tree: Settings below ``section``.
+        declared: Keys that are left out, with types of their own.
+        section: Prefix of their keys, with a dot at the end.
     """
     for name, value in tree.items():
         key = f"{section}{name}"
-        found = () if key in declared else entries().get(key, ())
-        if found and not any(_allows(entry, value) for entry in found):
-            yield _message(key, value, found[0])
+        versions = () if key in declared else entries().get(key, ())
+        if versions and not any(_allows(entry, value) for entry in versions):
+            yield _message(key, value, versions[0])
         elif isinstance(value, Mapping) and key not in LOGGERS:
             yield from type_errors(value, declared, f"{key}.")
 
 
 def _allows(entry: Entry, value: Any) -> bool:
+    """True if an entry takes this value."""
+    # A text among a fixed choice; other types of such a key, as null, are checked as types.
     if "values" in entry and isinstance(value, str):
         return value in entry["values"]
     return "types" not in entry or fits(kind_of(value), entry["types"])
 
 
 def _message(key: str, value: Any, entry: Entry) -> str:
-    expected = " or ".join(dict.fromkeys(EXPECTED[kind] for kind in entry["types"]))
+    """Write that an entry does not take this value, and the ones that it takes."""
     if "values" in entry and isinstance(value, str):
         return f"{key}={shown(value)} must be one of {', '.join(map(str, entry['values']))}"
+    # Once each: "dict" and "section" have the same name.
+    expected = " or ".join(dict.fromkeys(EXPECTED[kind] for kind in entry["types"]))
     doc = f" ({entry['doc']})" if "doc" in entry else ""
     return f"{key}={shown(value)} is {kind_named(value)}; it must be {expected}{doc}"
 
 
 def lacking(version: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the settings in use that an older NeMo-RL lacks: its code would not read them."""
-    old, new = recorded(version), recorded(HEAD)
-    free = {key for key, entry in old.items() if entry.get("free")}.union(FREE_FORM)
+    old_entries = recorded(version)
+    new_entries = recorded(HEAD)
+    free = {key for key, entry in old_entries.items() if entry.get("free")}.union(FREE_FORM)
     for key, value in leaves(settings):
-        above = parents(key)
-        known = next((part for part in (key, *above[::-1]) if part in new), None)  # above what users choose
-        if known is None or known in old or new[known].get("unread") or not free.isdisjoint(above):
+        sections = parents(key)
+        if not free.isdisjoint(sections):
             continue
-        if value not in (None, False, {}, []) and value != new[known].get("default"):
+        # The key itself, or the innermost section that the schema has: below it users choose the names.
+        recorded_key = next((part for part in (key, *reversed(sections)) if part in new_entries), None)
+        if recorded_key is None or recorded_key in old_entries:
+            continue
+        entry = new_entries[recorded_key]
+        is_off = value in (None, False, {}, [])
+        if not entry.get("unread") and not is_off and value != entry.get("default"):
             yield key, value

@@ -12,10 +12,12 @@ from pydantic import Field
 
 from nemo_grpo.recipe.megatron_sections import Section
 
-MEGATRON, GENERATION = "policy.megatron_cfg", "policy.generation"
-VLLM, PACKING = "policy.generation.vllm_cfg", "policy.sequence_packing"
+# Keys that rules and the planner refer to.
+MEGATRON = "policy.megatron_cfg"
+GENERATION = "policy.generation"
+VLLM = "policy.generation.vllm_cfg"
+PACKING = "policy.sequence_packing"
 OVERLAP = f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather"
-"""Keys that rules and the planner refer to."""
 
 
 class RewardShaping(Section):
@@ -186,9 +188,13 @@ class GRPOSection(Section):
 
     def is_goal(self, row: Mapping[str, Any]) -> bool:
         """True if a step's metrics meet stop_at_validation_threshold."""
-        value = row.get(metric_key(self.stop_at_validation_metric) or "")
+        metric = metric_key(self.stop_at_validation_metric)
         threshold = self.stop_at_validation_threshold
-        return value is not None and threshold is not None and value >= threshold
+        if metric is None or threshold is None:
+            return False
+        # A step without validation has no such metric.
+        value = row.get(metric)
+        return value is not None and value >= threshold
 
 
 class Checkpointing(Section):
@@ -287,10 +293,12 @@ class Cluster(Section):
 
 
 def metric_key(name: str | None) -> str | None:
-    """Convert NeMo-RL's spelling of a metric to its name in metrics.jsonl.
+    """Convert NeMo-RL's spelling of a metric to its name in metrics.jsonl:
 
-    Args:    name: ``val:accuracy``, ``accuracy``, ``train:reward/mean``, or a name of metrics.jsonl.
-    Returns: ``validation/accuracy``, ``validation/accuracy``, ``reward/mean``, or the name as it is.
+    val:accuracy        validation/accuracy
+    accuracy            validation/accuracy
+    train:reward/mean   reward/mean
+    a/b                 a/b, which is a name of metrics.jsonl
     """
     if name is None:
         return None

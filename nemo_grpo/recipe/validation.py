@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_grpo.recipe import cluster_rules, host, rules  # noqa: F401 - they register
+# Imported because they register their rules, in the order of their messages.
+from nemo_grpo.recipe import cluster_rules, host, rules, rules_advice, rules_embedded  # noqa: F401
 from nemo_grpo.recipe.interpolation import Resolved, Tree, resolve
 from nemo_grpo.recipe.keys import dotted_key_errors, model_keys, unknown_key_errors, unknown_key_message
 from nemo_grpo.recipe.loader import Written, merge, read
@@ -40,7 +41,7 @@ DERIVED_DEFAULTS = {
 }
 """Missing key -> the key whose value it takes, in this order."""
 MAPPING = "a mapping"
-"""Value in `Written.given` of a key that no file gave."""
+"""Origin, in `Written.origins`, of a key that no file gave."""
 FOLLOW_VAL_PERIOD = ("val_at_start", "val_at_end")
 """Keys of ``grpo`` whose null means true if grpo.val_period is above 0."""
 
@@ -51,59 +52,90 @@ DECLARED = frozenset(key for key, _ in model_keys(Recipe)).union(("loss_fn", "ne
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Read, merge, resolve and validate a recipe.
 
-    Args:    path: YAML file.  overrides: ``key=value``, ``++key=value`` or ``~key``, applied before
-             interpolation, so that dependent values follow.
-    Returns: the recipe.
-    Raises:  UserError: all errors that can be found at once.
+    Args:
+        path: YAML file, or the name of a shipped recipe.
+        overrides: ``key=value``, ``++key=value`` or ``~key``, applied before interpolation, so that dependent
+            values follow.
+    Raises: UserError: all errors that can be found at once.
     """
     return _load(read(path, overrides))
 
 
 def load_recipe_dict(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
     """Validate a nested mapping without ``defaults`` like `load_recipe`."""
-    given = {key: MAPPING for key, _ in leaves(tree)}
-    return _load(Written(dict(tree), given, order=(MAPPING,)).with_overrides(overrides))
+    origins = {key: MAPPING for key, _ in leaves(tree)}
+    written = Written(dict(tree), origins, order=(MAPPING,))
+    return _load(written.with_overrides(overrides))
 
 
 def _load(written: Written) -> Recipe:
+    """Resolve and validate settings."""
     host.refuse_other_algorithms(written.tree)
-    try:
-        tree, references = resolve(written.tree)
-    except UserError as error:
-        # A misspelt key often is the reason: policy.model_name_or_path leaves model_name at the base's ???.
-        if unknown := unknown_key_errors(written.tree):
-            raise RecipeErrors([*unknown, str(error)]) from None
-        raise
-    known = Resolved(_with_derived_defaults(tree, references), references)
-    if errors := dotted_key_errors(tree):
-        raise RecipeErrors(errors, known)
+    tree, references = _resolved(written)
+    # Before `adapted`: `recipe resolve` shows an invalid recipe with the keys that its writer used.
+    shown_with_errors = Resolved(_with_derived_defaults(tree, references), references)
+    dotted_errors = dotted_key_errors(tree)
+    if dotted_errors:
+        raise RecipeErrors(dotted_errors, shown_with_errors)
+
     settings, notes = host.adapted(tree, written.is_stock)
-    if isinstance(grpo := settings.get("grpo"), dict):
-        period = grpo.get("val_period")
-        nulls = [name for name in FOLLOW_VAL_PERIOD if grpo.get(name, False) is None]
-        grpo |= dict.fromkeys(nulls, isinstance(period, int) and period > 0)
-    errors = [*unknown_key_errors(settings), *type_errors(settings, DECLARED)]
+    _follow_val_period(settings)
+    # All errors of names and types at once; the rules need a recipe whose types are right.
+    errors = unknown_key_errors(settings)
+    errors += type_errors(settings, DECLARED)
     try:
         recipe = Recipe.model_validate(_with_derived_defaults(settings, references))
     except ValidationError as error:
-        raise RecipeErrors([*errors, *_type_errors(error, settings)], known) from None
+        errors += _messages_of(error, settings)
+        raise RecipeErrors(errors, shown_with_errors) from None
+
     errors += messages(Scope.ALL, recipe)
     if recipe.nemo_grpo.target == "cluster":
         errors += messages(Scope.CLUSTER, recipe)
-        errors += messages(Scope.MEGATRON, recipe) if recipe.policy.megatron_cfg.enabled else []
-        (notes if recipe.nemo_grpo.task is None else errors).extend(messages(Scope.CARE, recipe))
+        if recipe.policy.megatron_cfg.enabled:
+            errors += messages(Scope.MEGATRON, recipe)
+        # The users of NeMo-RL's own recipes may have chosen such a setting; ours have a task.
+        if recipe.nemo_grpo.task is None:
+            notes += messages(Scope.CARE, recipe)
+        else:
+            errors += messages(Scope.CARE, recipe)
     if errors:
-        raise RecipeErrors(errors, known)
-    recipe._notes, recipe._source = tuple(notes), written
-    recipe._settings, recipe._references = settings, references
+        raise RecipeErrors(errors, shown_with_errors)
+    recipe.keep_origin(written, settings, references, notes)
     return recipe
 
 
-def _type_errors(error: ValidationError, settings: Tree) -> list[str]:
+def _resolved(written: Written) -> Resolved:
+    """Resolve the interpolations; an error comes with those of unknown keys."""
+    try:
+        return resolve(written.tree)
+    except UserError as error:
+        # A misspelt key often is the reason: policy.model_name_or_path leaves model_name at the base's ???.
+        unknown = unknown_key_errors(written.tree)
+        if unknown:
+            raise RecipeErrors([*unknown, str(error)]) from None
+        raise
+
+
+def _follow_val_period(settings: Tree) -> None:
+    """Replace null by its meaning in the keys of `FOLLOW_VAL_PERIOD`, in place."""
+    section = settings.get("grpo")
+    if not isinstance(section, dict):
+        return
+    val_period = section.get("val_period")
+    validates = isinstance(val_period, int) and val_period > 0
+    for name in FOLLOW_VAL_PERIOD:
+        if name in section and section[name] is None:
+            section[name] = validates
+
+
+def _messages_of(error: ValidationError, settings: Tree) -> list[str]:
     """Return a message for each wrong value, but none for its copies through `DERIVED_DEFAULTS`."""
-    errors = [_explain(detail) for detail in error.errors()]
-    copied = tuple(f"{key}=" for key in DERIVED_DEFAULTS if value_of(settings, key) is None)
-    return [message for message in errors if not message.startswith(copied)] or errors
+    messages = [_explain(detail) for detail in error.errors()]
+    derived_keys = tuple(f"{key}=" for key in DERIVED_DEFAULTS if value_of(settings, key) is None)
+    about_written_values = [message for message in messages if not message.startswith(derived_keys)]
+    # All of them where the source itself has passed: the derived key has a stricter range.
+    return about_written_values or messages
 
 
 def messages(scope: Scope, recipe: Recipe) -> list[str]:
@@ -121,32 +153,46 @@ def refuse_unsupported(recipe: Recipe, scope: Scope = Scope.EMBEDDED) -> None:
 
     Raises: UserError: naming key, value and remedy.
     """
-    if errors := messages(scope, recipe):
+    errors = messages(scope, recipe)
+    if errors:
         raise RecipeErrors(errors)
 
 
 class RecipeErrors(UserError):
     """All errors of a recipe.
 
-    Attributes: errors: one message each.  settings: values as far as they were resolved.
+    Attributes:
+        errors: One message each.
+        settings: Values as far as they were resolved.
     """
 
     def __init__(self, errors: list[str], settings: Resolved | None = None) -> None:
-        self.errors, self.settings = errors, settings or Resolved({}, {})
-        listed = "".join(f"\n  {error}" for error in errors)
-        super().__init__(errors[0] if len(errors) == 1 else f"{len(errors)} errors in the recipe:{listed}")
+        self.errors = errors
+        self.settings = settings if settings is not None else Resolved({}, {})
+        if len(errors) == 1:
+            message = errors[0]
+        else:
+            lines = "".join(f"\n  {error}" for error in errors)
+            message = f"{len(errors)} errors in the recipe:{lines}"
+        super().__init__(message)
 
 
 def _with_derived_defaults(tree: Tree, references: Tree) -> Tree:
     """Fill in missing keys by `DERIVED_DEFAULTS`, in ``references`` too; the model reports wrong types."""
     filled = merge({}, tree)
+    has_variant = value_of(filled, "loss_fn.variant") is not None
     for key, source in DERIVED_DEFAULTS.items():
-        if key.startswith("loss_fn.") and value_of(filled, "loss_fn.variant") is None:  # NeMo-RL's own loss
+        # NeMo-RL's own loss has no such keys.
+        if key.startswith("loss_fn.") and not has_variant:
             continue
-        if (value := value_of(filled, source)) is not None and is_missing(filled, key):
-            set_value(filled, key, value)
-            if (reference := value_of(references, source)) is not None:
-                set_value(references, key, reference)
+        value = value_of(filled, source)
+        if value is None or not is_missing(filled, key):
+            continue
+        set_value(filled, key, value)
+        # A secret from the environment stays a reference in the copy, too.
+        reference = value_of(references, source)
+        if reference is not None:
+            set_value(references, key, reference)
     return filled
 
 
@@ -170,7 +216,9 @@ _EXPECTED = {
 
 def _explain(error: ErrorDetails) -> str:
     """Write a pydantic error as ``key=value: rule; remedy``."""
-    key, kind, context = ".".join(map(str, error["loc"])), error["type"], error.get("ctx", {})
+    key = ".".join(map(str, error["loc"]))
+    kind = error["type"]
+    context = error.get("ctx", {})
     cause = context.get("error")
     if isinstance(cause, UserError):
         return str(cause)
@@ -178,13 +226,15 @@ def _explain(error: ErrorDetails) -> str:
         return f"{key} is missing; add it to the recipe"
     if kind == "extra_forbidden":
         return unknown_key_message(key, error["input"])
+    # Pydantic's place of a key of a mapping, as opposed to its value.
     if key.endswith(".[key]"):
         return f"{key.removesuffix('.[key]')}: the name must be {_EXPECTED[kind].format(**context)}"
     if kind in _EXPECTED:
         is_type = kind.endswith(("_type", "_from_float"))
-        got = f" is {kind_named(error['input'])}; it" if is_type else ""
-        return f"{key}={shown(error['input'])}{got} must be {_EXPECTED[kind].format(**context)}"
+        actual = f" is {kind_named(error['input'])}; it" if is_type else ""
+        return f"{key}={shown(error['input'])}{actual} must be {_EXPECTED[kind].format(**context)}"
     message = error["msg"].removeprefix("Value error, ")
-    if isinstance(error["input"], Mapping):  # a section's own rule: the message begins with the key in it
+    # A section's own rule: its message begins with the key in the section.
+    if isinstance(error["input"], Mapping):
         return f"{key}.{message}"
     return f"{key}={shown(error['input'])}: {message}"

@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
+from nemo_grpo.support.files import read_yaml
 
 LIBRARIES = ("TRL", "verl", "OpenRLHF", "slime", "prime-rl")
 """vime's names are slime's."""
@@ -17,9 +17,10 @@ VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_
 class Alias(NamedTuple):
     """One key and its other names.
 
-    Attributes: key: the recipe's; empty: nothing here does it.
-        trl, verl, openrlhf, slime, prime_rl: names there, separated by spaces; empty: none.
-        remark: the difference.
+    Attributes:
+        key: Key of the recipe; empty: nothing here does it.
+        trl, verl, openrlhf, slime, prime_rl: Names there, separated by spaces; empty: none.
+        remark: Difference between them.
     """
 
     key: str
@@ -30,37 +31,52 @@ class Alias(NamedTuple):
     prime_rl: str = ""
     remark: str = ""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of each of `LIBRARIES`, in their order."""
+        return (self.trl, self.verl, self.openrlhf, self.slime, self.prime_rl)
+
 
 @cache
 def table() -> tuple[Alias, ...]:
     """Read the rows of `aliases.yaml`."""
-    return tuple(Alias(**row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()))
+    return tuple(Alias(**row) for row in read_yaml(Path(__file__).with_suffix(".yaml")))
 
 
 def advice_on(name: str, *, also_same: bool = False) -> str:
     """Return ``"; TRL's delta is loss_fn.ratio_clip_c"`` with the remark for another library's name; else "".
 
-    Args: also_same: also for keys of the same name here, because it stood in another section.
+    Args:
+        name: Name of a key, without its section.
+        also_same: Also for keys of the same name here, because it stood in another section.
     """
-    found: dict[Alias, list[str]] = {}
+    owners: dict[Alias, list[str]] = {}
     for alias in table():
-        for library, names in zip(LIBRARIES, alias[1:-1], strict=True):
-            if name in names.split() and (also_same or not alias.key.endswith(f".{name}")):
-                found.setdefault(alias, []).append(f"{library}'s")
-    parts = []
-    for alias, libraries in found.items():
+        has_same_name = alias.key.endswith(f".{name}")
+        if has_same_name and not also_same:
+            continue
+        for library, names in zip(LIBRARIES, alias.names, strict=True):
+            if name in names.split():
+                owners.setdefault(alias, []).append(f"{library}'s")
+    clauses = []
+    for alias, libraries in owners.items():
         remark = f" ({alias.remark})" if alias.remark else ""
-        parts.append(f"{' and '.join(libraries)} {name} is {alias.key or NOT_AVAILABLE}{remark}")
-    return f"; {', '.join(parts)}" if parts else ""
+        clauses.append(f"{' and '.join(libraries)} {name} is {alias.key or NOT_AVAILABLE}{remark}")
+    return f"; {', '.join(clauses)}" if clauses else ""
 
 
 def advice_on_verl(key: str) -> str:
     """Return advice like `advice_on`'s for a key below one of verl's sections; else empty."""
-    section, name = key.partition(".")[0], key.rpartition(".")[2]
+    section = key.partition(".")[0]
+    name = key.rpartition(".")[2]
     if section not in VERL_SECTIONS:
         return ""
-    found = "" if section in ("critic", "reward_model") else advice_on(name, also_same=True)
-    return found or "; it is verl's, and no key here stands for it; leave it out"
+    # The value model and the reward model have names of the policy's keys, and nothing here for them.
+    if section not in ("critic", "reward_model"):
+        advice = advice_on(name, also_same=True)
+        if advice:
+            return advice
+    return "; it is verl's, and no key here stands for it; leave it out"
 
 
 def markdown() -> str:
@@ -68,7 +84,7 @@ def markdown() -> str:
     titles = [library.replace("slime", "slime, vime") for library in LIBRARIES]
     lines: list[tuple[str, ...]] = [("here", *titles, "remark"), ("---",) * (len(titles) + 2)]
     for alias in table():
-        names = (", ".join(f"`{name}`" for name in column.split()) for column in alias[1:-1])
         key = f"`{alias.key}`" if alias.key else NOT_AVAILABLE
-        lines.append((key, *names, alias.remark))
+        cells = [", ".join(f"`{name}`" for name in names.split()) for names in alias.names]
+        lines.append((key, *cells, alias.remark))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -43,13 +43,15 @@ def from_first_rank(work: Callable[[], Result]) -> Result:
     """
     if is_alone():
         return work()
-    outcome: list[Any] = [None, None]
+    # Result and error travel together: a rank that waits for a result alone would wait forever for an error.
+    result_and_error: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            outcome[0] = work()
+            result_and_error[0] = work()
         except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+            result_and_error[1] = error
+    dist.broadcast_object_list(result_and_error, src=0)
+    result, first_rank_error = result_and_error
+    if first_rank_error is not None:
+        raise first_rank_error
+    return result

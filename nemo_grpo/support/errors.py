@@ -35,13 +35,17 @@ UNREADABLE = (OSError, ValueError, ArithmeticError, RecursionError, MemoryError)
 def reading(what: object, expected: str, remedy: str, *further: type[Exception]) -> Iterator[None]:
     """Turn errors of a parser within the block into a `UserError`.
 
-    Args:   what: the file, or other input.  expected: what it should be, such as ``valid YAML``.
-            further: the parser's own exceptions, besides `UNREADABLE`.
+    Args:
+        what: The file, or other input.
+        expected: Form that the input should have, such as ``valid YAML``.
+        remedy: End of the message.
+        further: The parser's own exceptions, besides `UNREADABLE`.
     Raises: UserError: ``what is not expected (reason); remedy``.
     """
     try:
         yield
     except UserError:
+        # A message of the block itself; it is a ValueError, so the last clause would wrap it.
         raise
     except OSError as error:
         raise UserError(f"{what} cannot be read ({error.strerror or first_line(error)}); {remedy}") from None
@@ -54,17 +58,22 @@ def _reason(error: Exception) -> str:
         return "it is nested too deeply"
     if isinstance(error, MemoryError):
         return "it does not fit in memory"
-    if hasattr(error, "problem_mark"):  # YAML's, which shows the place in several lines
+    if hasattr(error, "problem_mark"):
+        # PyYAML draws the place over several lines; a message is one line.
         return " ".join(str(error).split())[:200]
-    if details := getattr(error, "errors", None):  # pydantic's
-        first = details()[0]
+    pydantic_details = getattr(error, "errors", None)
+    if pydantic_details:
+        # One of them: a section of the wrong type has an error for each of its keys.
+        first = pydantic_details()[0]
         return f"{'.'.join(map(str, first['loc']))}={first['input']!r:.60}: {first['msg']}"
     return first_line(error)
 
 
 def as_yaml(value: object) -> str:
     """Spell a scalar as in a recipe: ``null``, ``true``, ``0.5``, ``text``."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 MOST_NAMES = 24
@@ -78,16 +87,18 @@ def shown(value: object) -> str:
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """Return the first names in their order, and the number of all where there are more."""
-    found = sorted(names)
-    more = f", ... ({len(found)} in all)" if len(found) > most else ""
-    return f"{', '.join(found[:most])}{more}"
+    """Return the first names in alphabetical order, and the number of all where there are more."""
+    in_order = sorted(names)
+    more = f", ... ({len(in_order)} in all)" if len(in_order) > most else ""
+    return f"{', '.join(in_order[:most])}{more}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest known name, or the list of all when none is near.
 
-    Args:    name: what was written.  known: the names that are valid there.
+    Args:
+        name: The name that is not valid.
+        known: The names that are.
     Returns: a text to append to an error message; empty when ``known`` is empty.
     """
     names = sorted(known)

@@ -11,30 +11,50 @@ import torch
 
 CPU = torch.device("cpu")
 FACTORIES = (
-    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace"),
-    *("ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor"),
-    *("triu", "zeros", "zeros_like"),
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randn",
+    "randn_like",
+    "randperm",
+    "tensor",
+    "triu",
+    "zeros",
+    "zeros_like",
 )
 """torch's functions that make tensors and take a device."""
 
 
 def here(device: Any) -> Any:
     """Return the CPU for a CUDA device or a GPU's number; anything else, such as a dtype, unchanged."""
-    is_gpu = type(device) is int or (isinstance(device, str | torch.device) and "cuda" in str(device))
-    return CPU if is_gpu else device
+    # Not isinstance: a bool is an int, too, but no GPU's number.
+    is_gpu_number = type(device) is int
+    is_cuda_device = isinstance(device, str | torch.device) and "cuda" in str(device)
+    return CPU if is_gpu_number or is_cuda_device else device
 
 
 def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a tensor factory: a GPU becomes the CPU, pinned memory plain memory."""
 
     @functools.wraps(factory)
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def factory_on_cpu(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = here(kwargs["device"])
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
-    return made
+    return factory_on_cpu
 
 
 def nothing(*_args: Any) -> None:

@@ -11,9 +11,14 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+import yaml
+
 from nemo_grpo.support.errors import UserError, reading
 
 log = logging.getLogger(__name__)
+
+TABLE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""PyYAML's safe loader: the one in C is seven times as fast, but a PyYAML built without libyaml lacks it."""
 
 SHA256SUMS = "SHA256SUMS"
 REPLACED = "tmp_removed_"
@@ -24,11 +29,19 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file; a kill or a full disk leaves it as it was, or complete."""
-    temporary = path.with_name(f"tmp_{path.name}.new")  # no pattern for finished files matches it
+    # No pattern for finished files matches this name.
+    temporary = path.with_name(f"tmp_{path.name}.new")
     temporary.write_text(text, encoding="utf-8")
+    # The content before the name: after a power cut the new name must not lead to an empty file.
     flush(temporary)
     temporary.replace(path)
+    # A rename is an entry of the folder, which is flushed apart from the file.
     flush(path.parent)
+
+
+def read_yaml(path: Path) -> Any:
+    """Read a YAML file that comes with the package."""
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=TABLE_LOADER)
 
 
 def existing_parent(folder: Path) -> Path:
@@ -60,7 +73,8 @@ def publish_folder(unfinished: Path, folder: Path) -> None:
     flush_tree(unfinished)
     prefix = f"{REPLACED}{folder.name}."
     if folder.exists():
-        folder.rename(folder.with_name(f"{prefix}{time.time_ns()}"))  # NFS may keep an earlier one
+        # A new name each time: NFS may keep an earlier replaced folder while a process has a file of it open.
+        folder.rename(folder.with_name(f"{prefix}{time.time_ns()}"))
     unfinished.rename(folder)
     flush(folder.parent)
     for replaced in folder.parent.glob(f"{glob.escape(prefix)}*"):
@@ -70,11 +84,15 @@ def publish_folder(unfinished: Path, folder: Path) -> None:
 def hold_lock(file: IO[Any] | int, refusal: str, *, per_process: bool = False) -> None:
     """Lock an open file until it is closed; warn where the disk has no locks.
 
-    Args:   refusal: message if another process holds the lock.
-            per_process: children that inherit the file do not hold it, and this process may lock it again.
+    Args:
+        file: Open file, or its descriptor.
+        refusal: Message if another process holds the lock.
+        per_process: Children that inherit the file do not hold it, and this process may lock it again.
     """
+    # POSIX's lockf belongs to the process, BSD's flock to the open file, which children share.
+    lock = fcntl.lockf if per_process else fcntl.flock
     try:
-        (fcntl.lockf if per_process else fcntl.flock)(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         raise UserError(refusal) from None
     except OSError as error:

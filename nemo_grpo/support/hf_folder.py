@@ -47,7 +47,8 @@ def load_tokenizer(folder: Path) -> Any:
     """Load the folder's tokenizer."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the tokenizers library raises plain Exception at a damaged file
+    except Exception as error:
+        # The tokenizers library raises plain Exception at a damaged file.
         raise UserError(
             f"cannot read the tokenizer in {folder}: {first_line(error)}; save the model's own there again"
         ) from error
@@ -61,24 +62,34 @@ def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
-        config = read_config(folder / name) if (folder / name).is_file() else {}
-        found = {**(config.get("text_config") or {}), **config}.get("eos_token_id")
-        if found is not None:
-            listed = found if isinstance(found, list) else [found]
-            if any(type(one) is not int or one < 0 for one in listed):
-                raise UserError(
-                    f"{folder / name}: eos_token_id={found!r:.80} must be a token's id or a list of ids; "
-                    "correct it"
-                )
-            ids += listed
+        stated_ids = _eos_token_ids(folder / name)
+        if stated_ids is not None:
+            ids += stated_ids
             break
+    # Without repetitions, in this order.
     return tuple(dict.fromkeys(ids))
+
+
+def _eos_token_ids(path: Path) -> list[int] | None:
+    """Read ``eos_token_id`` of a config; None if there is no such file or key."""
+    config = read_config(path) if path.is_file() else {}
+    # A vision model's config has its language model's settings in text_config.
+    language_config = {**(config.get("text_config") or {}), **config}
+    eos = language_config.get("eos_token_id")
+    if eos is None:
+        return None
+    ids = eos if isinstance(eos, list) else [eos]
+    # Not isinstance: true is an int.
+    if any(type(token_id) is not int or token_id < 0 for token_id in ids):
+        raise UserError(f"{path}: eos_token_id={eos!r:.80} must be a token's id or a list of ids; correct it")
+    return ids
 
 
 def stream_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of the folder's safetensors files, one at a time in memory."""
     for opened in _safetensors(folder):
-        for name in opened.keys():  # noqa: SIM118  (no mapping)
+        # safe_open gives no mapping, so its keys() cannot be left out.
+        for name in opened.keys():  # noqa: SIM118
             yield name, opened.get_tensor(name)
 
 
@@ -88,6 +99,7 @@ def weight_names(folder: Path) -> set[str]:
 
 
 def _safetensors(folder: Path) -> Iterator[Any]:
+    """Open the folder's safetensors files, one after the other."""
     for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as opened:
@@ -101,18 +113,29 @@ def _safetensors(folder: Path) -> Iterator[Any]:
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Load all tensors of the folder's safetensors files, and check that they are finite."""
     tensors = dict(stream_weights(folder))
-    if name := _not_finite(tensors):
+    name = _not_finite(tensors)
+    if name is not None:
         raise UserError(f"{folder}: {name} holds NaN or inf; give a sound checkpoint")
     return tensors
 
 
 def _not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    filled = ((name, tensor) for name, tensor in tensors.items() if tensor.numel())
-    return next((name for name, tensor in filled if not all(b.isfinite() for b in tensor.aminmax())), None)
+    """Return the name of the first tensor with NaN or inf."""
+    for name, tensor in tensors.items():
+        # aminmax raises an error for an empty tensor.
+        if tensor.numel() == 0:
+            continue
+        # NaN and inf show in the extremes, which need no mask as large as the tensor.
+        smallest, largest = tensor.aminmax()
+        if not (smallest.isfinite() and largest.isfinite()):
+            return name
+    return None
 
 
 def _check_trained(tensors: Mapping[str, Tensor], target: Path) -> None:
-    if name := _not_finite(tensors):
+    """Refuse weights that are not finite."""
+    name = _not_finite(tensors)
+    if name is not None:
         raise UserError(
             f"{target} is not written: {name} holds NaN or inf, training has diverged; resume an earlier "
             "checkpoint with a lower policy.megatron_cfg.optimizer.lr"
@@ -131,16 +154,24 @@ def export(
     Written under a temporary name and renamed, so a folder of this name is always whole. An older one is
     replaced.
 
-    Args: source: the model folder that training started from; its side files are copied.
-          training: facts for the model card; None: no card, for a model that a run will start with.
+    Args:
+        named_tensors: Names and tensors of the trained model.
+        source: Model folder that training started from; its side files are copied.
+        target: Folder to write.
+        dtype: Precision of the written tensors.
+        training: Facts for the model card; None: no card, for a model that a run will start with.
     """
-    tensors = {name: t.to(device="cpu", dtype=dtype, copy=True).contiguous() for name, t in named_tensors}
+    # A copy even where nothing changes: safetensors refuses tensors that share memory.
+    tensors = {
+        name: tensor.to(device="cpu", dtype=dtype, copy=True).contiguous() for name, tensor in named_tensors
+    }
     _check_trained(tensors, target)
     config = load_config(source)
     config.dtype = dtype
     with appearing(target) as temporary:
         copy_side_files(source, temporary)
-        logging.disable(logging.INFO)  # the library reports the temporary name, and its logger's name changes
+        # huggingface_hub would report the temporary name; the name of its logger changes with the version.
+        logging.disable(logging.INFO)
         try:
             save_torch_state_dict(tensors, temporary, max_shard_size=MAX_SHARD_SIZE)
         finally:
@@ -169,11 +200,15 @@ def export_adapter(
 
     Written under a temporary name and renamed, like `export`.
 
-    Args: tensors: by PEFT's names, ``base_model.model.<module>.lora_A.weight`` and ``lora_B``.
-          source: the base model's folder.  training: facts for the model card.
-          dim, alpha: the update is alpha / dim B A.
+    Args:
+        tensors: Matrices by PEFT's names, ``base_model.model.<module>.lora_A.weight`` and ``lora_B``.
+        source: Folder of the base model.
+        target: Folder to write.
+        training: Facts for the model card.
+        dim: Rank of the update, alpha / dim B A.
+        alpha: Scale of the update.
     """
-    copies = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+    copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     _check_trained(copies, target)
     modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
     config = peft_config(base_model(training, source)[0], dim, alpha, modules)

@@ -13,7 +13,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @cache
 def _words() -> frozenset[str]:
-    """Words of the kernel's description: maker and flags; none where there is no such file."""
+    """Collect the words of the kernel's description: maker and flags; none where there is no such file."""
     return frozenset(_CPUINFO.read_text().split()) if _CPUINFO.exists() else frozenset()
 
 
@@ -51,8 +51,12 @@ def precision(asked: str, width: int) -> str:
     return "bfloat16" if has_bf16() and width >= NARROWEST_BF16 else "float32"
 
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-_MOST, _MOST_BEFORE = 2**31 - 1, 2**25  # glibc once refused a larger mmap threshold
+# Parameters of mallopt(3).
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+_LARGEST_THRESHOLD = 2**31 - 1
+_LARGEST_OLD_THRESHOLD = 2**25
+"""Largest mmap threshold of an older glibc, which refuses a larger one and keeps its default."""
 
 
 def keep_freed_memory() -> None:
@@ -60,8 +64,9 @@ def keep_freed_memory() -> None:
 
     A training step allocates the same large blocks again and again; each page of a new one costs a fault.
     """
-    _call("mallopt", _TRIM_THRESHOLD, _MOST)
-    _call("mallopt", _MMAP_THRESHOLD, _MOST) or _call("mallopt", _MMAP_THRESHOLD, _MOST_BEFORE)
+    _call("mallopt", _TRIM_THRESHOLD, _LARGEST_THRESHOLD)
+    if not _call("mallopt", _MMAP_THRESHOLD, _LARGEST_THRESHOLD):
+        _call("mallopt", _MMAP_THRESHOLD, _LARGEST_OLD_THRESHOLD)
 
 
 def release_freed_memory() -> None:

@@ -1,7 +1,6 @@
 """Model card: the README.md of an exported Hugging Face folder."""
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,13 +14,12 @@ from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UNREADABLE, UserError
 from nemo_grpo.support.model_folder import is_hub_name, read_config
 
-CARD, _INFO = "README.md", "training_info.json"
+CARD = "README.md"
+_INFO = "training_info.json"
 TAG = "nemo_grpo"
 """Tag of the cards that this project writes; their ``base_model`` is the model that training began with."""
 _ABOVE = 3
 """Most folders from a checkpoint up to its step's, which has `_INFO`, and from there up to the run's."""
-_SHIPPED_MODEL = re.compile(r"\$\{shipped_model:(\w+)\}")
-"""A recorded recipe keeps texts that come from this machine unresolved."""
 _TEMPLATE = """---
 {{ card_data }}
 ---
@@ -36,7 +34,14 @@ _TEMPLATE = """---
 
 @dataclass(frozen=True)
 class Training:
-    """Facts about a training. Attributes: recipe: resolved.  step.  metrics, versions: by name."""
+    """Facts about a training.
+
+    Attributes:
+        recipe: Resolved recipe, nested.
+        step: Number of the exported step.
+        metrics: Validation metrics of that step, by name.
+        versions: Versions of packages, by name.
+    """
 
     recipe: Mapping[str, Any] = field(default_factory=dict)
     step: int | None = None
@@ -45,58 +50,97 @@ class Training:
 
     def value(self, kind: type, key: str) -> Any:
         """Return a value of the recipe; None if it is missing or of another type."""
-        found = value_of(self.recipe, key)
-        return found if isinstance(found, kind) and str(found).isprintable() else None
+        recorded = value_of(self.recipe, key)
+        # Control characters would break the card's table and its YAML head.
+        return recorded if isinstance(recorded, kind) and str(recorded).isprintable() else None
 
 
 def training_of(checkpoint: Path) -> Training:
     """Read the facts that a run of either engine has written above its torch_dist checkpoint."""
-    above = checkpoint.absolute().parents
-    step = next((folder for folder in above[:_ABOVE] if (folder / _INFO).is_file()), None)
-    if step is None:
+    folders_above = checkpoint.absolute().parents[:_ABOVE]
+    step_folder = next((folder for folder in folders_above if (folder / _INFO).is_file()), None)
+    if step_folder is None:
         return Training()
-    info, runs = _first([step / _INFO]), step.parents[:_ABOVE]
-    number, metrics = info.get("step", info.get("total_steps")), info.get("metrics", info)
-    metrics = metrics if isinstance(metrics, dict) else {}
+    run_folders = step_folder.parents[:_ABOVE]
+    info = _first_readable([step_folder / _INFO])
+    # NeMo-RL writes total_steps and its metrics at the top level; the embedded engine nests them.
+    step = info.get("step", info.get("total_steps"))
+    metrics = info.get("metrics", info)
+    if not isinstance(metrics, dict):
+        metrics = {}
+    recipes = [step_folder / "config.yaml"]
+    recipes += [folder / "recipe.resolved.yaml" for folder in run_folders]
     return Training(
-        recipe=_first([step / "config.yaml", *(folder / "recipe.resolved.yaml" for folder in runs)]),
-        step=number if type(number) is int else None,
-        metrics={k: v for k, v in metrics.items() if k.startswith("val") and isinstance(v, float)},
-        versions=_first(folder / "versions.json" for folder in runs),
+        recipe=_first_readable(recipes),
+        # Not isinstance: true is an int.
+        step=step if type(step) is int else None,
+        metrics={
+            name: value
+            for name, value in metrics.items()
+            if name.startswith("val") and isinstance(value, float)
+        },
+        versions=_first_readable(folder / "versions.json" for folder in run_folders),
     )
 
 
-def _first(paths: Iterable[Path]) -> dict[str, Any]:
+def _first_readable(paths: Iterable[Path]) -> dict[str, Any]:
     """Return the first mapping that can be read, else {}: a card must not fail an export."""
-    from huggingface_hub import metadata_load
-
     for path in paths:
         with suppress(*UNREADABLE, yaml.YAMLError):
-            load = json.loads if path.suffix == ".json" else yaml.safe_load
-            found = metadata_load(path) if path.name == CARD else load(path.read_text("utf-8"))
-            if isinstance(found, dict):
-                return found
+            content = _read(path)
+            if isinstance(content, dict):
+                return content
     return {}
+
+
+def _read(path: Path) -> Any:
+    """Read the head of a card, a JSON file or a YAML file."""
+    if path.name == CARD:
+        # Imported late, here and below: it takes longer than most commands.
+        from huggingface_hub import metadata_load
+
+        return metadata_load(path)
+    text = path.read_text("utf-8")
+    return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
 
 
 def base_model(training: Training, folder: Path) -> tuple[str, dict[str, Any]]:
     """Find the model that a training began with, without the network.
 
-    Args:    folder: source of the export's config.json; taken as the base if the recipe names none.
+    Args:
+        training: Facts about the training.
+        folder: Source of the export's config.json; taken as the base if the recipe names none.
     Returns: its name on the Hub, else its folder's name; ``base_model`` and its license, where known.
     """
+    recipe_name = _model_name(training)
+    base_folder = Path(recipe_name) if recipe_name and Path(recipe_name).is_dir() else folder
+    head = _first_readable([base_folder / CARD])
+    if recipe_name and is_hub_name(recipe_name):
+        hub_name: str | None = recipe_name
+    else:
+        hub_name = _hub_name_of(base_folder, head)
+    # The Hub's own card comes before the folder's, which may be a card that this project wrote.
+    head = _cached_head(hub_name) or head
+    license_fields = {key: head.get(key) for key in ("license", "license_name", "license_link")}
+    facts = license_fields | {"base_model": hub_name}
+    if hub_name:
+        name = hub_name
+    else:
+        name = Path(recipe_name).name if recipe_name else base_folder.resolve().name
+    return name, {key: text for key, text in facts.items() if isinstance(text, str) and text.isprintable()}
+
+
+def _cached_head(hub_name: str | None) -> dict[str, Any]:
+    """Read the head of a model's card from the Hub's cache on this machine; {} if it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
-    stated = _model_name(training)
-    own = Path(stated) if stated and Path(stated).is_dir() else folder
-    head, cached = _first([own / CARD]), None
-    hub = stated if stated and is_hub_name(stated) else _on_hub(own, head)
-    with suppress(ValueError):  # no name that the Hub allows
-        cached = try_to_load_from_cache(hub or "", CARD)
-    head = _first([Path(cached)] if isinstance(cached, str) else []) or head
-    known = {key: head.get(key) for key in ("license", "license_name", "license_link")} | {"base_model": hub}
-    name = hub or (Path(stated) if stated else own.resolve()).name
-    return name, {key: text for key, text in known.items() if isinstance(text, str) and text.isprintable()}
+    # A name that the Hub does not allow is a ValueError.
+    with suppress(ValueError):
+        cached = try_to_load_from_cache(hub_name or "", CARD)
+        # A file that is known to be absent on the Hub is an object, not a path.
+        if isinstance(cached, str):
+            return _first_readable([Path(cached)])
+    return {}
 
 
 def _model_name(training: Training) -> str | None:
@@ -104,21 +148,31 @@ def _model_name(training: Training) -> str | None:
     name: str | None = training.value(str, "policy.model_name")
     if name is None or "${" not in name:
         return name
-    shipped_name = _SHIPPED_MODEL.fullmatch(name)
+    # A recorded recipe keeps texts that come from its machine unresolved.
     with suppress(UserError):
-        return str(shipped.model(shipped_name[1])) if shipped_name else None
+        model = shipped.referenced_model(name)
+        return None if model is None else str(model)
     return None
 
 
-def _on_hub(folder: Path, head: Mapping[str, Any]) -> str | None:
-    """Find the Hub's name of a folder's model, or of the model that this project trained it from."""
-    above, tags = folder.resolve().parent, head.get("tags")
-    stated = head.get("base_model") if isinstance(tags, list) and TAG in tags else None
-    if above.name == "snapshots":
-        stated = above.parent.name.removeprefix("models--").replace("--", "/")
-    elif stated is None and (folder / "config.json").is_file():
-        stated = read_config(folder / "config.json").get("_name_or_path")
-    return stated if isinstance(stated, str) and is_hub_name(stated) else None
+def _hub_name_of(folder: Path, head: Mapping[str, Any]) -> str | None:
+    """Find the Hub's name of a folder's model, or of the model that this project trained it from.
+
+    Args:
+        folder: Model folder.
+        head: YAML head of its card.
+    """
+    tags = head.get("tags")
+    parent = folder.resolve().parent
+    name: object = None
+    # In the Hub's cache: models--ORGANISATION--MODEL/snapshots/REVISION.
+    if parent.name == "snapshots":
+        name = parent.parent.name.removeprefix("models--").replace("--", "/")
+    elif isinstance(tags, list) and TAG in tags and head.get("base_model") is not None:
+        name = head["base_model"]
+    elif (folder / "config.json").is_file():
+        name = read_config(folder / "config.json").get("_name_or_path")
+    return name if isinstance(name, str) and is_hub_name(name) else None
 
 
 def _is_metric(name: str, metric_name: str) -> bool:
@@ -128,34 +182,54 @@ def _is_metric(name: str, metric_name: str) -> bool:
 
 
 def write_card(folder: Path, training: Training, source: Path, *, is_adapter: bool = False) -> None:
-    """Write the card of a model, or of PEFT's matrices, into its folder. Args: source: see `base_model`."""
+    """Write the card of a model, or of PEFT's matrices, into its folder.
+
+    Args:
+        folder: Exported folder.
+        training: Facts about the training.
+        source: Folder of the model that training began with, see `base_model`.
+        is_adapter: The export has PEFT's matrices alone.
+    """
     from huggingface_hub import ModelCard, ModelCardData
 
-    (name, known), variant = base_model(training, source), training.value(str, "loss_fn.variant")
-    made = not training.value(str, "policy.model_name") and training.value(dict, "nemo_grpo.new_model")
-    license = (
-        known.get("license_name") or known.get("license") or "the base model's, which was not known here"
-    )
+    base_name, base_facts = base_model(training, source)
+    variant = training.value(str, "loss_fn.variant")
+    tags = ["reinforcement-learning", TAG]
+    if variant:
+        tags.append(variant)
     has_images = (folder / "preprocessor_config.json").exists()
     data = ModelCardData(
-        **known,
+        **base_facts,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="image-text-to-text" if has_images else "text-generation",
-        tags=["reinforcement-learning", TAG, *([variant] if variant else [])],
+        tags=tags,
     )
+    rows = _rows(training, base_name, base_facts)
+    card = ModelCard.from_template(data, template_str=_TEMPLATE, title=rows["recipe"] or base_name, rows=rows)
+    card.save(folder / CARD)
+
+
+def _rows(training: Training, base_name: str, base_facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the rows of a card's table: label -> value; a row of None is left out."""
+    is_new_model = not training.value(str, "policy.model_name") and training.value(
+        dict, "nemo_grpo.new_model"
+    )
+    license = base_facts.get("license_name") or base_facts.get("license")
+    if not license:
+        license = "the base model's, which was not known here"
+    data_files = training.value(list, "nemo_grpo.task.train_files") or ()
+    file_names = ", ".join(Path(file).name for file in data_files if isinstance(file, str))
+    # The metric that ranked the checkpoints comes first.
     ranking = training.value(str, "checkpointing.metric_name") or ""
-    by_rank = sorted(training.metrics.items(), key=lambda item: not _is_metric(item[0], ranking))
-    files = training.value(list, "nemo_grpo.task.train_files") or ()
-    rows = {
-        "base model": "made for the run" if made else name,
-        "license": None if made else license,
+    metrics = sorted(training.metrics.items(), key=lambda item: not _is_metric(item[0], ranking))
+    return {
+        "base model": "made for the run" if is_new_model else base_name,
+        "license": None if is_new_model else license,
         "recipe": training.value(str, "nemo_grpo.run_name"),
-        "variant": variant,
+        "variant": training.value(str, "loss_fn.variant"),
         "task": training.value(str, "nemo_grpo.task.name"),
-        "data": ", ".join(Path(file).name for file in files if isinstance(file, str)) or None,
+        "data": file_names or None,
         "step": training.step,
-        **{name: f"{value:.6g}" for name, value in by_rank},
+        **{name: f"{value:.6g}" for name, value in metrics},
         **training.versions,
     }
-    card = ModelCard.from_template(data, template_str=_TEMPLATE, title=rows["recipe"] or name, rows=rows)
-    card.save(folder / CARD)

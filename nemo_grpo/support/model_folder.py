@@ -24,13 +24,39 @@ _MAX_DEPTH = 20
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _PLAIN_NAME = re.compile(r"[\w.+-]{1,200}\.safetensors", re.ASCII)
 SIDE_FILES = (
-    *("config.json", "generation_config.json", "params.json", "processor_config.json"),
-    *("preprocessor_config.json", "video_preprocessor_config.json", "chat_template*.json", "*.jinja"),
-    *("tokenizer*.json", "tokenizer*.model*", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece*.model"),
-    *("tiktoken.model", "*.tiktoken"),
-    *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "*processing_*.py", "*reasoning_parser.py"),
-    *("LICENSE*", "NOTICE*", "USE_POLICY*"),
+    # Configs.
+    "config.json",
+    "generation_config.json",
+    "params.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    # Chat templates.
+    "chat_template*.json",
+    "*.jinja",
+    # Tokenizers.
+    "tokenizer*.json",
+    "tokenizer*.model*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+    "tiktoken.model",
+    "*.tiktoken",
+    # Code that transformers runs with trust_remote_code.
+    "configuration_*.py",
+    "modeling_*.py",
+    "tokenization_*.py",
+    "*processing_*.py",
+    "*reasoning_parser.py",
+    # Terms that must go with a copy.
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
 )
 """Files that exports copy from a model's folder."""
 TEMPLATES = "additional_chat_templates"
@@ -48,11 +74,12 @@ def weight_map(folder: Path) -> dict[str, str]:
     if (folder / WHOLE).exists() or not index.exists():
         return {}
     with reading(index, "a safetensors index", "download it again", TypeError, AttributeError, KeyError):
-        found = dict(json.loads(index.read_text())["weight_map"].items())
-        for name, file in found.items():
+        files = dict(json.loads(index.read_text())["weight_map"].items())
+        for name, file in files.items():
+            # A name with a path could lead out of the model's folder.
             if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file):
                 raise ValueError(f"{name} is in {file!r:.60}, which is no file beside it")
-    return found
+    return files
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -62,13 +89,13 @@ def weight_files(folder: Path) -> list[Path]:
     """
     if (folder / WHOLE).exists():
         return [folder / WHOLE]
-    if names := sorted(set(weight_map(folder).values())):
-        if missing := [name for name in names if not (folder / name).exists()]:
-            raise UserError(
-                f"{folder / INDEX} names {listed(missing)}, missing here; download the model again"
-            )
-        return [folder / name for name in names]
-    return sorted(folder.glob("*.safetensors"))
+    names = sorted(set(weight_map(folder).values()))
+    if not names:
+        return sorted(folder.glob("*.safetensors"))
+    absent = [name for name in names if not (folder / name).exists()]
+    if absent:
+        raise UserError(f"{folder / INDEX} names {listed(absent)}, missing here; download the model again")
+    return [folder / name for name in names]
 
 
 def is_hub_name(name: str) -> bool:
@@ -78,8 +105,10 @@ def is_hub_name(name: str) -> bool:
 
 def how_to_get(folder: Path) -> str:
     """Name the remedy where a model's folder is needed, and this is none."""
-    download = f"; `hf download {folder} --local-dir DIR` makes one of a model on the Hub"
-    return f"give a Hugging Face model folder{download if is_hub_name(str(folder)) else ''}"
+    remedy = "give a Hugging Face model folder"
+    if is_hub_name(str(folder)):
+        remedy += f"; `hf download {folder} --local-dir DIR` makes one of a model on the Hub"
+    return remedy
 
 
 def check_weights(folder: Path) -> None:
@@ -87,13 +116,15 @@ def check_weights(folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; {how_to_get(folder)}")
     for file in sorted(folder.glob("*.safetensors")):
+        # The Hub's cache has links to blobs, which a copied folder or an emptied cache leaves dangling.
         if file.is_symlink() and not file.exists():
             raise UserError(
                 f"{file} is a link to {file.readlink()}, which is not there; download the model again"
             )
     if any(folder.glob("*.safetensors")):
         return
-    if pickles := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth")):
+    pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))
+    if pickles:
         raise UserError(
             f"{pickles[0]} is a pickle, which can run code when it is read; load the model with transformers "
             "where you trust it, save it with save_pretrained(), and convert that folder"
@@ -104,16 +135,19 @@ def check_weights(folder: Path) -> None:
 def check_no_other_weights(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a folder from which transformers loads more, or other weights, than `weight_files`.
 
-    Args: config: config.json's content.
+    Args:
+        folder: Model folder.
+        config: Content of its config.json.
     """
     if (folder / ADAPTER_CONFIG).exists():
         raise UserError(
             f"{folder} has {ADAPTER_CONFIG} beside config.json, so transformers adds an adapter to the "
             "weights; merge it first, or move it away"
         )
-    if named := config.get(WEIGHTS_KEY):
+    other_file = config.get(WEIGHTS_KEY)
+    if other_file:
         raise UserError(
-            f"{folder / 'config.json'} has {WEIGHTS_KEY}={named!r:.80}, so transformers loads that file "
+            f"{folder / 'config.json'} has {WEIGHTS_KEY}={other_file!r:.80}, so transformers loads that file "
             f"alone; move it to a folder of its own as {WHOLE}, with the other files and without the key"
         )
 
@@ -122,9 +156,10 @@ def hf_config(folder: Path) -> dict[str, Any]:
     """Read a model folder's config.json."""
     path = folder / "config.json"
     with reading(folder, "a model's folder", "check its name and mode"):
-        if not path.exists() and (reason := nemo.reason_against(folder)):
-            raise UserError(f"{folder} is {reason}")
         if not path.exists():
+            reason = nemo.reason_against(folder)
+            if reason is not None:
+                raise UserError(f"{folder} is {reason}")
             raise UserError(f"{folder} has no config.json; {how_to_get(folder)}")
     return read_config(path)
 
@@ -135,6 +170,7 @@ def read_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
         if not isinstance(config, dict):
             raise UserError(f"{path} is not a JSON object; download it again")
+        # `reading` explains it. Deeper objects parse here, and would fail in a library that recurses.
         if _depth(config) > _MAX_DEPTH:
             raise RecursionError
     return config
@@ -158,11 +194,16 @@ def with_config_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any
 
 def _depth(value: Any) -> int:
     """Count the levels of nested objects and lists."""
-    depth, level = 0, [value]
+    # Level by level, because a recursion would end at Python's own limit.
+    depth = 0
+    level = [value]
     while level:
         depth += 1
-        inner = [one.values() if isinstance(one, dict) else one for one in level]
-        level = [one for values in inner for one in values if isinstance(one, dict | list)]
+        next_level = []
+        for container in level:
+            values = container.values() if isinstance(container, dict) else container
+            next_level += [inner for inner in values if isinstance(inner, dict | list)]
+        level = next_level
     return depth
 
 
@@ -174,9 +215,10 @@ def side_files(folder: Path) -> Iterator[Path]:
     left_out = []
     code = _code_files(folder)
     for path in sorted((*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"))):
+        # An export has weights and documents of its own.
         if not path.is_file() or path.name.endswith(_WEIGHTS) or path.name in _DOCUMENTS:
             continue
-        if path not in code and not any(fnmatchcase(path.name, pattern) for pattern in SIDE_FILES):
+        if path not in code and not _is_named_like_a_side_file(path):
             left_out.append(str(path.relative_to(folder)))
             continue
         if not _stays_within(path, folder):
@@ -196,6 +238,10 @@ def side_files(folder: Path) -> Iterator[Path]:
         log.warning("%s: not copied, since models have no such files: %s", folder, listed(left_out))
 
 
+def _is_named_like_a_side_file(path: Path) -> bool:
+    return any(fnmatchcase(path.name, pattern) for pattern in SIDE_FILES)
+
+
 def _is_lfs_pointer(path: Path) -> bool:
     with path.open("rb") as stream:
         return stream.read(len(_LFS)) == _LFS
@@ -204,10 +250,12 @@ def _is_lfs_pointer(path: Path) -> bool:
 def auto_map_files(settings: Mapping[str, Any]) -> set[str]:
     """List the Python files that the ``auto_map`` of a config or tokenizer config names."""
     auto_map = settings.get("auto_map")
-    named = list(auto_map.values()) if isinstance(auto_map, dict) else []
-    flat = [one for entry in named for one in (entry if isinstance(entry, list) else [entry])]
+    class_names = []
+    for entry in auto_map.values() if isinstance(auto_map, dict) else ():
+        # A tokenizer's entry lists two classes: the slow one and the fast one.
+        class_names += entry if isinstance(entry, list) else [entry]
     # MODULE.CLASS; the code of another repository, REPOSITORY--MODULE.CLASS, is not in this folder.
-    local = [name for name in flat if isinstance(name, str) and "--" not in name and "." in name]
+    local = [name for name in class_names if isinstance(name, str) and "--" not in name and "." in name]
     return {f"{name.rpartition('.')[0]}.py" for name in local}
 
 
@@ -219,7 +267,7 @@ def _code_files(folder: Path) -> set[Path]:
             names |= auto_map_files(read_config(folder / config))
     files: set[Path] = set()
     remaining = [folder / name for name in names]
-    remaining += [path for path in folder.glob("*.py") if any(fnmatchcase(path.name, p) for p in SIDE_FILES)]
+    remaining += [path for path in folder.glob("*.py") if _is_named_like_a_side_file(path)]
     while remaining:
         path = remaining.pop()
         if path in files or path.parent != folder or not path.is_file():
@@ -243,16 +291,21 @@ def copy_side_files(source: Path, target: Path) -> set[str]:
 
 def _stays_within(path: Path, folder: Path) -> bool:
     """True for a file at its own place, and in the Hub's cache, where snapshots are links to blobs."""
-    inside = folder.resolve()
-    own = inside / path.relative_to(folder).parent
-    blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else own
-    return path.resolve().parent in (own, blobs)
+    real_folder = folder.resolve()
+    places = [real_folder / path.relative_to(folder).parent]
+    if real_folder.parent.name == "snapshots":
+        places.append(real_folder.parents[1] / "blobs")
+    return path.resolve().parent in places
 
 
 def peft_config(base: str, rank: int, alpha: float, modules: set[str]) -> dict[str, object]:
     """Build the content of adapter_config.json.
 
-    Args: base: name of the adapted model, as its card has it.  modules: last parts of the modules' names.
+    Args:
+        base: Name of the adapted model, as its card has it.
+        rank: Rank of the matrices.
+        alpha: Scale of the update.
+        modules: Last parts of the names of the adapted modules.
     """
     return {
         "peft_type": "LORA",

@@ -11,7 +11,10 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 """Okabe and Ito's colours for colour-blind readers; a brown in place of the yellow, too pale for lines."""
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 MARKERS = "osD^vPX*"
-INK, GRID, COMPANION = "#333333", "#e4e4e4", "#777777"
+INK = "#333333"
+GRID = "#e4e4e4"
+COMPANION = "#777777"
+"""Colour of reference lines and of curves that accompany another one."""
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -7,15 +7,18 @@ from nemo_grpo.support.errors import UserError, did_you_mean
 
 SCHEME = "nemo_grpo://"
 """``defaults: nemo_grpo://base/embedded.yaml`` names a shipped recipe wherever the file lies."""
+MODEL_RESOLVER = "shipped_model"
+"""``policy.model_name: ${shipped_model:quickstart}`` names a shipped model wherever the package lies."""
+_MODEL_REFERENCE = re.compile(rf"\$\{{{MODEL_RESOLVER}:(\w+)\}}")
 
 
 def folder(name: str) -> Path:
     """Find the shipped folder ``recipes``, ``slurm`` or ``requirements``."""
     package = Path(__file__).parents[1]
-    found = next((path for path in (package / name, package.parent / name) if path.is_dir()), None)
-    if found is None:
-        raise UserError(f"{package / name} is missing; install the package again, by `pip install`")
-    return found
+    for path in (package / name, package.parent / name):
+        if path.is_dir():
+            return path
+    raise UserError(f"{package / name} is missing; install the package again, by `pip install`")
 
 
 def recipe_names() -> list[str]:
@@ -29,35 +32,44 @@ def portable(recipe: Path) -> str:
     """Return a shipped recipe's text with ``defaults`` that are found from anywhere."""
     root = folder("recipes").resolve()
 
-    def elsewhere(match: re.Match[str]) -> str:
-        return SCHEME + (recipe.parent / match[0]).resolve().relative_to(root).as_posix()
+    def with_scheme(file_name: re.Match[str]) -> str:
+        return SCHEME + (recipe.parent / file_name[0]).resolve().relative_to(root).as_posix()
 
-    def line(match: re.Match[str]) -> str:
-        return re.sub(r"[\w./-]+\.yaml", elsewhere, match[0])
+    def with_portable_names(defaults_line: re.Match[str]) -> str:
+        return re.sub(r"[\w./-]+\.yaml", with_scheme, defaults_line[0])
 
-    return re.sub(r"^defaults:[^#\n]*", line, recipe.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    # Text is replaced, not a parsed tree: the copy keeps the recipe's comments.
+    text = recipe.read_text(encoding="utf-8")
+    return re.sub(r"^defaults:[^#\n]*", with_portable_names, text, flags=re.MULTILINE)
 
 
-def recipe_file(given: str | Path) -> Path:
+def recipe_file(name: str | Path) -> Path:
     """Find a recipe: the file itself, or the shipped one of that name (`named`)."""
-    file = Path(given) if Path(given).exists() else named(str(given))
-    if file is None:
-        known = {name.rpartition("/")[2] for name in recipe_names()}
-        near = did_you_mean(Path(_bare(str(given))).name, known)
-        raise UserError(
-            f"{given}: No such file, nor a shipped recipe of that name"
-            f"{near if near.startswith('; did') else ''}; `nemo-grpo recipe list` shows them"
-        )
-    return file
+    if Path(name).exists():
+        return Path(name)
+    file = named(str(name))
+    if file is not None:
+        return file
+    stems = {shipped_name.rpartition("/")[2] for shipped_name in recipe_names()}
+    suggestion = did_you_mean(Path(_bare(str(name))).name, stems)
+    # Without a near name the hint lists all recipes, which `recipe list` shows better.
+    if not suggestion.startswith("; did"):
+        suggestion = ""
+    raise UserError(
+        f"{name}: No such file, nor a shipped recipe of that name{suggestion}; `nemo-grpo recipe list` "
+        "shows them"
+    )
 
 
 def named(name: str) -> Path | None:
     """Find the shipped recipe of a name, with or without `SCHEME`, folder and ending; None: no such one."""
-    name, root = _bare(name), folder("recipes")
-    if (file := root / f"{name}.yaml").is_file() and ".." not in file.parts:
+    name = _bare(name)
+    root = folder("recipes")
+    file = root / f"{name}.yaml"
+    if file.is_file() and ".." not in file.parts:
         return file
-    same = [known for known in recipe_names() if known.rpartition("/")[2] == name]
-    return root / f"{same[0]}.yaml" if len(same) == 1 else None
+    matches = [full_name for full_name in recipe_names() if full_name.rpartition("/")[2] == name]
+    return root / f"{matches[0]}.yaml" if len(matches) == 1 else None
 
 
 def beside(file: Path, name: str) -> Path:
@@ -65,10 +77,10 @@ def beside(file: Path, name: str) -> Path:
     if not name.startswith(SCHEME):
         return file.parent / name
     root = folder("recipes").resolve()
-    found = (root / name.removeprefix(SCHEME)).resolve()
-    if not found.is_relative_to(root):
+    shipped_file = (root / name.removeprefix(SCHEME)).resolve()
+    if not shipped_file.is_relative_to(root):
         raise UserError(f"{name} is no name of a shipped recipe; `nemo-grpo recipe list` shows them")
-    return found
+    return shipped_file
 
 
 def model(name: str) -> Path:
@@ -80,11 +92,21 @@ def model(name: str) -> Path:
     names = sorted(path.parent.name for path in root.glob("*/config.json"))
     if name not in names:
         raise UserError(
-            f"${{shipped_model:{name}}}: no such model comes with the package{did_you_mean(name, names)}"
+            f"${{{MODEL_RESOLVER}:{name}}}: no such model comes with the package{did_you_mean(name, names)}"
         )
     return (root / name).resolve()
 
 
+def referenced_model(text: str) -> Path | None:
+    """Find the model that ``${shipped_model:NAME}`` names; None for every other text.
+
+    Raises: UserError: no model of this name comes with the package.
+    """
+    reference = _MODEL_REFERENCE.fullmatch(text)
+    return None if reference is None else model(reference[1])
+
+
 def _bare(name: str) -> str:
-    """Strip scheme (of which a `Path` keeps one slash) and ending from a name."""
+    """Strip the scheme and the ending from a name."""
+    # `Path` merges the two slashes of the scheme into one.
     return re.sub(f"^{SCHEME[:-1]}/*", "", name).removesuffix(".yaml")

@@ -88,7 +88,7 @@ class TaskConfig(BaseModel, ABC):
         stop_texts: a turn of the policy ends where one of them is complete; none: a response is one turn.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
     reward_components: ClassVar[Mapping[str, str]] = {"accuracy": ACCURACY, "format": FORMAT}
     needs_images: ClassVar[bool] = False

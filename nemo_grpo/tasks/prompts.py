@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from nemo_grpo.support.errors import UserError, did_you_mean, first_line
+from nemo_grpo.support.files import read_yaml
 from nemo_grpo.tasks.base import Problem
 
-PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text())
+PRESETS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("presets.yaml"))
 """The papers' prompts by name: fields of `Prompt`."""
 SLOT = "{question}"
 PROMPTS_CHECKED = 64
@@ -21,7 +21,7 @@ IMAGES = "vision tasks need the cluster engine (NeMo-RL), whose processor encode
 class Prompt(BaseModel):
     """The recipe's ``nemo_grpo.prompt`` section: makes a problem the text that the policy continues."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
     preset: str | None = None
     """A paper's prompt, such as cw_grpo or tr_grpo_logic; keys set beside it take precedence."""

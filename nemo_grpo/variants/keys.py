@@ -14,7 +14,9 @@ from nemo_grpo.core.importance import ImportanceCorrection, Truncation
 class ReductionKeys(BaseModel):
     """The variant's name, and the reduction of its token terms to one number."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, validate_default=True, defer_build=True
+    )
 
     variant: str
     aggregation: Aggregation = Field(

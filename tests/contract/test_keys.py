@@ -1,9 +1,11 @@
 """Every key of NeMo-RL that is read refuses what it cannot be, or says what the value means."""
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -61,6 +63,32 @@ def declared(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tupl
 KEYS = dict(declared())
 
 
+def attribute_docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """The texts below the fields of a section and its bases."""
+    texts = {}
+    for base in reversed(model.__mro__):
+        if not base.__module__.startswith("nemo_grpo"):
+            continue
+        (definition,) = ast.parse(inspect.getsource(base)).body
+        for field, text in pairwise(definition.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                texts[field.target.id] = inspect.cleandoc(text.value.value)
+    return texts
+
+
+def documented(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The text below every key's field; a key without one is documented by nothing."""
+    texts = attribute_docstrings(model)
+    for name, field in model.model_fields.items():
+        if prefix or name not in OURS:
+            yield f"{prefix}{name}", texts.get(name, "")
+            for section in sections_of(field):
+                yield from documented(section, f"{prefix}{name}.")
+
+
+TEXTS = dict(documented())
+
+
 @cache
 def settings_of(engine: str) -> dict[str, Any]:
     """Without references, which take most of the time of loading a recipe."""
@@ -82,7 +110,8 @@ def refusal(engine: str, key: str, value: Any) -> str | None:
 
 def meaning(key: str, kind: str) -> str | None:
     """What the documentation says about a value that is accepted."""
-    field, text = KEYS[key], KEYS[key].description or ""
+    field = KEYS[key]
+    text = TEXTS[key]
     if kind in ("zero", "negative", "null"):
         spelled = {"zero": "0", "negative": "-1", "null": "null"}[kind]
         said = re.search(rf"(?<![\w.-]){spelled}\b[^;]*: ", text)

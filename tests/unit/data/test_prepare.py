@@ -23,7 +23,7 @@ def offline(tmp_path, monkeypatch):
         raise urllib.error.URLError("no network in tests")
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", refuse)
-    monkeypatch.setattr("nemo_grpo.data.origins.urlopen", refuse)
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
 
 
 def problems(path):

@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 
 from nemo_grpo.launch.plan_summary import kind_of, time_verdict
-from nemo_grpo.plan import plan_recipe
+from nemo_grpo.plan.planner import plan_recipe
 from nemo_grpo.recipe import load_recipe
 
 SMALL = "tr_grpo/tr_grpo-qwen2.5-3b-instruct-logic-1n8g"

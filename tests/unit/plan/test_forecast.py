@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_grpo.plan import plan_recipe
 from nemo_grpo.plan.forecast import Assumptions, at_scale, for_time
 from nemo_grpo.plan.hardware import HARDWARE, hardware_of
 from nemo_grpo.plan.inputs import PRESETS, plan_input
 from nemo_grpo.plan.layouts import best_layouts
 from nemo_grpo.plan.lengths import Lengths, of_mean, read_lengths
+from nemo_grpo.plan.planner import plan_recipe
 from nemo_grpo.plan.rules import for_memory
 from nemo_grpo.plan.scaling import Point, own_layout, scaling
 from nemo_grpo.plan.scenario import expected_draws, scoring_passes, workload_of

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from nemo_grpo.cli import app, plan_tables
 from nemo_grpo.cli import plan as command
 from nemo_grpo.models import read_spec
-from nemo_grpo.plan import plan_recipe
 from nemo_grpo.plan.forecast import Assumptions, as_dict
 from nemo_grpo.plan.hardware import PUBLISHED
 from nemo_grpo.plan.inputs import PRESETS, shape_of
+from nemo_grpo.plan.planner import plan_recipe
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support import pictures
 from nemo_grpo.support.errors import UserError

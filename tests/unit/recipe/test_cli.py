@@ -24,11 +24,16 @@ def run(*arguments):
     return result.exit_code, result.output
 
 
-def test_check_of_a_folder_gives_one_line_per_recipe_and_skips_bases(tmp_path):
+def test_check_of_a_folder_skips_bases(tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "part.yaml").write_text("grpo: {}")
     with pytest.raises(UserError, match="no recipe to check"):
         run("check", str(tmp_path))
+    (tmp_path / "a.yaml").write_text(f"defaults: {QUICKSTART}")
+    assert len(run("check", str(tmp_path))[1].splitlines()) == 1
+
+
+def test_check_of_a_folder_gives_one_line_per_recipe(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.yaml").write_text(f"defaults: {QUICKSTART}")
     code, output = run("check", str(tmp_path))
@@ -58,12 +63,15 @@ def test_check_reports_all_wrong_recipes_with_exit_code_2(tmp_path):
     assert "2 of 3 recipes are wrong" in output
 
 
-def test_check_applies_overrides_and_says_what_the_recipes_engine_cannot_train():
+def test_check_refuses_what_the_recipes_engine_cannot_train():
     cluster = str(RECIPES / "cluster-quickstart.yaml")
     code, output = run("check", QUICKSTART, cluster, "grpo.max_num_epochs=2", "~checkpointing.metric_name")
     assert code == 2
     assert f"error  {QUICKSTART}: grpo.max_num_epochs=2: not supported by the embedded engine" in output
     assert f"ok     {cluster}" in output
+
+
+def test_check_applies_overrides():
     code, output = run("check", QUICKSTART, "loss_fn.variant=gpg", "grpo.max_num_steps=7")
     assert code == 0
     assert "gpg, quickstart, 7 steps of 16 x 8" in output
@@ -102,7 +110,7 @@ def test_resolve_prints_a_recipe_that_loads_again(tmp_path):
     assert load_recipe(tmp_path / "again.yaml") == load_recipe(QUICKSTART, ["grpo.seed=5"])
 
 
-def test_diff_shows_changed_added_and_removed_keys_and_what_is_wrong(tmp_path):
+def test_diff_shows_changed_added_and_removed_keys(tmp_path):
     other = tmp_path / "other.yaml"
     other.write_text(f"defaults: {QUICKSTART}\ngrpo: {{seed: 5}}\nloss_fn: {{variant: gpg}}\n")
     lines = run("diff", QUICKSTART, str(other))[1].splitlines()
@@ -111,6 +119,10 @@ def test_diff_shows_changed_added_and_removed_keys_and_what_is_wrong(tmp_path):
     assert "+ loss_fn.valid_fraction_threshold: 0.6" in lines
     assert not any("grpo.max_num_steps" in line for line in lines)
     assert "the same recipe" in run("diff", QUICKSTART, QUICKSTART)[1]
+
+
+def test_diff_shows_an_invalid_recipe_with_its_errors(tmp_path):
+    other = tmp_path / "other.yaml"
     other.write_text(f"defaults: {QUICKSTART}\ngrpo: {{max_num_steps: 0, seed: 4}}")
     done = runner.invoke(app, ["recipe", "diff", QUICKSTART, str(other)])
     assert done.exit_code == 2

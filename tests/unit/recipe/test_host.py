@@ -72,16 +72,19 @@ def test_one_line_adds_a_variant_with_its_own_parameters(recipe):
     assert mine.env.settings == STOCK["env"]
 
 
-def test_the_variants_advantages_replace_nemo_rls_estimator_and_say_so(recipe):
+def test_a_note_names_what_the_variants_advantages_replace(recipe):
     mine = recipe(variant="dr_grpo")
     assert (mine.grpo.normalize_rewards, mine.grpo.use_leave_one_out_baseline) == (False, False)
     assert mine.to_dict()["grpo"]["adv_estimator"]["normalize_rewards"] is False
     assert "normalize_rewards=true is a setting of NeMo-RL" in notes(mine)
     assert "dr_grpo has loss_fn.normalize_rewards=false" in notes(mine)
     assert advice(mine)[: len(mine.notes)] == list(mine.notes)
-    kept = recipe(variant="grpo", use_leave_one_out_baseline=True)
-    assert kept.grpo.use_leave_one_out_baseline is True
-    assert "use_leave_one_out_baseline" not in notes(kept)
+
+
+def test_a_setting_of_the_estimator_that_the_variant_has_too_is_kept(recipe):
+    mine = recipe(variant="grpo", use_leave_one_out_baseline=True)
+    assert mine.grpo.use_leave_one_out_baseline is True
+    assert "use_leave_one_out_baseline" not in notes(mine)
 
 
 @pytest.mark.parametrize(
@@ -241,15 +244,20 @@ def test_a_forced_ratio_is_taken_over_where_the_advantages_allow(recipe):
         recipe(variant="cw_grpo", force_on_policy_ratio=True)
 
 
-def test_losses_of_something_are_errors_with_a_task_and_notes_without():
-    saved = {"checkpointing": {"save_period": 3, "metric_name": "val:accuracy"}}
-    stock = load_recipe_dict(merge(STOCK, saved))
+CHECKPOINTS_WITHOUT_METRIC = {"checkpointing": {"save_period": 3, "metric_name": "val:accuracy"}}
+
+
+def test_losing_checkpoints_is_a_note_without_a_task():
+    stock = load_recipe_dict(merge(STOCK, CHECKPOINTS_WITHOUT_METRIC))
     assert "checkpointing.save_period=3 is not a multiple of grpo.val_period=10" in notes(stock)
-    own = {"task": {"name": "math"}, "target": "cluster", "run_name": "own"}
+
+
+def test_losing_checkpoints_is_an_error_with_a_task():
+    section = {"task": {"name": "math"}, "target": "cluster", "run_name": "own"}
+    loss = {"_override_": True, "variant": "grpo"}
+    changes = CHECKPOINTS_WITHOUT_METRIC | {"nemo_grpo": section, "loss_fn": loss}
     with pytest.raises(UserError, match=r"checkpointing\.save_period=3 is not a multiple"):
-        load_recipe_dict(
-            merge(STOCK, saved | {"nemo_grpo": own, "loss_fn": {"_override_": True, "variant": "grpo"}})
-        )
+        load_recipe_dict(merge(STOCK, changes))
 
 
 def test_prompts_are_found_here_before_nemo_rls_repository(tmp_path, monkeypatch):

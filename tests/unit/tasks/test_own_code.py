@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 from processes import ROOT, output_of, python
+from typer.testing import CliRunner
 
+from nemo_grpo.cli import app
 from nemo_grpo.nemorl.loss import ObjectiveLoss
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.run.recipe_checks import check_recipe
 from nemo_grpo.support import extensions
-from nemo_grpo.support.errors import UserError
+from nemo_grpo.support.errors import EXIT_USAGE, UserError
 from nemo_grpo.tasks import Problem, Prompt, parse_task
 from nemo_grpo.tasks.base import NOT_FINITE
 from nemo_grpo.tasks.grading import workers_of
@@ -251,6 +253,28 @@ def test_an_import_that_never_ends_can_be_interrupted_and_the_traceback_names_th
     shown = output_of(python("-c", code, cwd=folder), -signal.SIGINT)
     assert re.search(r'File "loops.py", line [23]', shown)
     assert shown.endswith("KeyboardInterrupt\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import os\nos._exit(3)\n", r"its import ends Python \(exit code 3\)"),
+        ("while True: pass\n", r"its import takes more than 5 s"),
+        ("x = 1\ndef f(:\n", r"SyntaxError: invalid syntax \(bad.py:2\)"),
+    ],
+)
+def test_recipe_check_outlives_the_import_of_a_users_file(folder, monkeypatch, code, message):
+    monkeypatch.setattr(extensions, "TRIAL_SECONDS", 5)
+    (folder / "bad.py").write_text(code)
+    sound = str(ROOT / "recipes/quickstart.yaml")
+    (folder / "bad.yaml").write_text(
+        f"defaults: {sound}\nnemo_grpo: {{rewards: {{accuracy: 1.0, 'bad.py:f': 0.1}}}}\n"
+    )
+    checked = CliRunner().invoke(app, ["recipe", "check", "bad.yaml", sound])
+    assert checked.exit_code == EXIT_USAGE
+    wrong, right = checked.stdout.splitlines()
+    assert re.match(rf"error  bad.yaml: nemo_grpo.rewards.*bad.py:f: {message}", wrong)
+    assert right.startswith("ok")
 
 
 VARIANT = '''
