@@ -17,8 +17,8 @@ import ray
 import torch
 
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.callbacks import RolloutRewards, ValidationRewards
 from nemo_grpo.nemorl.host_api import ACTOR_PYTHONS, IMAGES
+from nemo_grpo.nemorl.rewards import RolloutRewards, ValidationRewards
 from nemo_grpo.support.extensions import receive_files
 from nemo_grpo.tasks import Problem, Prompt, encode_prompt, parse_task
 from nemo_grpo.tasks.base import Episode, MultiTurnTask, make_ready, tags_of

@@ -14,7 +14,6 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +49,7 @@ def conversions(policy: Any) -> list[Path]:
     return [Path(folder) / ITERATION for folder in (root, *sorted(overridden))]
 
 
-def remove_remains(
-    policy: Any, clock: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
-) -> None:
+def remove_remains(policy: Any) -> None:
     """Remove incomplete conversions, so that NeMo-RL converts again.
 
     Another job may be converting right now, so a folder is removed only after `STILL_S` without a write; if
@@ -61,7 +58,7 @@ def remove_remains(
     """
     for folder in conversions(policy):
         while folder.is_dir() and not (folder / LAST_FILE).exists():
-            still = clock() - last_written(folder)
+            still = time.time() - last_written(folder)
             if still >= STILL_S:
                 _remove(folder)
                 break
@@ -72,7 +69,7 @@ def remove_remains(
                 still,
                 STILL_S,
             )
-            sleep(min(POLL_S, STILL_S - still))
+            time.sleep(min(POLL_S, STILL_S - still))
 
 
 def last_written(folder: Path) -> float:
