@@ -36,7 +36,8 @@ def after_megatron(_module: Any) -> None:
     """Undo megatron-core's change to tensor pickling, in processes that have imported it.
 
     megatron-core puts its own function into torch's pickles by name, so that reading a tensor pickled here
-    would need megatron-core, which vLLM's environment does not have.
+    would need megatron-core, which vLLM's environment does not have. `nemorl.workarounds.tensor_pickles` does
+    the same for the driver alone, and keeps the upstream number and the test.
     """
     torch.storage._load_from_bytes = _load_from_bytes
     install()

@@ -236,7 +236,6 @@ def cpu_settings(context: int, uses_vllm: bool) -> dict[str, Any]:
     settings = dict(CONSTANT["cpu"])
     if uses_vllm:
         settings[f"{GENERATION}.vllm_kwargs"] = {
-            "enable_chunked_prefill": False,
             "kv_cache_memory_bytes": 1 << 28,
             "max_num_batched_tokens": max(8 * context, 2048),
             "max_num_seqs": 64,

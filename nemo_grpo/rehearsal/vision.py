@@ -26,9 +26,14 @@ TEMPLATE = (
     "{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-HEAD_DIM, MROPE_SECTION = 128, (16, 24, 24)
-"""Sizes that cannot shrink: Megatron-Bridge ignores a configuration's rotary sections and takes the full
-model's, which need heads of 128."""
+HEAD_DIM = 128
+"""Size of a head, which cannot shrink: see `MROPE_SECTION`."""
+MROPE_SECTION = (16, 24, 24)
+"""Rotary sections of the full model, which need heads of 128. Megatron-Bridge 0.6 takes these whatever the
+configuration says.
+
+Upstream: none known.
+Needed while: tests/nemo_rl/test_workarounds.py::test_bridge_ignores_the_rotary_sections_of_a_vision_model"""
 DEPTH, WIDTH, NUM_HEADS, FFN = 2, 64, 2, 128
 """Sizes of the vision tower; its last block sees the whole image, the others windows, as in the family."""
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 8 * 28 * 28
