@@ -182,14 +182,14 @@ def make_model(recipe: Recipe, task: ToyTask, num_validation: int, folder: Path)
     # with demonstrations the driver encodes all of these before it starts
     number = getattr(task.task, "num_train_problems", PROMPTS_CHECKED) if learns else 0
     first = [task.task.train_problem(index, recipe.grpo.seed) for index in range(number)]
-    problems = [*(first or task.known), *held_out]
+    problems = [*(first or task.learnt_problems), *held_out]
     prompts = [len(encoder.tokens(problem)) for problem in problems]
     shown = task.task if learns else task
     responses = [len(_shown(encoder, shown, p, rng).responses[0].response.tokens) for p in problems]
     torch.set_num_threads(1)  # small products; leave the other cores alone
     torch.manual_seed(0)
     model = vision.model_class(config).from_config(config, dtype=torch.float32)
-    demonstrations = (_shown(encoder, task, problem, rng) for problem in cycle(task.known))
+    demonstrations = (_shown(encoder, task, problem, rng) for problem in cycle(task.learnt_problems))
     pretrain(model, demonstrations, encoder, *((120, 16) if vocab_size <= 4 * VOCABULARY else (40, 4)))
     made = RehearsalModel(folder, tokenizer_origin, architecture, max(prompts), max(responses), vocab_size)
     text = model.config.get_text_config()
