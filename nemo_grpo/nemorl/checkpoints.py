@@ -53,8 +53,12 @@ class SideFiles(Callback):
 def carried_statistics(config: VariantConfig, checkpointer: Any) -> dict[str, float]:
     """Read the statistics that a variant carries from step to step from the newest checkpoint.
 
-    Args:    checkpointer: NeMo-RL's.
-    Returns: {} if the run begins, or the variant carries none.
+    Args:
+        config: the variant.
+        checkpointer: NeMo-RL's.
+
+    Returns:
+        Name -> value; {} if the run begins, or the variant carries none.
     """
     newest = checkpointer.get_latest_checkpoint_path()
     if newest is None or not config.carries_statistics:

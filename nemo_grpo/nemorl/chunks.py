@@ -128,7 +128,9 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 class StreamingPolicy(VariantPolicy):
     """NeMo-RL's policy for begin, chunks and finish; a step without gradient is dropped, but never the first.
 
-    Attributes: estimator: None for NeMo-RL's own loss.
+    Attributes:
+        estimator: None for NeMo-RL's own loss.
+        record: gets the rows of every chunk.
     """
 
     def __init__(

@@ -62,8 +62,11 @@ def stop_after_step(grpo: GRPOSection) -> Iterator[Ending]:
 
     Every trainer asks `TimeoutChecker.check_save` once per step, saves if it says so, and returns.
 
-    Args:   grpo: the recipe's section.
-    Yields: a callback for NeMo-RL's logger.
+    Args:
+        grpo: the recipe's section.
+
+    Yields:
+        A callback for NeMo-RL's logger.
     """
 
     def also_at_signals(check_time: Callable[..., Any]) -> Callable[..., bool]:

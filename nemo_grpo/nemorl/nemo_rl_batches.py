@@ -97,7 +97,7 @@ def configure_gym(config: Any, tokenizer: Any) -> None:
 def fix_video_frames(config: Any) -> None:
     """Give the processor, the data and vLLM the same frames of a video; before the processor is loaded.
 
-    Args:    config: NeMo-RL's `MasterConfig`; changed.
+    Args: config: NeMo-RL's `MasterConfig`; changed.
     """
     compat.require(NEMO_GYM)
     if compat.has_name(VIDEO_SETTINGS):  # 0.7.0 has no videos

@@ -79,7 +79,8 @@ class VariantPolicy(_Stock):
 class PlanePolicy(VariantPolicy):
     """`VariantPolicy` where the batch lies on NeMo-RL's data plane and training gets its address alone.
 
-    Attributes: has_gradient: the step whose advantages were written last can move the policy.
+    Attributes:
+        has_gradient: the step whose advantages were written last can move the policy.
     """
 
     has_gradient = True

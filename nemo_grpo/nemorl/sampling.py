@@ -37,6 +37,20 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
     # Of the step's draws so far, each [B].
     rewards_of_draws: list[Tensor] = []
 
+    def finish(gathered: Accumulation[Any], batch_type: Any, num_groups: int, num_generations: int) -> Any:
+        """Return the step's rows, and put its metrics into the context."""
+        step = batch_type.from_batches(list(gathered.take(num_groups)))
+        step["filtered_reward"] = step["total_reward"]
+        # The trainer logs these as `reward`, and those above as `filtered_reward`; it trains on the latter.
+        rewards = torch.cat(rewards_of_draws)
+        step["total_reward"] = rewards
+        context.metrics |= _reward_metrics(rewards, num_generations)
+        num_discarded_groups = max(len(gathered.valid) - num_groups, 0)
+        context.metrics["dynamic_sampling_num_discarded_valid_samples"] = [
+            float(num_discarded_groups * num_generations)
+        ]
+        return step
+
     def dynamic_sampling(
         repeated_batch: Any,
         std: Tensor,
@@ -82,16 +96,7 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
                 # NeMo-RL's trainer reads it before the next draw.
                 repeated_batch["filtered_reward"] = repeated_batch["total_reward"]
                 return repeated_batch, False, gathered, context.metrics
-            step = type(repeated_batch).from_batches(list(gathered.take(num_groups)))
-        step["filtered_reward"] = step["total_reward"]
-        # The trainer logs these as `reward`, and those above as `filtered_reward`; it trains on the latter.
-        rewards = torch.cat(rewards_of_draws)
-        step["total_reward"] = rewards
-        context.metrics |= _reward_metrics(rewards, num_generations)
-        num_discarded_groups = max(len(gathered.valid) - num_groups, 0)
-        context.metrics["dynamic_sampling_num_discarded_valid_samples"] = [
-            float(num_discarded_groups * num_generations)
-        ]
+            step = finish(gathered, type(repeated_batch), num_groups, num_generations)
         return step, True, gathered, context.metrics
 
     return dynamic_sampling

@@ -11,8 +11,9 @@ from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.loader import merge
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
 from nemo_grpo.rehearsal.environment import uses_async_engine
-from nemo_grpo.rehearsal.model import RehearsalModel, rehearsed_shape
+from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.rehearsal.replacements import CPU, OF_THE_FULL_MODEL, REHEARSAL, Replacement
+from nemo_grpo.rehearsal.small_config import rehearsed_shape
 from nemo_grpo.rehearsal.tiny_data import data_settings
 from nemo_grpo.support.dotted import is_missing, set_value, value_of
 from nemo_grpo.tasks import TaskConfig
@@ -134,7 +135,7 @@ def limited_to_the_model(recipe: Recipe, model: RehearsalModel) -> Iterator[Over
 
     A number that the small model has not, such as a token id, does not fail by itself: NeMo-RL's workers fail
     in their own code, or train on empty responses. Lengths are in `_sizes`, the model's own numbers in
-    `model.small_config`.
+    `small_config`.
     """
     for key in ("top_k", "val_top_k"):
         top_k = getattr(recipe.policy.generation, key)

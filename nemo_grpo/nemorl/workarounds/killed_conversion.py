@@ -36,8 +36,11 @@ POLL_S = 30.0
 def conversions(policy: Any) -> list[Path]:
     """List folders of this model's conversions, with any ``hf_config_overrides``, as NeMo-RL computes them.
 
-    Args:    policy: section of NeMo-RL's configuration.
-    Returns: existing folders; none if NeMo-RL converts nothing.
+    Args:
+        policy: section of NeMo-RL's configuration.
+
+    Returns:
+        Existing folders; none if NeMo-RL converts nothing.
     """
     if value_of(policy, "pretrained_checkpoint") or value_of(policy, "megatron_cfg.force_reconvert_from_hf"):
         return []

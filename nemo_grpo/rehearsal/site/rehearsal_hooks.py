@@ -112,7 +112,9 @@ def _then_replace(execute: Any, name: str) -> Any:
 class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Empty modules in which every name is a class.
 
-    Args: absent: the packages.  importer: package whose imports of them succeed; "": everyone's.
+    Attributes:
+        absent: the packages.
+        importer: package whose imports of them succeed; "": everyone's.
     """
 
     def __init__(self, absent: tuple[str, ...] = ABSENT, importer: str = "megatron.bridge") -> None:
