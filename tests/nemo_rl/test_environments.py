@@ -8,7 +8,7 @@ import pytest
 import torch
 from toy_training import character_tokenizer, toy_run
 
-from nemo_grpo.nemorl import environments, trainer
+from nemo_grpo.nemorl import environments, task_data, trainer
 from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support.errors import UserError
