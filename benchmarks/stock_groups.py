@@ -25,7 +25,8 @@ from benchmarks.stock_recipes import PLACES, configurations, rule_of
 from nemo_grpo.recipe import Recipe, load_recipe
 from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.environment import Stack, stack_for
-from nemo_grpo.rehearsal.model import RehearsalModel, rehearsed_shape
+from nemo_grpo.rehearsal.model import RehearsalModel
+from nemo_grpo.rehearsal.small_config import rehearsed_shape
 from nemo_grpo.rehearsal.tiny_data import problems_of
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError

@@ -7,7 +7,6 @@ NeMo-RL's single controller calls it once per chunk of a step's groups, see `sin
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -36,14 +35,18 @@ def group_ids(prompt_ids: Tensor, num_generations: int) -> Tensor:
     with the same question. Here each run of rows with equal prompts is cut into groups of
     ``num_generations``.
 
-    Args:    prompt_ids: [B, P], padded.  num_generations: G.
-    Returns: [B] int64.
+    Args:
+        prompt_ids: [B, P], padded.
+        num_generations: G.
+
+    Returns:
+        [B] int64.
     """
     changes = torch.ones(len(prompt_ids), dtype=torch.bool)
     changes[1:] = (prompt_ids[1:] != prompt_ids[:-1]).any(1).cpu()
     row = torch.arange(len(prompt_ids))
-    start = torch.where(changes, row, 0).cummax(0).values
-    starts_group = (row - start) % num_generations == 0
+    start_of_run = torch.where(changes, row, 0).cummax(0).values
+    starts_group = (row - start_of_run) % num_generations == 0
     return starts_group.cumsum(0) - 1
 
 
@@ -60,12 +63,15 @@ def predicted_tokens(logs: Sequence[Sequence[Mapping[str, Any]]], width: int) ->
 class VariantEstimator:
     """NeMo-RL's advantage estimator for any variant.
 
-    Attributes: step: finished steps, those before a resume included, so that random draws continue.
+    Attributes:
+        step: finished steps, those before a resume included, so that random draws continue.
         folds: the advantages carry token weights and row factors (`PreparedBatch.folded`).
         drops_groups: the step is what dynamic sampling keeps of its draws; see `as_kept`.
         is_scored: NeMo-RL computes the policy's logprobs (`Recipe.policy_is_scored`); else they are zeros.
+        has_warned: groups that are split were warned of.
         last_metrics: of the newest step; NeMo-RL logs them in asynchronous training, and through
-        `StepContext.metrics` in synchronous training.
+            `StepContext.metrics` in synchronous training.
+        carried: statistics that the variant carries from step to step.
     """
 
     config: VariantConfig = field(kw_only=False)
@@ -92,7 +98,7 @@ class VariantEstimator:
             num_generations=recipe.grpo.num_generations_per_prompt,
             seed=recipe.grpo.seed,
             context=context,
-            # the controller does not read the setting
+            # The single controller does not read the setting.
             drops_groups=recipe.grpo.use_dynamic_sampling and not recipe.has_single_controller,
             is_scored=recipe.policy_is_scored,
             **further,
@@ -110,40 +116,33 @@ class VariantEstimator:
     ) -> Tensor:
         """Compute the advantages of the step's tokens.
 
-        Args:    prompt_ids: [B, P].  rewards: [B]; NaN leaves a response out of group and loss.
-                 mask: [B, S], token_mask x sample_mask.
-                 repeated_batch: its conversations identify responses for random draws.
-                 logprobs_policy, logprobs_reference: [B, S], nats; index t belongs to token t.
-                 further: extra arguments of asynchronous training; ``generation_logprobs`` is used.
-        Returns: [B, S] float32 on the CPU; exactly 0 where the mask is 0.
+        Args:
+            prompt_ids: [B, P].
+            rewards: [B]; NaN leaves a response out of group and loss.
+            mask: [B, S], token_mask x sample_mask.
+            repeated_batch: its conversations identify responses for random draws.
+            logprobs_policy: [B, S], nats; index t belongs to token t.
+            logprobs_reference: [B, S], like the policy's.
+            further: extra arguments of asynchronous training; ``generation_logprobs`` is used.
+
+        Returns:
+            [B, S] float32 on the CPU; exactly 0 where the mask is 0.
         """
         batch = self._batch(prompt_ids, rewards, mask, logprobs_policy, logprobs_reference, further)
         self._warn_of_split_groups(batch.group_ids)
-        logs = (repeated_batch or {}).get("message_log")
+        logs = None if repeated_batch is None else repeated_batch.get("message_log")
         ids = None if logs is None else response_ids(map(_tokens, logs))
         batch = replace(batch, response_ids=ids, carried=self.carried)
         prepared = self.objective.prepare(batch, seed=step_seed(self.seed, self.step))
         self.carried = prepared.carried
         self.step += 1
-        if warning := implausible_advantage(prepared):
+        warning = implausible_advantage(prepared)
+        if warning:
             log.warning("step %d: %s", self.step, warning)
-        if not batch.in_groups.all():  # a reward abstains
-            self.context.train_tensors["sample_mask"] = prepared.batch.sample_mask.float()
-        if prepared.row_factors is not None:
-            self.context.num_sequences = int(prepared.batch.sample_mask.sum())
-        if self.folds:
-            prepared = self._folded(prepared)
-        if prepared.token_weights is not None:
-            self.context.train_tensors["token_weights"] = _unaligned(prepared.token_weights)
-        if prepared.row_factors is not None:
-            self.context.train_tensors["row_factors"] = prepared.row_factors.float()
-        metrics = dict(prepared.metrics)
-        if further.get("generation_logprobs") is None:  # synchronous training: nothing to compare with
-            metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
-        if not self.is_scored:
-            metrics = {name: value for name, value in metrics.items() if not name.startswith(NEEDS_SCORES)}
-        if self.drops_groups:
-            metrics = as_kept(metrics)
+
+        prepared = self._passed_to_the_policy(batch, prepared)
+        metrics = self._meaningful_metrics(prepared.metrics, further)
+        # One copy from the device for all of them.
         values = torch.stack([metric.double() for metric in metrics.values()]).tolist()
         self.last_metrics = dict(zip(metrics, values, strict=True))
         if self.diagnostics is not None and logs is not None and self.diagnostics.is_due(self.step):
@@ -152,19 +151,56 @@ class VariantEstimator:
         self.context.metrics.update({name: [number] for name, number in self.last_metrics.items()})
         return _unaligned(prepared.advantages)
 
+    def _passed_to_the_policy(self, batch: TokenBatch, prepared: PreparedBatch) -> PreparedBatch:
+        """Put what the loss needs beside the advantages into the context.
+
+        Returns: the step, with token weights and row factors in its advantages if the estimator folds.
+        """
+        has_abstaining_reward = not batch.in_groups.all()
+        if has_abstaining_reward:
+            self.context.train_tensors["sample_mask"] = prepared.batch.sample_mask.float()
+        if prepared.row_factors is not None:
+            # Counted before folding, which leaves no row factors to tell that they were there.
+            self.context.num_sequences = int(prepared.batch.sample_mask.sum())
+        if self.folds:
+            prepared = self._folded(prepared)
+        if prepared.token_weights is not None:
+            self.context.train_tensors["token_weights"] = _unaligned(prepared.token_weights)
+        if prepared.row_factors is not None:
+            self.context.train_tensors["row_factors"] = prepared.row_factors.float()
+        return prepared
+
+    def _meaningful_metrics(
+        self, metrics: Mapping[str, Tensor], further: Mapping[str, Any]
+    ) -> Mapping[str, Tensor]:
+        """Leave out metrics of logprobs that NeMo-RL did not compute or did not pass."""
+        without: tuple[str, ...] = ()
+        # NeMo-RL's synchronous trainer does not pass the rollouts' logprobs.
+        if further.get("generation_logprobs") is None:
+            without += ("mismatch/",)
+        if not self.is_scored:
+            without += NEEDS_SCORES
+        metrics = {name: value for name, value in metrics.items() if not name.startswith(without)}
+        return as_kept(metrics) if self.drops_groups else metrics
+
     def _warn_of_split_groups(self, ids: Tensor) -> None:
-        # environments that write something of their own into a prompt make groups of one
+        """Warn once of prompts of one problem that differ, which makes groups of one.
+
+        Environments that write something of their own into a prompt cause them.
+        """
         sizes = ids.bincount()
-        if not self.has_warned and bool((split := sizes != self.num_generations).any()):
+        is_split = sizes != self.num_generations
+        if not self.has_warned and bool(is_split.any()):
             self.has_warned = True
             log.warning(
                 "step %d: %d of %d groups have other than the %d responses of "
                 "grpo.num_generations_per_prompt: the prompts of one problem differ in their tokens, and "
                 "what differs is compared with nothing",
-                self.step + 1, int(split.sum()), len(sizes), self.num_generations,
+                self.step + 1, int(is_split.sum()), len(sizes), self.num_generations,
             )  # fmt: skip
 
     def _folded(self, prepared: PreparedBatch) -> PreparedBatch:
+        """Multiply token weights and row factors into the advantages, if the variant allows it."""
         if prepared.token_weights is not None and not self.config.folds:
             raise UserError(
                 f"data_plane.enabled=true: {self.objective.name} returns token_weights from shape(), and "
@@ -178,16 +214,17 @@ class VariantEstimator:
         prompt_ids: Tensor,
         rewards: Tensor,
         mask: Tensor,
-        policy: Tensor | None,
-        reference: Tensor | None,
+        policy_logprobs: Tensor | None,
+        reference_logprobs: Tensor | None,
         further: Mapping[str, Any],
     ) -> TokenBatch:
+        """Align NeMo-RL's tensors for the objective; refuses those that it needs and NeMo-RL did not give."""
         name = self.objective.name
-        if policy is None:
+        if policy_logprobs is None:
             raise UserError(
                 f"{name}: NeMo-RL gave no logprobs of the policy, as its trainers do; use a tested version"
             )
-        if self.objective.needs_reference and reference is None:
+        if self.objective.needs_reference and reference_logprobs is None:
             raise UserError(
                 f"{name}: NeMo-RL gave no logprobs of the reference; set loss_fn.reference_policy_kl_penalty "
                 "above 0"
@@ -199,15 +236,18 @@ class VariantEstimator:
                 "nemo_grpo.nemorl.run_grpo, whose Megatron worker computes them"
             )
         rewards = rewards.detach().float().cpu()
-        is_given = rewards.isfinite()
+        # A reward function that abstains returns NaN.
+        is_rewarded = rewards.isfinite()
         return TokenBatch(
-            prev_logprobs=_aligned(policy),
+            prev_logprobs=_aligned(policy_logprobs),
             generation_logprobs=_aligned(further.get("generation_logprobs")),
-            reference_policy_logprobs=_aligned(reference) if self.objective.needs_reference else None,
+            reference_policy_logprobs=_aligned(reference_logprobs)
+            if self.objective.needs_reference
+            else None,
             entropies=_aligned(entropies) if self.objective.needs_entropy else None,
             token_mask=_aligned(mask),
-            sample_mask=mask.bool().any(1).cpu() & is_given,
-            rewarded=is_given,
+            sample_mask=mask.bool().any(1).cpu() & is_rewarded,
+            rewarded=is_rewarded,
             rewards=rewards,
             group_ids=group_ids(prompt_ids, self.num_generations),
         )
@@ -215,11 +255,17 @@ class VariantEstimator:
 
 def _tokens(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
     """Return (prompt, policy) tokens of a conversation: all before the first answer, and all answers."""
-    is_answer = [message["role"] == "assistant" for message in messages]
-    first = is_answer.index(True) if any(is_answer) else len(messages)
-    tokens = [torch.as_tensor(message["token_ids"]).tolist() for message in messages]
-    answers = [part for part, by_policy in zip(tokens, is_answer, strict=True) if by_policy]
-    return list(chain.from_iterable(tokens[:first])), list(chain.from_iterable(answers))
+    prompt: list[int] = []
+    answers: list[int] = []
+    has_answered = False
+    for message in messages:
+        tokens = torch.as_tensor(message["token_ids"]).tolist()
+        if message["role"] == "assistant":
+            has_answered = True
+            answers += tokens
+        elif not has_answered:
+            prompt += tokens
+    return prompt, answers
 
 
 def _aligned(tokens: Tensor | None) -> Any:

@@ -1,4 +1,4 @@
-"""Files that the driver adds to NeMo-RL's checkpoints, and what it reads of them when a run resumes.
+"""Files that the driver adds to NeMo-RL's checkpoints, and reads when a run resumes.
 
 NeMo-RL's CheckpointManager writes, ranks and removes the checkpoints, and its trainers take no other, so
 `engine.checkpoint_store` has no part in it. Both engines' checkpoints have one layout.
@@ -25,14 +25,19 @@ class SideFiles(Callback):
     """Puts tokenizer, configuration and the variant's statistics into every checkpoint."""
 
     def __init__(self, tokenizer: Any, model_config: Any, estimator: VariantEstimator | None = None) -> None:
-        """Args: tokenizer: or a processor.  model_config: transformers' configuration of the model.
-        estimator: its ``carried`` is saved; None with NeMo-RL's own loss.
+        """Read the model's generation configuration, if it has one.
+
+        Args:
+            tokenizer: the model's, or its processor.
+            model_config: transformers' configuration of the model.
+            estimator: its ``carried`` is saved; None with NeMo-RL's own loss.
         """
         from transformers import GenerationConfig
 
         self.sources = [model_config, tokenizer]
         self.estimator = estimator
-        with suppress(OSError):  # it has none
+        # Not every model has a generation_config.json.
+        with suppress(OSError):
             self.sources.insert(1, GenerationConfig.from_pretrained(model_config.name_or_path))
 
     def on_checkpoint(self, folder: Path) -> None:
@@ -48,8 +53,12 @@ class SideFiles(Callback):
 def carried_statistics(config: VariantConfig, checkpointer: Any) -> dict[str, float]:
     """Read the statistics that a variant carries from step to step from the newest checkpoint.
 
-    Args:    checkpointer: NeMo-RL's.
-    Returns: {} if the run begins, or the variant carries none.
+    Args:
+        config: the variant.
+        checkpointer: NeMo-RL's.
+
+    Returns:
+        Name -> value; {} if the run begins, or the variant carries none.
     """
     newest = checkpointer.get_latest_checkpoint_path()
     if newest is None or not config.carries_statistics:

@@ -36,7 +36,9 @@ RECORDED = {
 class ChunkEstimator(VariantEstimator):
     """`VariantEstimator` for a step that comes in chunks of whole groups.
 
-    Attributes: has_gradient: a chunk since the last `end_step` can move the policy.
+    Attributes:
+        has_gradient: a chunk since the last `end_step` can move the policy.
+        chunks: number of responses and metrics of each chunk since then.
     """
 
     has_gradient: bool = False
@@ -46,8 +48,10 @@ class ChunkEstimator(VariantEstimator):
         self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, *further: Any, **named: Any
     ) -> Tensor:
         """Compute a chunk's advantages, see `VariantEstimator.compute_advantage`."""
-        if not self.is_scored:  # as NeMo-RL's other trainers give them
+        if not self.is_scored:
+            # NeMo-RL's other trainers give zeros then, the controller nothing.
             named.setdefault("logprobs_policy", torch.zeros_like(mask))
+        # `VariantEstimator` counts a step per call, and here a step has several.
         step = self.step
         advantages = super().compute_advantage(prompt_ids, rewards, mask, *further, **named)
         self.step = step
@@ -58,10 +62,15 @@ class ChunkEstimator(VariantEstimator):
 
     def end_step(self) -> dict[str, list[float]]:
         """End the step; returns its metrics, means over its responses."""
-        rows = [number for number, _ in self.chunks]
-        names = self.chunks[0][1] if self.chunks else ()
-        means = {name: [fmean([chunk[name] for _, chunk in self.chunks], rows)] for name in names}
-        self.chunks, self.has_gradient = [], False
+        means = {}
+        if self.chunks:
+            num_responses = [number for number, _ in self.chunks]
+            _, first_metrics = self.chunks[0]
+            for name in first_metrics:
+                values = [metrics[name] for _, metrics in self.chunks]
+                means[name] = [fmean(values, weights=num_responses)]
+        self.chunks = []
+        self.has_gradient = False
         self.step += 1
         return means
 
@@ -69,11 +78,18 @@ class ChunkEstimator(VariantEstimator):
 class StepRecord:
     """The responses of a step and what they were trained with, for ``train_data_stepN.jsonl``.
 
-    Attributes: write: `log_batched_dict_as_jsonl` of NeMo-RL's logger.  step: number of the recorded step.
+    Attributes:
+        write: `log_batched_dict_as_jsonl` of NeMo-RL's logger.
+        step: number of the recorded step.
     """
 
     def __init__(self, num_generations: int, *, scores: bool) -> None:
-        """Args: num_generations: G, adjacent rows of a group.  scores: prev_logprobs are computed."""
+        """Set the columns.
+
+        Args:
+            num_generations: G, adjacent rows of a group.
+            scores: prev_logprobs are computed.
+        """
         self.num_generations = num_generations
         self.columns = [name for name in RECORDED if scores or name != "prev_logprobs"]
         self.chunks: list[dict[str, Tensor]] = []
@@ -93,14 +109,16 @@ class StepRecord:
         self.chunks = []
         self.step += 1
         means = rows["rewards"].view(-1, self.num_generations).nanmean(1)
-        mixed = (means > 0) & (means < 1)
+        # As the other trainers count them. NaN, where no response of a group has a reward, is not mixed.
+        is_mixed = (means > 0) & (means < 1)
         return {
             "mean_gen_tokens_per_sample": [float(rows["token_loss_mask"].sum(1).float().mean())],
-            "baseline_reward/pct_mixed": [100 * float(mixed.float().mean())],
+            "baseline_reward/pct_mixed": [100 * float(is_mixed.float().mean())],
         }
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
+    """Concatenate [B] or [B, S] of each chunk; S differs between chunks."""
     if parts[0].ndim == 1:
         return torch.cat(parts)
     width = max(part.shape[1] for part in parts)
@@ -110,7 +128,9 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 class StreamingPolicy(VariantPolicy):
     """NeMo-RL's policy for begin, chunks and finish; a step without gradient is dropped, but never the first.
 
-    Attributes: estimator: None for NeMo-RL's own loss.
+    Attributes:
+        estimator: None for NeMo-RL's own loss.
+        record: gets the rows of every chunk.
     """
 
     def __init__(
@@ -128,7 +148,8 @@ class StreamingPolicy(VariantPolicy):
     def finish_train_step(self) -> dict[str, Any]:
         """Step the optimizer as NeMo-RL does, or drop the step; the metrics also have the estimator's."""
         estimator = self.estimator
-        if estimator is not None and self.mode(self.learns_always or estimator.has_gradient):
+        drops_step = estimator is not None and self.mode(self.learns_always or estimator.has_gradient)
+        if drops_step:
             self.abort_train_step()
             trained: dict[str, Any] = {"loss": 0.0, "grad_norm": 0.0, "all_mb_metrics": {}}
         else:

@@ -44,6 +44,7 @@ def version() -> str:
             f"nemo_rl cannot be imported ({error}); run this in NeMo-RL's container or environment, tested: "
             f"{tested()}"
         ) from None
+    # 0.7.0's configuration is typed dictionaries; later versions made pydantic models of them.
     return HEAD if hasattr(grpo_config, "model_fields") else V0_7_0
 
 
@@ -68,7 +69,8 @@ def require(part: str) -> None:
 @cache
 def installed() -> "list[Misfit]":
     """Find the names that do not fit in the NeMo-RL that would be imported."""
-    from nemo_grpo.nemorl.doctor import check_tree  # griffe, which NeMo-RL's workers need not have
+    # Imports griffe, which NeMo-RL's workers need not have.
+    from nemo_grpo.nemorl.doctor import check_tree
 
     return check_tree(package_folder().parent)
 
@@ -88,7 +90,7 @@ def places(name: Name) -> list[tuple[Any, str]]:
     """List (owner, attribute) wherever this NeMo-RL binds a name."""
     module, _, path = name.name.partition(":")
     *outer, last = path.split(".")
-    found = []
+    bindings = []
     for place in (module, *name.also):
         try:
             owner = importlib.import_module(place)
@@ -97,27 +99,36 @@ def places(name: Name) -> list[tuple[Any, str]]:
             getattr(owner, last)
         except (ImportError, AttributeError):
             continue
-        found.append((owner, last))
-    if not found:
+        bindings.append((owner, last))
+    if not bindings:
         raise UserError(f"NeMo-RL has no {name.name}; use a tested version: {tested()}")
-    return found
+    return bindings
 
 
 def rebind(key: str, make: Make, owner: Any = None) -> Callable[[], None]:
-    """Put ``make(theirs)`` wherever NeMo-RL binds a name.
+    """Put ``make(original)`` wherever NeMo-RL binds a name.
 
-    Args:    key: of `REBOUND`.  owner: one object, whose method alone is replaced.
-    Returns: a function that puts everything back.
+    Args:
+        key: of `REBOUND`.
+        make: makes our object from NeMo-RL's.
+        owner: one object, whose method alone is replaced; None: wherever `REBOUND` says.
+
+    Returns:
+        A function that puts everything back.
     """
     name = REBOUND[key]
-    where = places(name) if owner is None else [(owner, name.name.rpartition(".")[2])]
-    before = [(holder, last, vars(holder).get(last, getattr(holder, last))) for holder, last in where]
-    for holder, last in where:
-        setattr(holder, last, make(getattr(holder, last)))
+    bindings = places(name) if owner is None else [(owner, name.name.rpartition(".")[2])]
+    originals = []
+    for holder, attribute in bindings:
+        bound = getattr(holder, attribute)
+        # What is put back is the holder's own entry, such as a staticmethod, which getattr would unwrap.
+        originals.append((holder, attribute, vars(holder).get(attribute, bound)))
+    for holder, attribute in bindings:
+        setattr(holder, attribute, make(getattr(holder, attribute)))
 
     def undo() -> None:
-        for holder, last, theirs in before:
-            setattr(holder, last, theirs)
+        for holder, attribute, original in originals:
+            setattr(holder, attribute, original)
 
     return undo
 

@@ -25,8 +25,10 @@ from nemo_grpo.support.errors import UserError
 
 log = logging.getLogger(__name__)
 
-BASE, VISION_BASE = "grpo_math_1B_megatron.yaml", "vlm_grpo_3B_megatron.yaml"
-"""NeMo-RL's base configurations in ``examples/configs``, for text and for images."""
+BASE = "grpo_math_1B_megatron.yaml"
+"""NeMo-RL's base configuration in ``examples/configs`` for text."""
+VISION_BASE = "vlm_grpo_3B_megatron.yaml"
+"""NeMo-RL's base configuration for images."""
 FROM_THE_RECIPE = ("loss_fn", "nemo_grpo")
 """Sections that replace the base's as a whole, because the base's loss does not train."""
 
@@ -35,6 +37,7 @@ SFT_SECTIONS = ("policy", "data", "logger", "cluster", "checkpointing", "nemo_gr
 SFT_READS = {"use_linear_ce_fusion_loss": False}
 """Keys of policy.megatron_cfg that 0.7.0's supervised training reads and its base for GRPO lacks."""
 ALL_BATCHES = -1
+"""NeMo-RL's val_batches for a validation on all problems."""
 ASYNC_SAVE = "policy.megatron_cfg.checkpoint.async_save"
 
 Trainer = Literal["sync", "sft", "single_controller"]
@@ -136,19 +139,23 @@ def nemo_rl_tree(recipe: Recipe, base: Mapping[str, Any]) -> Tree:
 
     Args: base: NeMo-RL's shipped configuration, unresolved, so that dependent values follow the recipe's.
     """
-    over = {name: section for name, section in recipe.settings.items() if name not in FROM_THE_RECIPE}
-    kept = {name: section for name, section in base.items() if name not in FROM_THE_RECIPE}
-    tree = resolve(merge(kept, escaped(_without_null_sections(over, kept)))).tree
+    recipe_sections = {name: value for name, value in recipe.settings.items() if name not in FROM_THE_RECIPE}
+    base_sections = {name: value for name, value in base.items() if name not in FROM_THE_RECIPE}
+    recipe_sections = _without_null_sections(recipe_sections, base_sections)
+    # The recipe is resolved already: a ${..} that it still has is text, and only the base's are resolved.
+    tree = resolve(merge(base_sections, escaped(recipe_sections))).tree
     tree["loss_fn"] = loss_section(recipe)
     tree["nemo_grpo"] = recipe.nemo_grpo.model_dump(mode="json")
     scheduler = tree["policy"]["megatron_cfg"]["scheduler"]
     if scheduler.get("lr_decay_iters") is None:
-        scheduler["lr_decay_iters"] = recipe.grpo.max_num_steps  # NeMo-RL moves the rate once per step
+        # NeMo-RL moves the rate once per step.
+        scheduler["lr_decay_iters"] = recipe.grpo.max_num_steps
     # Resume with the recipe's schedule; megatron-core would refuse one that differs from the checkpoint's.
     scheduler["override_opt_param_scheduler"] = True
     # The base's limit is the longest sequence, which no response reaches: nothing would be penalised.
     tree["grpo"]["reward_shaping"] |= recipe.grpo.reward_shaping.model_dump()
-    if (goal := metric_key(recipe.grpo.stop_at_validation_metric)) is not None:
+    goal = metric_key(recipe.grpo.stop_at_validation_metric)
+    if goal is not None:
         tree["grpo"]["stop_at_validation_metric"] = goal.removeprefix("validation/")
     for section, key in (("checkpointing", "checkpoint_dir"), ("logger", "log_dir")):
         tree[section][key] = str(Path(tree[section][key]).absolute())
@@ -169,10 +176,11 @@ def sft_tree(recipe: Recipe, tree: Mapping[str, Any]) -> Tree:
 
     Args: tree: the one for GRPO, see `nemo_rl_tree`.
     """
-    kept = {name: tree[name] for name in SFT_SECTIONS}
-    kept["policy"] = {name: value for name, value in tree["policy"].items() if name != "generation"}
-    kept["policy"]["megatron_cfg"] = SFT_READS | kept["policy"]["megatron_cfg"]
-    return kept | {"sft": sft_section(recipe)}
+    sections = {name: tree[name] for name in SFT_SECTIONS}
+    sections["policy"] = {name: value for name, value in tree["policy"].items() if name != "generation"}
+    sections["policy"]["megatron_cfg"] = SFT_READS | sections["policy"]["megatron_cfg"]
+    sections["sft"] = sft_section(recipe)
+    return sections
 
 
 def sft_section(recipe: Recipe) -> dict[str, Any]:
@@ -181,15 +189,16 @@ def sft_section(recipe: Recipe) -> dict[str, Any]:
     One validation batch holds all problems. Its size is rounded up to whole microbatches on all ranks;
     NeMo-RL pads a batch that is not full.
     """
-    grpo, micro = recipe.grpo, recipe.policy.logprob_batch_size
-    unit = micro * recipe.data_parallel_size
+    grpo = recipe.grpo
+    microbatch = recipe.policy.logprob_batch_size
+    unit = microbatch * recipe.data_parallel_size
     return {
         "max_num_steps": grpo.max_num_steps,
         "max_num_epochs": grpo.max_num_epochs,
         "val_period": grpo.val_period,
         "val_batches": ALL_BATCHES,
         "val_global_batch_size": -(-grpo.num_val_problems // unit) * unit,
-        "val_micro_batch_size": micro,
+        "val_micro_batch_size": microbatch,
         "val_at_start": grpo.val_at_start,
         "val_at_end": grpo.val_at_end,
         "seed": grpo.seed,
@@ -203,23 +212,32 @@ def loss_section(recipe: Recipe) -> Tree:
     It loads the reference policy if reference_policy_kl_penalty > 0, and makes its own loss of the section,
     before ours takes its place. Its types allow no null, so nulls are left out.
     """
-    given = {name: value for name, value in recipe.loss_fn.model_dump().items() if value is not None}
-    by_token = recipe.loss_fn.aggregation == "token_mean"
-    return {"reference_policy_kl_penalty": 0.0, "token_level_loss": by_token} | given
+    section: Tree = {
+        "reference_policy_kl_penalty": 0.0,
+        "token_level_loss": recipe.loss_fn.aggregation == "token_mean",
+    }
+    for name, value in recipe.loss_fn.model_dump().items():
+        if value is not None:
+            section[name] = value
+    return section
 
 
 def _without_null_sections(over: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
     """Leave out nulls for sections of the base, into which NeMo-RL looks."""
-    return {
-        name: _without_null_sections(value, base[name])
-        if isinstance(value, Mapping) and isinstance(base.get(name), Mapping)
-        else value
-        for name, value in over.items()
-        if not (value is None and isinstance(base.get(name), Mapping))
-    }
+    tree: Tree = {}
+    for name, value in over.items():
+        base_value = base.get(name)
+        if not isinstance(base_value, Mapping):
+            tree[name] = value
+        elif isinstance(value, Mapping):
+            tree[name] = _without_null_sections(value, base_value)
+        elif value is not None:
+            tree[name] = value
+    return tree
 
 
 def _base_tree(recipe: Recipe) -> Tree:
+    """Read NeMo-RL's base configuration with its interpolations unresolved."""
     from omegaconf import OmegaConf
 
     name = VISION_BASE if recipe.task.needs_images else BASE
@@ -236,10 +254,14 @@ def _base_tree(recipe: Recipe) -> Tree:
 
 
 def _validated(tree: Tree, algorithm: str) -> Any:
+    """Make the `MasterConfig` of NeMo-RL's module ``algorithm``."""
     from pydantic import ValidationError
 
     try:
         return compat.import_name(f"{algorithm}:MasterConfig")(**tree)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UserError(f"NeMo-RL refuses the configuration: {wrong}") from None
+        reasons = []
+        for mistake in error.errors():
+            key = ".".join(map(str, mistake["loc"]))
+            reasons.append(f"{key}: {mistake['msg']}")
+        raise UserError(f"NeMo-RL refuses the configuration: {'; '.join(reasons)}") from None

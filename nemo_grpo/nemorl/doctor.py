@@ -11,15 +11,20 @@ from nemo_grpo.support.errors import UserError
 
 
 class Misfit(NamedTuple):
-    """A name that is gone (``found`` is None), or whose signature is not the expected one."""
+    """A name that is gone, or whose signature is not the expected one.
+
+    Attributes:
+        name: the table's row.
+        signature: the tree's; None if the name is gone.
+    """
 
     name: Name
-    found: str | None
+    signature: str | None
 
     def __str__(self) -> str:
-        if self.found is None:
+        if self.signature is None:
             return f"{self.name.name} is gone"
-        return f"{self.name.name} has the signature {self.found}, expected: {self.name.signature}"
+        return f"{self.name.name} has the signature {self.signature}, expected: {self.name.signature}"
 
 
 def check_tree(root: Path) -> list[Misfit]:
@@ -35,9 +40,9 @@ def check_tree(root: Path) -> list[Misfit]:
             if not name.optional:
                 misfits.append(Misfit(name, None))
         elif name.signature is not None:
-            found = _signature(definition)
-            if not fits(name.signature, found):
-                misfits.append(Misfit(name, found))
+            signature = _signature(definition)
+            if not fits(name.signature, signature):
+                misfits.append(Misfit(name, signature))
     return misfits
 
 
@@ -65,27 +70,33 @@ def _signature(definition: Any) -> str:
                 words.append(f"{name}=" if field.value is not None else name)
         return f"({', '.join(words)})"
     for parameter in definition.parameters:
-        if parameter.kind is Kind.keyword_only and not any(word.startswith("*") for word in words):
+        has_star = any(word.startswith("*") for word in words)
+        if parameter.kind is Kind.keyword_only and not has_star:
             words.append("*")
         stars = {Kind.var_positional: "*", Kind.var_keyword: "**"}.get(parameter.kind, "")
-        has_default = parameter.default is not None and not stars  # griffe gives variadic ones a default
-        words.append(f"{stars}{parameter.name}{'=' * has_default}")
+        # griffe gives variadic parameters a default, too.
+        has_default = parameter.default is not None and not stars
+        words.append(f"{stars}{parameter.name}{'=' if has_default else ''}")
     if words[:1] in (["self"], ["cls"]):
         del words[0]
     return f"({', '.join(words)})"
 
 
-def fits(expected: str, found: str) -> bool:
-    """True if a function with the signature ``found`` is what ``expected`` of the table describes."""
+def fits(expected: str, actual: str) -> bool:
+    """True if a function with the signature ``actual`` is what ``expected`` of the table describes."""
     if not expected.endswith("...)"):
-        return found == expected
-    words = [word.rstrip("=") for word in expected[1:-1].split(", ")[:-1]]
-    by_place = words[: words.index("*")] if "*" in words else words
-    found_words = found[1:-1].split(", ") if found != "()" else []
-    found_names = [word.rstrip("=") for word in found_words]
-    unexpected = [word for word in found_words if word.rstrip("=") not in words]
-    return (
-        found_names[: len(by_place)] == by_place
-        and {*words} - {"*"} <= {*found_names}
-        and all(word.endswith("=") or word.startswith("*") for word in unexpected)
-    )
+        return actual == expected
+    # The last word is the "...", which allows parameters that callers may leave out.
+    expected_names = [word.rstrip("=") for word in expected[1:-1].split(", ")[:-1]]
+    positional = expected_names
+    if "*" in expected_names:
+        positional = expected_names[: expected_names.index("*")]
+    actual_words = actual[1:-1].split(", ") if actual != "()" else []
+    actual_names = [word.rstrip("=") for word in actual_words]
+    if actual_names[: len(positional)] != positional:
+        return False
+    missing_names = set(expected_names) - {"*"} - set(actual_names)
+    if missing_names:
+        return False
+    further = [word for word in actual_words if word.rstrip("=") not in expected_names]
+    return all(word.endswith("=") or word.startswith("*") for word in further)

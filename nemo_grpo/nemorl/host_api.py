@@ -31,7 +31,8 @@ def tested() -> str:
     return " or ".join(TESTED.values())
 
 
-GRPO, GRPO_SYNC = "nemo_rl.algorithms.grpo", "nemo_rl.algorithms.grpo_sync"
+GRPO = "nemo_rl.algorithms.grpo"
+GRPO_SYNC = "nemo_rl.algorithms.grpo_sync"
 CONTROLLER = "nemo_rl.algorithms.single_controller_utils.setup"
 POLICY = "nemo_rl.models.policy.lm_policy:Policy"
 TQ_POLICY = "nemo_rl.models.policy.tq_policy:TQPolicy"
@@ -39,8 +40,10 @@ SFT = "nemo_rl.algorithms.sft"
 CONTROLLER_ACTOR = "nemo_rl.algorithms.single_controller:SingleControllerActor"
 CONTROLLER_CONFIG = "nemo_rl.algorithms.single_controller_utils.config"
 _ACTORS = "nemo_rl.distributed.ray_actor_environment_registry"
-ACTOR_PYTHONS, ACTOR_PYTHON = f"{_ACTORS}:ACTOR_ENVIRONMENT_REGISTRY", f"{_ACTORS}:get_actor_python_env"
-"""Table of the actors' interpreters, and the function that looks one up."""
+ACTOR_PYTHONS = f"{_ACTORS}:ACTOR_ENVIRONMENT_REGISTRY"
+"""Table of the actors' interpreters."""
+ACTOR_PYTHON = f"{_ACTORS}:get_actor_python_env"
+"""Function that looks up an actor's interpreter."""
 STOCK_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
 """NeMo-RL's Megatron worker, as its table of interpreters names it."""
 
@@ -56,10 +59,17 @@ class Name(NamedTuple):
     optional: bool = False
 
 
-HOST_API = [
-    Name(name, part, **(row if isinstance(row, dict) else {"signature": row}))
-    for part, rows in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
-    for name, row in rows.items()
-]
+def _read_table() -> list[Name]:
+    """Read host_api.yaml, in which a row with a signature alone is short for ``{signature: ...}``."""
+    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    table = []
+    for part, rows in yaml.safe_load(text).items():
+        for name, row in rows.items():
+            fields = row if isinstance(row, dict) else {"signature": row}
+            table.append(Name(name, part, **fields))
+    return table
+
+
+HOST_API = _read_table()
 REBOUND = {name.key: name for name in HOST_API if name.key}
 """Key of `compat.rebind` -> name."""

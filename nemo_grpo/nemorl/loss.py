@@ -41,10 +41,13 @@ STOCK_NAMES = {
 class ObjectiveLoss:
     """NeMo-RL's `LossFunction` for any variant.
 
-    Attributes: config: the variant.  folded: the advantages carry token weights and row factors, as on
-        NeMo-RL's data plane.  reference_policy_kl_penalty: NeMo-RL computes the unfiltered logprobs
-        under top-k and top-p only for a loss that has it above 0.  metric_normalizations: name of each
-        metric -> NeMo-RL's name for the count that it is divided by; empty for a NeMo-RL without such names.
+    Attributes:
+        config: the variant.
+        folded: the advantages carry token weights and row factors, as on NeMo-RL's data plane.
+        reference_policy_kl_penalty: NeMo-RL computes the unfiltered logprobs under top-k and top-p only for a
+            loss that has it above 0.
+        metric_normalizations: name of each metric -> NeMo-RL's name for the count that it is divided by;
+            empty for a NeMo-RL without such names.
     """
 
     def __init__(
@@ -86,12 +89,16 @@ class ObjectiveLoss:
     ) -> tuple[Tensor, dict[str, float]]:
         """Compute this call's share of the loss, with gradient, and of the metrics.
 
-        Args:    next_token_logprobs: [B, S - 1] float32.
-                 data: NeMo-RL's batch of the same rows; ``prev_logprobs``, ``generation_logprobs``,
-                 ``reference_policy_logprobs``, ``advantages``,
-                 ``token_mask`` are [B, S], ``sample_mask`` and ``row_factors`` are [B].
-                 global_valid_*: counts over the global batch.
-        Returns: 0-d loss; floats, read from the device in one copy.
+        Args:
+            next_token_logprobs: [B, S - 1] float32.
+            data: NeMo-RL's batch of the same rows; ``prev_logprobs``, ``generation_logprobs``,
+                ``reference_policy_logprobs``, ``advantages`` and ``token_mask`` are [B, S], ``sample_mask``
+                and ``row_factors`` are [B].
+            global_valid_seqs: responses that count in the global batch.
+            global_valid_toks: tokens that count in the global batch.
+
+        Returns:
+            0-d loss; floats, read from the device in one copy.
         """
         prepared = self.prepared(next_token_logprobs, data)
         loss, metrics = self.objective.loss(
@@ -101,9 +108,8 @@ class ObjectiveLoss:
             further=self._further_metrics,
         )
         names = [STOCK_NAMES.get(name, name) for name in metrics]
-        floats = dict(
-            zip(names, torch.stack([value.float() for value in metrics.values()]).tolist(), strict=True)
-        )
+        values = torch.stack([value.float() for value in metrics.values()]).tolist()
+        floats = dict(zip(names, values, strict=True))
         return loss, floats | _extremes(floats, *self._clip_bounds())
 
     def prepared(self, next_token_logprobs: Tensor, data: Mapping[str, Any]) -> PreparedBatch:
@@ -146,7 +152,8 @@ class ObjectiveLoss:
 
     def _note_denominators(self, metrics: Mapping[str, Tensor]) -> None:
         """Fill `metric_normalizations` for metrics of tokens [B, T], of responses [B] or of the call, 0-d."""
-        if not compat.has_name(NORMALIZER):  # 0.7.0
+        # 0.7.0 has no names for the counts.
+        if not compat.has_name(NORMALIZER):
             return
         kinds = compat.import_name(NORMALIZER)
         by_dimensions = {0: kinds.NONE, 1: kinds.SEQUENCES, 2: kinds.TOKENS}
@@ -163,7 +170,8 @@ class ObjectiveLoss:
         With d = logp_prev - logp_gen, r = exp(d):  k3(gen, prev) = r - d - 1, k3(prev, gen) = 1/r + d - 1,
         Jensen-Shannon estimate = log(1 + r) - d/2 - log 2,  max(r, 1/r) = exp(|d|)
         """
-        batch, ratio = prepared.batch, metrics["ratio/mean"]
+        batch = prepared.batch
+        ratio = metrics["ratio/mean"]
         current = batch.next_token_logprobs.detach()
         d = batch.prev_logprobs - batch.generation_logprobs
         r = torch.exp(d)
@@ -179,7 +187,8 @@ class ObjectiveLoss:
             "approx_entropy": (current - batch.generation_logprobs).exp_().mul_(current).neg_(),
             "probs_ratio_clamped": ratio.clamp(low, high),
             "num_valid_samples": batch.sample_mask.sum(),
-            # of the tokens that count; 0 if none does
+            # Extremes over the tokens that count: others are moved out of the way by the largest number, or
+            # to 0. Without a token that counts the maximum is 0, which `_extremes` recognises.
             "probs_ratio_min": torch.add(ratio, 1 - batch.counts, alpha=largest).amin(),
             "probs_ratio_max": (ratio * batch.counts).amax(),
         }
@@ -199,16 +208,25 @@ EXTREMES = ("probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min", "pr
 
 def _extremes(metrics: Mapping[str, float], low: float, high: float) -> dict[str, float]:
     """Find the extremes of ratio and clamped ratio, from numbers already on the host."""
-    bounds = (metrics["probs_ratio_min"], metrics["probs_ratio_max"])
-    if bounds[1] == 0:
-        return dict(zip(EXTREMES, (float("inf"), float("-inf")) * 2, strict=True))
-    clamped = (min(max(bound, low), high) for bound in bounds)
-    return dict(zip(EXTREMES, (*bounds, *clamped), strict=True))
+    smallest = metrics["probs_ratio_min"]
+    largest = metrics["probs_ratio_max"]
+    has_tokens = largest != 0
+    if not has_tokens:
+        # Neutral in NeMo-RL's minimum and maximum over all calls.
+        smallest = float("inf")
+        largest = float("-inf")
+    return {
+        "probs_ratio_min": smallest,
+        "probs_ratio_max": largest,
+        "probs_ratio_clamped_min": min(max(smallest, low), high) if has_tokens else smallest,
+        "probs_ratio_clamped_max": min(max(largest, low), high) if has_tokens else largest,
+    }
 
 
 def _received(
     section: Mapping[str, Any], own_files: Mapping[str, str], use_fused_linear_logprobs: bool, folded: bool
 ) -> ObjectiveLoss:
+    """Make a loss from what `ObjectiveLoss.__reduce__` pickled."""
     receive_files(own_files)
     return ObjectiveLoss(
         parse_loss_fn(section), use_fused_linear_logprobs=use_fused_linear_logprobs, folded=folded

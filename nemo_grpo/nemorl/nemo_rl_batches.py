@@ -23,42 +23,56 @@ Data = tuple[Any, Any, dict[str, Any], dict[str, Any]]
 
 def find_prompt_files(config: Any, repository: Path) -> None:
     """Replace prompts' paths by those of `host.prompt_file`."""
-    sections = [config.data.get(split) for split in ("train", "validation", "default")]
-    listed = [one for section in sections for one in (section if isinstance(section, list) else [section])]
-    for section in filter(None, listed):
-        for name in PROMPT_FILES:
-            if section.get(name) is not None:
-                section[name] = str(host.prompt_file(section[name], repository))
+    sections: list[Any] = []
+    for split in ("train", "validation", "default"):
+        # A split is one data set, a list of them, or not there.
+        data_sets = config.data.get(split)
+        sections += data_sets if isinstance(data_sets, list) else [data_sets]
+    for section in sections:
+        for key in PROMPT_FILES:
+            if section and section.get(key) is not None:
+                section[key] = str(host.prompt_file(section[key], repository))
 
 
 def set_up_data(run: ClusterRun, encoder: Any) -> Data:
     """Read the data sets and start the environments.
 
-    Args:    encoder: the tokenizer, or the processor for data with images.
-    Returns: (data, validation data, {task: environment}, {task: environment}), as NeMo-RL's trainers take it;
-             no environments yet where NeMo-Gym makes the rollouts.
+    Args:
+        run: its configuration is completed.
+        encoder: the tokenizer, or the processor for data with images.
+
+    Returns:
+        (data, validation data, {task: environment}, {task: environment}), as NeMo-RL's trainers take it; no
+        environments yet where NeMo-Gym makes the rollouts.
     """
     compat.require(OWN_DATA)
     config = run.master_config
     find_prompt_files(config, compat.package_folder().parent)
-    further = {"is_vlm": True} if run.has_images else {}
     set_up = compat.import_name("nemo_rl.data.utils:setup_response_data")
-    with_gym = run.recipe.env.should_use_nemo_gym
+    uses_gym = run.recipe.env.should_use_nemo_gym
+    env_config = None if uses_gym else config.env
+    further = {"is_vlm": True} if run.has_images else {}
     try:
-        data, validation, *environments = set_up(
-            encoder, config.data, None if with_gym else config.env, **further
-        )
+        data, validation, *environments = set_up(encoder, config.data, env_config, **further)
     except (OSError, ValueError, KeyError) as error:
-        names = [
-            str(one.get("data_path") or one.get("dataset_name")) for _, one in host.data_sets(run.recipe)
-        ]
-        named = ", ".join(dict.fromkeys(names))
-        raise UserError(f"data: {named} cannot be read ({first_line(error)}); {REMEDY}") from error
-    if with_gym and validation is not None:  # NeMo-Gym's data is to be used as it is, all at once
+        names = ", ".join(_data_set_names(run))
+        raise UserError(f"data: {names} cannot be read ({first_line(error)}); {REMEDY}") from error
+    if uses_gym and validation is not None:
+        # NeMo-Gym's data is to be used as it is, all at once.
         for key in ("grpo.max_val_samples", "grpo.val_batch_size"):
             set_value(config, key, len(validation))
-    training_env, validation_env = environments or ({}, {})
+    # Without env_config NeMo-RL's function returns the data alone.
+    training_env, validation_env = environments if environments else ({}, {})
     return data, validation, training_env, validation_env
+
+
+def _data_set_names(run: ClusterRun) -> list[str]:
+    """Name the files or the data sets of a recipe, each once."""
+    names = []
+    for _, data_set in host.data_sets(run.recipe):
+        path = data_set.get("data_path")
+        names.append(str(path if path else data_set.get("dataset_name")))
+    return list(dict.fromkeys(names))
 
 
 def set_names(run: ClusterRun, problems: Any) -> list[str]:
@@ -83,7 +97,7 @@ def configure_gym(config: Any, tokenizer: Any) -> None:
 def fix_video_frames(config: Any) -> None:
     """Give the processor, the data and vLLM the same frames of a video; before the processor is loaded.
 
-    Args:    config: NeMo-RL's `MasterConfig`; changed.
+    Args: config: NeMo-RL's `MasterConfig`; changed.
     """
     compat.require(NEMO_GYM)
     if compat.has_name(VIDEO_SETTINGS):  # 0.7.0 has no videos

@@ -60,7 +60,8 @@ class VariantPolicy(_Stock):
         data.update(self.context.take_train_tensors())
         if "row_factors" in data:
             data["row_factors"] = data["row_factors"] * self.context.take_row_scale(data["sample_mask"])
-        return super().train(data, loss_fn, **further, **self.mode(self.may_learn(data)))
+        mode = self.mode(self.may_learn(data))
+        return super().train(data, loss_fn, **further, **mode)
 
     def may_learn(self, data: Mapping[str, Tensor]) -> bool:
         """True if a step with these advantages and masks can move the policy."""
@@ -78,7 +79,8 @@ class VariantPolicy(_Stock):
 class PlanePolicy(VariantPolicy):
     """`VariantPolicy` where the batch lies on NeMo-RL's data plane and training gets its address alone.
 
-    Attributes: has_gradient: the step whose advantages were written last can move the policy.
+    Attributes:
+        has_gradient: the step whose advantages were written last can move the policy.
     """
 
     has_gradient = True
@@ -92,7 +94,8 @@ class PlanePolicy(VariantPolicy):
 
     def train_from_meta(self, meta: Any, loss_fn: Any, **further: Any) -> Any:
         """Train as NeMo-RL does; the metrics also have the estimator's."""
-        trained = super().train_from_meta(meta, loss_fn, **further, **self.mode(self.has_gradient))
+        mode = self.mode(self.has_gradient)
+        trained = super().train_from_meta(meta, loss_fn, **further, **mode)
         trained["all_mb_metrics"] |= self.context.metrics
         self.context.metrics = {}
         return trained
@@ -103,9 +106,11 @@ def policy_factory(
 ) -> Callable[..., Any]:
     """Make the policy constructor for NeMo-RL's `setup`.
 
-    Args:    context: receives entropies if the variant needs them, and provides the estimator's tensors.
-          kind: the class to make; None: `VariantPolicy`, or `PlanePolicy` on the data plane.
-          further: further arguments of ``kind``.
+    Args:
+        run: decides which of NeMo-RL's policies and workers are extended.
+        context: receives entropies if the variant needs them, and provides the estimator's tensors.
+        kind: the class to make; None: `VariantPolicy`, or `PlanePolicy` on the data plane.
+        further: further arguments of ``kind``.
     """
     uses_data_plane = run.recipe.uses_data_plane
     stock: Any = compat.import_name(host_api.TQ_POLICY if uses_data_plane else host_api.POLICY)
@@ -114,8 +119,10 @@ def policy_factory(
         compat.require(part)
     if uses_data_plane:
         compat.require(host_api.DATA_PLANE)
-    ours = kind or (PlanePolicy if uses_data_plane else VariantPolicy)
-    policy = type(ours.__name__, (ours, stock), {})
+    if kind is None:
+        kind = PlanePolicy if uses_data_plane else VariantPolicy
+    # NeMo-RL has one policy for the data plane and one without it, so the base is chosen here.
+    policy = type(kind.__name__, (kind, stock), {})
 
     def make(**arguments: Any) -> Any:
         if uses_data_plane:
@@ -135,7 +142,8 @@ def worker_class(recipe: Recipe) -> str | None:
     if not recipe.policy.megatron_cfg.enabled:
         return None
     has_stages = recipe.policy.megatron_cfg.pipeline_model_parallel_size > 1
-    return WORKER if has_stages and recipe.policy.generation.temperature != 1.0 else None
+    divides_by_temperature = recipe.policy.generation.temperature != 1.0
+    return WORKER if has_stages and divides_by_temperature else None
 
 
 def has_gradient(data: Mapping[str, Tensor], objective: Objective) -> bool:
@@ -152,6 +160,7 @@ def register_worker(worker: str) -> None:
     """Let one of our workers run in the environment of NeMo-RL's; Ray must be initialised."""
     python = compat.import_name(host_api.ACTOR_PYTHON)(STOCK_WORKER)
     if python.startswith("uv"):
+        # Under the name of NeMo-RL's worker, to share its environment; NeMo-RL would make another for ours.
         make = compat.import_name("nemo_rl.utils.venvs:create_local_venv_on_each_node")
         python = make(python, STOCK_WORKER)
     compat.import_name(host_api.ACTOR_PYTHONS)[worker] = python

@@ -16,15 +16,19 @@ def model_config(run: ClusterRun) -> Any:
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    name, trusted = run.recipe.policy.model_name or "", run.recipe.nemo_grpo.trust_remote_code
-    tokenizer = run.recipe.policy.tokenizer.name or name
+    policy = run.recipe.policy
+    name = policy.model_name or ""
+    is_trusted = run.recipe.nemo_grpo.trust_remote_code
     try:
-        declared, _ = PretrainedConfig.get_config_dict(name)
-        refused = not trusted and "auto_map" in {*declared, *get_tokenizer_config(tokenizer)}
+        # Reads the files without running code of theirs.
+        config_keys, _ = PretrainedConfig.get_config_dict(name)
+        tokenizer_keys = get_tokenizer_config(policy.tokenizer.name or name)
+        brings_code = "auto_map" in config_keys or "auto_map" in tokenizer_keys
         config = None
-        if not refused:
-            overrides = run.recipe.policy.hf_config_overrides  # as NeMo-RL's workers and vLLM apply them
-            config = AutoConfig.from_pretrained(name, trust_remote_code=trusted, **overrides)
+        if is_trusted or not brings_code:
+            # The overrides are those that NeMo-RL's workers and vLLM apply.
+            overrides = policy.hf_config_overrides
+            config = AutoConfig.from_pretrained(name, trust_remote_code=is_trusted, **overrides)
     except (OSError, ValueError) as error:
         raise UserError(
             f"policy.model_name={name} has no config.json that transformers can read ({first_line(error)}); "
@@ -35,24 +39,29 @@ def model_config(run: ClusterRun) -> Any:
             f"policy.model_name={name} brings Python code (auto_map), and NeMo-RL runs whatever a model "
             "brings; read it and set nemo_grpo.trust_remote_code=true, or take another model"
         )
-    ends = run.recipe.policy.generation.stop_token_ids or ()
-    if errors := list(stop_refusals(ends, config.get_text_config().vocab_size, name)):
+    stop_token_ids = policy.generation.stop_token_ids or ()
+    vocab_size = config.get_text_config().vocab_size
+    errors = list(stop_refusals(stop_token_ids, vocab_size, name))
+    if errors:
         raise UserError("; ".join(errors))
     return config
 
 
 def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
     """Load (processor or None, tokenizer); also complete the generation settings that depend on it."""
-    config, with_gym = run.master_config, run.recipe.env.should_use_nemo_gym
+    config = run.master_config
     policy = config.policy
-    if with_gym:
+    uses_gym = run.recipe.env.should_use_nemo_gym
+    if uses_gym:
         fix_video_frames(config)
     get_tokenizer = compat.import_name("nemo_rl.algorithms.utils:get_tokenizer")
     processor = get_tokenizer(policy["tokenizer"], get_processor=True) if run.has_images else None
     tokenizer = get_tokenizer(policy["tokenizer"]) if processor is None else processor.tokenizer
-    if "generation" not in policy:  # supervised training
+    is_supervised = "generation" not in policy
+    if is_supervised:
         return processor, tokenizer
-    policy["generation"] = compat.import_name("nemo_rl.models.generation:configure_generation_config")(
+    configure_generation = compat.import_name("nemo_rl.models.generation:configure_generation_config")
+    policy["generation"] = configure_generation(
         policy["generation"],
         tokenizer,
         has_refit_draft_weights=bool(value_of(policy, "draft.enabled", False)),
@@ -60,6 +69,6 @@ def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
     )
     if run.has_images and run.recipe.policy.generation.backend == "vllm":
         load_image_weights(policy["generation"])
-    if with_gym:
+    if uses_gym:
         configure_gym(config, tokenizer)
     return processor, tokenizer

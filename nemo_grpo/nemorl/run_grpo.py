@@ -12,20 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.nemorl import compat, sft, single_controller, sync
-from nemo_grpo.nemorl.callbacks import (
-    Callback,
-    DrawnRollouts,
-    RewardMetrics,
-    RolloutCheck,
-    RunRecord,
-    ValidationSets,
-    alone,
-    calling_back,
-)
+from nemo_grpo.nemorl.added_metrics import DrawnRollouts, RolloutCheck, ValidationSets
+from nemo_grpo.nemorl.callbacks import Callback, RunRecord, alone, calling_back
 from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.config import ClusterRun, load_run
 from nemo_grpo.nemorl.exit_status import exit_code, stop_after_step
 from nemo_grpo.nemorl.host_api import GRPO
+from nemo_grpo.nemorl.rewards import RewardMetrics
 from nemo_grpo.nemorl.stall import StallDump
 from nemo_grpo.nemorl.trainer import Training, start
 from nemo_grpo.nemorl.workarounds.ray_reconnect import forbid_reconnects

@@ -29,11 +29,27 @@ Sampled = tuple[Any, bool, Any, dict[str, Any]]
 def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callable[..., Sampled]:
     """Make the replacement for ``nemo_rl.algorithms.grpo.dynamic_sampling``.
 
-    Args:    config: the variant; its `resampling` sets the share of groups with signal and the maximum draws.
-             context: its ``metrics`` are what the trainer logs with the step.
+    Args:
+        config: the variant; its `resampling` sets the share of groups with signal and the maximum draws.
+        context: its ``metrics`` are what the trainer logs with the step.
     """
 
-    drawn_rewards: list[Tensor] = []  # of the step's draws so far, each [B]
+    # Of the step's draws so far, each [B].
+    rewards_of_draws: list[Tensor] = []
+
+    def finish(gathered: Accumulation[Any], batch_type: Any, num_groups: int, num_generations: int) -> Any:
+        """Return the step's rows, and put its metrics into the context."""
+        step = batch_type.from_batches(list(gathered.take(num_groups)))
+        step["filtered_reward"] = step["total_reward"]
+        # The trainer logs these as `reward`, and those above as `filtered_reward`; it trains on the latter.
+        rewards = torch.cat(rewards_of_draws)
+        step["total_reward"] = rewards
+        context.metrics |= _reward_metrics(rewards, num_generations)
+        num_discarded_groups = max(len(gathered.valid) - num_groups, 0)
+        context.metrics["dynamic_sampling_num_discarded_valid_samples"] = [
+            float(num_discarded_groups * num_generations)
+        ]
+        return step
 
     def dynamic_sampling(
         repeated_batch: Any,
@@ -49,7 +65,8 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
         ``batch_cache`` is passed back in by the trainer, which never looks into it.
         """
         context.metrics = {}
-        repeated_batch["baseline"], repeated_batch["std"] = baseline, std
+        repeated_batch["baseline"] = baseline
+        repeated_batch["std"] = std
         grpo = value_of(master_config, "grpo")
         if not value_of(grpo, "use_dynamic_sampling", False):
             return repeated_batch, True, batch_cache, context.metrics
@@ -58,37 +75,38 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
         most_draws = value_of(grpo, "dynamic_sampling_max_gen_batches")
         is_valid = partial(_has_signal, drop_truncated=value_of(grpo, "overlong_filtering", False))
         if batch_cache is None:
-            drawn_rewards.clear()
-        drawn_rewards.append(repeated_batch["total_reward"])
+            rewards_of_draws.clear()
+        rewards_of_draws.append(repeated_batch["total_reward"])
         with timer.time("dynamic_sampling"):
             draw = _groups(repeated_batch, num_generations)
-            gathered = (batch_cache or Accumulation()).add(draw, is_valid)
+            previous: Accumulation[Any] = Accumulation() if batch_cache is None else batch_cache
+            gathered = previous.add(draw, is_valid)
             threshold, max_draws = config.resampling(most_draws)
             is_full = gathered.is_complete(num_groups, threshold, max_draws)
             log.info(
                 "draw %d: %d of %d groups with signal, %s of %d wanted%s",
-                *(dynamic_sampling_num_gen_batches, sum(map(is_valid, draw)), len(draw)),
-                *(len(gathered.valid), num_groups, "" if is_full else "; drawing again"),
+                dynamic_sampling_num_gen_batches,
+                sum(map(is_valid, draw)),
+                len(draw),
+                len(gathered.valid),
+                num_groups,
+                "" if is_full else "; drawing again",
             )
             if not is_full:
-                repeated_batch["filtered_reward"] = repeated_batch["total_reward"]  # read by the next draw
+                # NeMo-RL's trainer reads it before the next draw.
+                repeated_batch["filtered_reward"] = repeated_batch["total_reward"]
                 return repeated_batch, False, gathered, context.metrics
-            step = type(repeated_batch).from_batches(list(gathered.take(num_groups)))
-        step["filtered_reward"] = step["total_reward"]
-        # The trainer logs these as `reward`, and those above as `filtered_reward`; it trains on the latter.
-        rewards = torch.cat(drawn_rewards)
-        step["total_reward"] = rewards
-        context.metrics |= _reward_metrics(rewards, num_generations)
-        context.metrics["dynamic_sampling_num_discarded_valid_samples"] = [
-            float(max(len(gathered.valid) - num_groups, 0) * num_generations)
-        ]
+            step = finish(gathered, type(repeated_batch), num_groups, num_generations)
         return step, True, gathered, context.metrics
 
     return dynamic_sampling
 
 
 def _reward_metrics(rewards: Tensor, num_generations: int) -> dict[str, list[float]]:
-    """Compute ``reward/*`` of all draws of a step.  Args: rewards: [B], a group's rows adjacent."""
+    """Compute ``reward/*`` of all draws of a step.
+
+    Args: rewards: [B], a group's rows adjacent.
+    """
     groups = Groups.from_ids(torch.arange(len(rewards)) // num_generations)
     metrics = reward_metrics(rewards.cpu(), rewards.isfinite().cpu(), groups)
     return {name: [float(value)] for name, value in metrics.items()}
@@ -102,8 +120,11 @@ def _groups(batch: Any, num_generations: int) -> list[Any]:
 
 def _has_signal(group: Any, drop_truncated: bool) -> bool:
     """Apply `core.resampling.has_signal` to a group's columns in NeMo-RL's batch."""
-    rewards = group["unshaped_total_reward" if "unshaped_total_reward" in group else "total_reward"]
-    trains = group["loss_multiplier"] > 0
-    if drop_truncated:  # NeMo-RL sets their loss_multiplier to 0 after it has sampled
-        trains &= ~torch.as_tensor(group["truncated"], dtype=torch.bool)
-    return has_signal(rewards.tolist(), trains.tolist())
+    # NeMo-RL keeps the rewards from before its length penalty only where it shapes them.
+    is_shaped = "unshaped_total_reward" in group
+    rewards = group["unshaped_total_reward"] if is_shaped else group["total_reward"]
+    is_trained = group["loss_multiplier"] > 0
+    if drop_truncated:
+        # NeMo-RL sets their loss_multiplier to 0 only after it has sampled.
+        is_trained &= ~torch.as_tensor(group["truncated"], dtype=torch.bool)
+    return has_signal(rewards.tolist(), is_trained.tolist())

@@ -27,8 +27,15 @@ if TYPE_CHECKING:
     from nemo_grpo.nemorl.trainer import Started
 
 SETUP_RESULT = (
-    *("policy", "cluster", "dataloader", "val_dataloader", "loss_fn", "logger", "checkpointer"),
-    *("grpo_save_state", "master_config"),
+    "policy",
+    "cluster",
+    "dataloader",
+    "val_dataloader",
+    "loss_fn",
+    "logger",
+    "checkpointer",
+    "grpo_save_state",
+    "master_config",
 )
 """Values that ``sft.setup`` returns, in order, by the names of GRPO's `Parts`."""
 
@@ -43,13 +50,15 @@ def set_up(run: ClusterRun, started: Started) -> Training:
     demonstrations = Demonstrations(recipe, started.problems.task, tokenizer)
     demonstrations.check()
     held_out = [demonstrations.held_out(problem) for problem in started.problems.held_out]
-    config.data["shuffle"] = False  # `train_problem` orders the problems, by the recipe's data.shuffle
-    number = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step
-    data = DemonstrationDataset(demonstrations.training, number, tokenizer)
+    # `train_problem` orders the problems, by the recipe's data.shuffle.
+    config.data["shuffle"] = False
+    num_demonstrations = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step
+    data = DemonstrationDataset(demonstrations.training, num_demonstrations, tokenizer)
     validation = DemonstrationDataset(held_out.__getitem__, len(held_out), tokenizer) if held_out else None
     result = compat.import_name(f"{SFT}:setup")(config, tokenizer, data, validation)
     named = dict(zip(SETUP_RESULT, result, strict=True))
-    parts = Parts(**named, policy_generation=named["policy"])  # the workers to shut down at the end
+    # The driver ends a run by shutting down the generation, and here the policy's workers are all there is.
+    parts = Parts(**named, policy_generation=named["policy"])
     return Training(
         parts=parts,
         train=partial(train, parts, tokenizer),
@@ -77,8 +86,17 @@ def train(parts: Parts, tokenizer: Any) -> None:
 class DemonstrationDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Demonstrations by number as NeMo-RL data: a conversation whose assistant's tokens carry the loss."""
 
-    def __init__(self, shown: Callable[[int], Group], size: int, tokenizer: Any) -> None:
-        self.shown, self.size, self.tokenizer = shown, size, tokenizer
+    def __init__(self, demonstration: Callable[[int], Group], size: int, tokenizer: Any) -> None:
+        """Set what is encoded.
+
+        Args:
+            demonstration: number -> a group of one response, the demonstration.
+            size: demonstrations in one pass.
+            tokenizer: decodes the messages that NeMo-RL logs.
+        """
+        self.demonstration = demonstration
+        self.size = size
+        self.tokenizer = tokenizer
 
     def __len__(self) -> int:
         return self.size
@@ -86,12 +104,14 @@ class DemonstrationDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < self.size:
             raise IndexError(index)
-        group = self.shown(index)
+        group = self.demonstration(index)
         response = group.responses[0].response
         log = [self._message("user", group.prompt)]
         pairs = zip(response.token_mask.tolist(), response.tokens.tolist(), strict=True)
-        for written, part in groupby(pairs, key=lambda pair: pair[0]):
-            log.append(self._message("assistant" if written else "environment", [token for _, token in part]))
+        # A message for each run of tokens with one mask: NeMo-RL's loss takes the assistant's whole messages.
+        for is_learnt, run in groupby(pairs, key=lambda pair: pair[0]):
+            role = "assistant" if is_learnt else "environment"
+            log.append(self._message(role, [token for _, token in run]))
         return {
             "message_log": log,
             "length": sum(len(message["token_ids"]) for message in log),

@@ -45,7 +45,7 @@ def set_up(run: ClusterRun, started: Started) -> Training:
     recipe = run.recipe
     check(config)
     if not value_of(config, "loss_fn.reference_policy_kl_penalty", 0):
-        # no reference policy is loaded, and NeMo-RL's other trainers then ask for none
+        # No reference policy is loaded then. NeMo-RL's other trainers ask for none; the controller would.
         config.grpo.skip_reference_policy_logprobs_calculation = True
     data = rollout_data(run, started)
     context = StepContext()
@@ -92,13 +92,14 @@ def _workers(run: ClusterRun, tokenizer: Any, data: Data, policy: Any) -> tuple[
     Returns: (its arguments for the controller, its timing).
     """
 
-    def ours(*_theirs: Any, **_named: Any) -> Any:
+    def set_up_response_data(*_arguments: Any, **_named: Any) -> Any:
+        # With NeMo-Gym NeMo-RL expects the data alone: its servers are the environments.
         return data[:2] if run.recipe.env.should_use_nemo_gym else data
 
     set_up_controller = compat.import_name(f"{CONTROLLER}:setup_single_controller")
     with (
-        compat.rebound("controller policy", lambda _theirs: policy),
-        compat.rebound("controller data", lambda _theirs: ours),
+        compat.rebound("controller policy", lambda _original: policy),
+        compat.rebound("controller data", lambda _original: set_up_response_data),
     ):
         arguments, timing = set_up_controller(run.master_config, tokenizer)
     return arguments, timing

@@ -29,23 +29,20 @@ class StallDump(Callback):
     Their loops wait for workers without a limit and say nothing. A long step is no stall, so the run goes on.
     """
 
-    def __init__(self, seconds: float = STALL_S) -> None:
-        self.seconds = seconds
-
     def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
         """Wait again from here."""
-        dump_after(self.seconds, ends=False)
+        dump_after(STALL_S, ends=False)
         return {}
 
     def on_checkpoint(self, folder: Any) -> None:
         """Wait again from here."""
-        dump_after(self.seconds, ends=False)
+        dump_after(STALL_S, ends=False)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch within the block."""
-        log.info("the driver's stacks are written after every %g s without a metric", self.seconds)
-        dump_after(self.seconds, ends=False)
+        log.info("the driver's stacks are written after every %g s without a metric", STALL_S)
+        dump_after(STALL_S, ends=False)
         try:
             yield
         finally:

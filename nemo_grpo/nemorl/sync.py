@@ -80,30 +80,38 @@ def install(run: ClusterRun, context: StepContext, parts: Parts, tokenizer: Any)
         return estimator
 
     sample = dynamic_sampling_for(recipe.loss_fn, context)
-    compat.rebind("estimator", lambda _theirs: create_advantage_estimator)
-    compat.rebind("sampling", lambda _theirs: sample)
+    compat.rebind("estimator", lambda _original: create_advantage_estimator)
+    compat.rebind("sampling", lambda _original: sample)
     return estimator
 
 
 def train(
     run: ClusterRun, parts: Parts, environments: list[Any], tokenizer: Any, processor: Any = None
 ) -> None:
-    """Run NeMo-RL's trainer; processor: None without images."""
+    """Run NeMo-RL's trainer.
+
+    Args:
+        run: chooses the trainer.
+        parts: what NeMo-RL's set-up returned.
+        environments: {task: environment} of training and of validation.
+        tokenizer: the model's.
+        processor: the model's; None without images.
+    """
     name = f"{GRPO}:grpo_train"
     further: dict[str, Any] = {}
     if run.is_async:
         name = f"{GRPO}:async_grpo_train"
+        max_age = value_of(run.master_config, "grpo.async_grpo.max_trajectory_age_steps", 1)
         further = {
-            "max_trajectory_age_steps": value_of(
-                run.master_config, "grpo.async_grpo.max_trajectory_age_steps", 1
-            ),
+            "max_trajectory_age_steps": max_age,
             "teacher_worker_groups": parts.teacher_worker_groups,
             "alias_to_group_alias": parts.alias_to_group_alias,
         }
     if run.recipe.uses_data_plane:
         name = f"{GRPO_SYNC}:grpo_train_sync"
     trainer = compat.import_name(name)
-    if processor is not None and "processor" in inspect.signature(trainer).parameters:  # not in 0.7.0
+    # 0.7.0's trainers have no processor.
+    if processor is not None and "processor" in inspect.signature(trainer).parameters:
         further["processor"] = processor
     trainer(
         parts.policy,

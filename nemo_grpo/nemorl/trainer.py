@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.nemo_rl_batches import set_names, set_up_data
 from nemo_grpo.nemorl.pretrained import load_tokenizer, model_config
+from nemo_grpo.nemorl.task_data import TaskProblems, read_problems
 from nemo_grpo.nemorl.workarounds.async_save import check_async_save
 from nemo_grpo.nemorl.workarounds.killed_conversion import remove_remains
 from nemo_grpo.nemorl.workarounds.lost_optimizer import resume_with_optimizer
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from nemo_grpo.nemorl.checkpoints import SideFiles
     from nemo_grpo.nemorl.compat import Parts
     from nemo_grpo.nemorl.config import ClusterRun
-    from nemo_grpo.nemorl.environments import TaskProblems
     from nemo_grpo.nemorl.nemo_rl_batches import Data
     from nemo_grpo.recipe import Recipe
 
@@ -91,8 +91,6 @@ def start(run: ClusterRun) -> Started:
     share_sources()
     problems = None
     if recipe.nemo_grpo.task is not None:
-        from nemo_grpo.nemorl.environments import read_problems  # imports Ray and NeMo-RL
-
         problems = read_problems(run)
     check_async_save(run)
     check_data_plane(recipe)
@@ -138,7 +136,8 @@ def rollout_data(run: ClusterRun, started: Started) -> Data:
     """Make the data sets, and start the environments: the task's, or NeMo-RL's own."""
     if started.problems is None:
         return set_up_data(run, started.encoder)
-    from nemo_grpo.nemorl.environments import setup_data  # imports Ray and NeMo-RL
+    # Not at the top: the module imports Ray and NeMo-RL.
+    from nemo_grpo.nemorl.environments import setup_data
 
     return setup_data(run, started.problems, started.encoder)
 

@@ -36,9 +36,16 @@ class EntropyPostProcessor(LogprobsPostProcessor):
     """
 
     def __call__(
-        self, data_dict: Any, input_ids: Tensor, cu_seqlens_padded: Tensor | None, *rest: Any, **named: Any
+        self,
+        data_dict: Any,
+        input_ids: Tensor,
+        cu_seqlens_padded: Tensor | None,
+        *arguments: Any,
+        **named: Any,
     ) -> Process:
-        logprobs: Process = super().__call__(data_dict, input_ids, cu_seqlens_padded, *rest, **named)
+        compute_logprobs: Process = super().__call__(
+            data_dict, input_ids, cu_seqlens_padded, *arguments, **named
+        )
         shape = data_dict["input_ids"].shape
 
         def process(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -48,14 +55,16 @@ class EntropyPostProcessor(LogprobsPostProcessor):
                 shifted = unpacked(entropies[0], cu_seqlens_padded.tolist(), shape)
             else:
                 shifted = torch.nn.functional.pad(entropies[:, : shape[1] - 1], (1, 0))
-            loss, found = logprobs(logits)
-            width = found["logprobs"].shape[1]  # less than the rows', where NeMo-RL has padded them
-            return loss, {**found, ENTROPIES: shifted[:, :width]}
+            loss, scores = compute_logprobs(logits)
+            # Less than the rows' width, where NeMo-RL has padded them.
+            width = scores["logprobs"].shape[1]
+            return loss, {**scores, ENTROPIES: shifted[:, :width]}
 
         return process
 
     def _entropies(self, logits: Tensor) -> Tensor:
         """Return [mb, S] of vocab-parallel logits [mb, S, V / TP], divided by the temperature."""
+        # NeMo-RL has divided the logits by the temperature in place, which is undone here.
         temperature = self.sampling_params.temperature if self.sampling_params else 1.0
         with torch.no_grad():
             _, entropies = logprobs_and_entropy(
@@ -70,9 +79,13 @@ class EntropyPostProcessor(LogprobsPostProcessor):
 def unpacked(packed: Tensor, starts: list[int], shape: tuple[int, int]) -> Tensor:
     """Split a packed row into rows, shifted by one.
 
-    Args:    packed: [sum of padded lengths / CP], this rank's part.  starts: B + 1 offsets before CP.
-             shape: (B, S) of the result.
-    Returns: [B, S]; index t holds position t - 1; 0 without one.
+    Args:
+        packed: [sum of padded lengths / CP], this rank's part.
+        starts: B + 1 offsets before CP.
+        shape: (B, S) of the result.
+
+    Returns:
+        [B, S]; index t holds position t - 1; 0 without one.
     """
     cp = parallel_state.get_context_parallel_world_size()
     rows = packed.new_zeros(shape)
@@ -89,7 +102,7 @@ class PolicyWorkerImpl(stock.MegatronPolicyWorkerImpl):
     """NeMo-RL's worker with `workarounds.stage_temperature`."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        compat.rebind("temperature", lambda _theirs: scale_logits_only)
+        compat.rebind("temperature", lambda _original: scale_logits_only)
         super().__init__(*arguments, **named)
 
 
@@ -111,36 +124,38 @@ class EntropyPolicyWorkerImpl(PolicyWorkerImpl):
         if self.in_reference:
             return super().get_logprobs(*arguments, **named)
         with collected_entropies() as microbatches:
-            found = super().get_logprobs(*arguments, **named)
+            scores = super().get_logprobs(*arguments, **named)
         rows = None
+        # Only the last stage has logits; NeMo-RL has sent its logprobs to the others, too.
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            length = found["logprobs"].shape[1]
-            rows = torch.cat([torch.nn.functional.pad(x, (0, length - x.shape[1])) for x in microbatches])
-        found[ENTROPIES] = broadcast_tensors_from_last_stage({ENTROPIES: rows})[ENTROPIES].cpu()
-        return found
+            width = scores["logprobs"].shape[1]
+            padded = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in microbatches]
+            rows = torch.cat(padded)
+        scores[ENTROPIES] = broadcast_tensors_from_last_stage({ENTROPIES: rows})[ENTROPIES].cpu()
+        return scores
 
 
 @contextmanager
 def collected_entropies() -> Iterator[list[Tensor]]:
     """Score with `EntropyPostProcessor` within the block; yields the microbatches' entropies.
 
-    NeMo-RL's worker keeps only the logprobs that its processor returns; the rest is collected here.
+    NeMo-RL's worker uses only the logprobs that its processor returns, so the entropies are taken out here.
     """
-    kept: list[Tensor] = []
+    collected: list[Tensor] = []
 
-    class Keeping(EntropyPostProcessor):
+    class CollectingPostProcessor(EntropyPostProcessor):
         def __call__(self, *arguments: Any, **named: Any) -> Process:
             process = super().__call__(*arguments, **named)
 
-            def keep(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                loss, found = process(logits)
-                kept.append(found.pop(ENTROPIES))
-                return loss, found
+            def process_and_collect(logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                loss, scores = process(logits)
+                collected.append(scores.pop(ENTROPIES))
+                return loss, scores
 
-            return keep
+            return process_and_collect
 
-    with compat.rebound("post-processor", lambda _theirs: Keeping):
-        yield kept
+    with compat.rebound("post-processor", lambda _original: CollectingPostProcessor):
+        yield collected
 
 
 _as_actor = ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))

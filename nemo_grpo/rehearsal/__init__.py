@@ -7,8 +7,10 @@ environment, which no job sets.
 
     site/, sampler/                        on PYTHONPATH: import hooks, a stand-in nccl4py; a stand-in vLLM
     cuda, megatron, nemo_rl, vllm          replacements, each file named after the package that it patches
-    overrides, model, tiny_data            the small recipe, its model, its problems
-    environment, warm, stages, checks      processes, the run, the proof of each stage
+    overrides, small_config, model         the small recipe, its model
+    tiny_data, vision                      its problems, with images
+    environment, warm, cluster, stages     processes and the run
+    checks, reward_checks, run_output      the proof of each stage
 """
 
 SWITCH = "NEMO_GRPO_REHEARSAL"

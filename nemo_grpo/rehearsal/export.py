@@ -36,65 +36,81 @@ def bridges_export(rehearsal: Rehearsal, checkpoint: Path) -> Path:
     """Export a checkpoint with Megatron-Bridge, which cannot export adapters."""
     output = rehearsal.folder / "hf-of-bridge"
     (weights,) = (checkpoint / "policy" / "weights").glob("iter_*")
+    folders = [str(rehearsal.model.folder), str(weights), str(output)]
     with rehearsal.timed("Bridge's export"):
-        folders = map(str, (rehearsal.model.folder, weights, output))
         run_python(rehearsal, ["-m", __name__, *folders], "bridge.log")
     return output
 
 
 def load(folder: Path, dtype: Any = "auto") -> Any:
-    """Load a Hugging Face folder's model.  Args: dtype: auto: as it is stored."""
+    """Load a Hugging Face folder's model.
+
+    Args:
+        folder: the model's.
+        dtype: torch's, or "auto": as it is stored.
+    """
     from transformers import AutoConfig
 
     model = vision.model_class(AutoConfig.from_pretrained(folder))
     return model.from_pretrained(folder, dtype=dtype).eval()
 
 
-def compare_folders(ours: Path, theirs: Path) -> str:
-    """Check that two Hugging Face folders hold the same model, bit for bit."""
+def compare_folders(converted: Path, bridges: Path) -> str:
+    """Check that the converters' folder and Bridge's hold the same model, bit for bit."""
     import torch
 
-    models = [load(path) for path in (ours, theirs)]
-    mine, other = (model.state_dict() for model in models)
-    if set(mine) != set(other):
-        raise Failed(f"other names than Bridge's: {sorted(set(mine) ^ set(other))[:5]}")
-    if different := [name for name in mine if not torch.equal(mine[name], other[name])]:
+    model = load(converted)
+    bridges_model = load(bridges)
+    weights = model.state_dict()
+    bridges_weights = bridges_model.state_dict()
+    if set(weights) != set(bridges_weights):
+        raise Failed(f"other names than Bridge's: {sorted(set(weights) ^ set(bridges_weights))[:5]}")
+    different = [name for name in weights if not torch.equal(weights[name], bridges_weights[name])]
+    if different:
         raise Failed(f"weights differ from Bridge's: {different[:5]}")
+    # Any tokens will do; the first few may be special.
     tokens = torch.arange(3, 35)[None]
     with torch.no_grad():
-        logits = [model(tokens).logits for model in models]
-    if not torch.equal(*logits):
+        logits = model(tokens).logits
+        bridges_logits = bridges_model(tokens).logits
+    if not torch.equal(logits, bridges_logits):
         raise Failed("logits differ from those of Bridge's export")
-    return f"{len(mine)} weights and the logits equal those of Megatron-Bridge's export, bit for bit"
+    return f"{len(weights)} weights and the logits equal those of Megatron-Bridge's export, bit for bit"
 
 
-def compare_with_base(ours: Path, base: Path) -> str:
+def compare_with_base(converted: Path, base: Path) -> str:
     """Check that training has moved the export."""
-    mine, before = weights_of(ours), weights_of(base)
-    moved = [name for name, weight in mine.items() if not weight.equal(before.get(name, weight))]
+    weights = weights_of(converted)
+    base_weights = weights_of(base)
+    # A name that only the export has, such as an untied head, cannot be compared.
+    moved = [name for name, weight in weights.items() if not weight.equal(base_weights.get(name, weight))]
     if not moved:
         raise Failed("every exported weight equals the model that training started from")
-    return f"{len(moved)} of {len(mine)} weights moved"
+    return f"{len(moved)} of {len(weights)} weights moved"
 
 
 def weights_of(folder: Path) -> dict[str, Any]:
     """Read a folder's tensors as they are stored."""
     from safetensors.torch import load_file
 
-    found: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    if not found:
+        weights |= load_file(path)
+    if not weights:
         raise Failed(f"{folder} holds no weights")
-    return found
+    return weights
 
 
 def main(model: str, checkpoint: str, output: str) -> None:
     """Export a checkpoint of NeMo-RL by Megatron-Bridge.
 
-    Args: model: the folder that the run started from.  checkpoint: ``step_N/policy/weights/iter_*``.
+    Args:
+        model: the folder that the run started from.
+        checkpoint: ``step_N/policy/weights/iter_*``.
+        output: the folder to write.
     """
-    importlib.import_module("nemo_rl.models.policy.workers.megatron_policy_worker")  # and its replacements
+    # The hooks replace megatron-core's layers once this module has been imported.
+    importlib.import_module("nemo_rl.models.policy.workers.megatron_policy_worker")
     community_import = importlib.import_module("nemo_rl.models.megatron.community_import")
     community_import.export_model_from_megatron(model, checkpoint, output, model, overwrite=True)
 

@@ -19,7 +19,12 @@ MODELOPT_FUNCTIONS = ("restore_modelopt_state", "save_modelopt_state", "save_sha
 
 
 def add_newer_names(module: Any) -> None:
-    """Add `NEWER_NAMES`."""
+    """Add `NEWER_NAMES` as empty classes, of which nothing here is an instance.
+
+    Upstream: none known; NeMo-RL pins a commit of Megatron-LM that has them.
+    Versions: NeMo-RL 7ea279abf with megatron-core 0.19 or older.
+    Needed while: tests/nemo_rl/test_workarounds.py::test_nemo_rl_imports_names_of_an_unreleased_megatron_core
+    """
     for name in NEWER_NAMES:
         if not hasattr(module, name):
             setattr(module, name, type(name, (), {}))
@@ -27,16 +32,25 @@ def add_newer_names(module: Any) -> None:
 
 def compute_yarn_here(module: Any) -> None:
     """Avoid ``torch.device(current_device())``, which torch refuses without a GPU."""
-    stock = module.YarnRotaryEmbedding.__init__
+    initialise = module.YarnRotaryEmbedding.__init__
 
-    def initialise(self: Any, *args: Any, **further: Any) -> None:
-        stock(self, *args, **further | {"use_cpu_initialization": True})
+    def initialise_on_cpu(self: Any, *arguments: Any, **named: Any) -> None:
+        named["use_cpu_initialization"] = True
+        initialise(self, *arguments, **named)
 
-    module.YarnRotaryEmbedding.__init__ = initialise
+    module.YarnRotaryEmbedding.__init__ = initialise_on_cpu
 
 
 def say_that_any_key_is_taken(module: Any) -> None:
-    """Give the class a signature with ``**further``, which Bridge looks for; transformers 5.8's has none."""
+    """Give the class a signature with ``**further``.
+
+    Megatron-Bridge drops the keys of a saved configuration that the signature does not name, unless it has
+    ``**``; the class itself takes any key.
+
+    Upstream: none known; Megatron-Bridge issue 2318 is the move to transformers 5.
+    Versions: Megatron-Bridge 0.6 with transformers 5.8.
+    Needed while: tests/nemo_rl/test_workarounds.py::test_the_vision_configuration_hides_that_it_takes_any_key
+    """
     any_key = inspect.Parameter("further", inspect.Parameter.VAR_KEYWORD)
     module.Qwen2_5_VLVisionConfig.__signature__ = inspect.Signature([any_key])
 
@@ -45,25 +59,26 @@ def prepare(_module: Any = None) -> None:
     """Replace what must be in place before a model is built; NeMo-RL's worker is already imported."""
     from nemo_grpo.engine.megatron.optimizer import install_adam
 
-    install_adam()  # its state is a GPU host's; the distributed optimizer cannot resume torch's AdamW
+    # Its state is a GPU host's; the distributed optimizer cannot resume torch's AdamW.
+    install_adam()
     _use_local_layers()
     for name in WITHOUT_TRANSFORMER_ENGINE:
-        module = importlib.import_module(name)
-        _set(name, **{flag: False for flag in vars(module) if flag.startswith("HAVE_TE")})
-    # megatron-core reaches CUDA's generator through torch's C interface
+        flags = [flag for flag in vars(importlib.import_module(name)) if flag.startswith("HAVE_TE")]
+        _set(name, **dict.fromkeys(flags, False))
+    # megatron-core reaches CUDA's generator through torch's C interface, which `cuda` does not replace.
     _set(
         "megatron.core.tensor_parallel.random",
         _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
         _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
     )
-    # token counts per expert rank: it converts only CUDA tensors to numbers
+    # Token counts of each expert rank: it converts only CUDA tensors to numbers.
     _set("megatron.core.transformer.moe.token_dispatcher", maybe_move_tensor_to_cpu=_as_numbers)
-    # no model here is quantised, so there is no state to save or restore
+    # No model here is quantised, so there is no state to save or restore.
     _set("megatron.bridge.training.checkpointing", **dict.fromkeys(MODELOPT_FUNCTIONS, _nothing))
     quantization = types.ModuleType("modelopt.torch.quantization.utils")
     quantization.is_quantized = lambda *_: False  # type: ignore[attr-defined]
     sys.modules[quantization.__name__] = quantization
-    # save synchronously, without a helper process per rank, which takes two seconds each
+    # Save synchronously: the helper process of each rank would take two seconds to start.
     _set("megatron.core.dist_checkpointing.strategies.filesystem_async", _results_queue=queue.Queue())
 
 
@@ -72,8 +87,9 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _set(module: str, **names: Any) -> None:
-    for name, new in names.items():
-        setattr(importlib.import_module(module), name, new)
+    """Set names of a module that may not have been imported yet."""
+    for name, value in names.items():
+        setattr(importlib.import_module(module), name, value)
 
 
 def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -88,7 +104,9 @@ def _use_local_layers() -> None:
 
     def finalize_without_kernels(self: Any) -> None:
         # Bridge sets these for some families, and the first conversion does not ask the recipe.
-        self.moe_permute_fusion = self.moe_grouped_gemm = self.apply_rope_fusion = False
+        self.moe_permute_fusion = False
+        self.moe_grouped_gemm = False
+        self.apply_rope_fusion = False
         finalize(self)
 
     _set(module, transformer_engine_layer_spec=local_layers)
@@ -117,27 +135,47 @@ def packed_attention() -> type:
     from nemo_grpo.engine.megatron.parallel import gather_sequence, zigzag_positions
 
     class PackedAttention(CausalAttention):
-        """Concatenated sequences; context parallelism splits each one zigzag."""
+        """Attention within each of several concatenated sequences.
 
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
+        Context parallelism splits each sequence zigzag: a rank holds two of its 2 * CP equal parts.
+        """
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **named: Any) -> Tensor:
             packed = named.pop("packed_seq_params", None)
             if packed is None:
-                return super().forward(query, key, value, *rest, **named)
+                return super().forward(query, key, value, *arguments, **named)
+            # These count the padding that NeMo-RL adds to each sequence; without any they are None.
             starts = packed.cu_seqlens_q_padded
-            starts = packed.cu_seqlens_q if starts is None else starts
+            if starts is None:
+                starts = packed.cu_seqlens_q
             rows = PaddedRows.of((starts[1:] - starts[:-1]).long())
-            ranks = range(self.context_size)
-            places = [self._places(starts.tolist(), rank) for rank in ranks]
-            gathered_as = [zigzag_positions(int(starts[-1]), len(ranks), rank) for rank in ranks]
-            order = torch.cat(gathered_as)[torch.cat(places).argsort()]
-            stream = [gather_sequence(x.flatten(0, -3), dim=0)[order] for x in (query, key, value)]
-            laid_out = AttentionPlan(rows).prompts.lay_out
-            whole = rows.collect(self._attend(*map(laid_out, stream)))
-            return whole[places[parallel_state.get_context_parallel_rank()]].flatten(1)[:, None]
+            positions_by_rank = [self._positions(starts.tolist(), rank) for rank in range(self.context_size)]
+            order = self._order_of_gathered(int(starts[-1]), positions_by_rank)
+            lay_out = AttentionPlan(rows).prompts.lay_out
+            padded = []
+            for local in (query, key, value):
+                stream = gather_sequence(local.flatten(0, -3), dim=0)[order]
+                padded.append(lay_out(stream))
+            attended = rows.collect(self._attend(*padded))
+            local_positions = positions_by_rank[parallel_state.get_context_parallel_rank()]
+            return attended[local_positions].flatten(1)[:, None]
 
-        def _places(self, starts: list[int], rank: int) -> Tensor:
-            """Find a context-parallel rank's tokens in the whole stream."""
-            size = self.context_size
-            return torch.cat([a + zigzag_positions(b - a, size, rank) for a, b in pairwise(starts)])
+        def _positions(self, starts: list[int], rank: int) -> Tensor:
+            """Find a context-parallel rank's tokens in the whole stream, sequence by sequence."""
+            positions = []
+            for start, end in pairwise(starts):
+                positions.append(start + zigzag_positions(end - start, self.context_size, rank))
+            return torch.cat(positions)
+
+        def _order_of_gathered(self, length: int, positions_by_rank: list[Tensor]) -> Tensor:
+            """Return the index that sorts a gathered stream by position.
+
+            `gather_sequence` undoes one zigzag over the whole stream, as the embedded engine splits it.
+            NeMo-RL splits every sequence by itself, so the tokens that it put together are told apart here.
+            """
+            gathered_at = [
+                zigzag_positions(length, self.context_size, rank) for rank in range(self.context_size)
+            ]
+            return torch.cat(gathered_at)[torch.cat(positions_by_rank).argsort()]
 
     return PackedAttention

@@ -1,6 +1,5 @@
 """A rehearsal's model: a small one of the recipe's family and architecture, with a tokenizer."""
 
-import json
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -11,46 +10,36 @@ from pathlib import Path
 from typing import Any
 
 from nemo_grpo.engine.task_tokenizer import build_tokenizer
-from nemo_grpo.models import COMPUTED, ModelSpec
-from nemo_grpo.plan.inputs import PRESETS, shape_of
 from nemo_grpo.recipe import Recipe
-from nemo_grpo.recipe.host import has_images
 from nemo_grpo.rehearsal import vision
+from nemo_grpo.rehearsal.small_config import small_config
 from nemo_grpo.rehearsal.tiny_data import ToyTask
 from nemo_grpo.run.demonstrations import demonstrated
 from nemo_grpo.run.groups import Group, assemble
-from nemo_grpo.support.errors import UserError
-from nemo_grpo.support.model_folder import with_config_overrides
 from nemo_grpo.tasks import Problem, Prompt, chat_messages, encode_prompt
 from nemo_grpo.tasks.prompts import PROMPTS_CHECKED
 
-HEAD_DIM = 32
-"""The smallest head size of vLLM's attention on a CPU."""
-NUM_HEADS, NUM_LAYERS, FFN, NUM_EXPERTS = 4, 2, 256, 4
-NOT_SHRUNK = ("model_type", "layer_types", "max_window_layers", "mlp_only_layers")
-"""Keys of a config.json that depend on its own number of layers, or are set separately."""
-ROPE_KEYS, ROPE_FACTORS = ("rope_parameters", "rope_scaling"), ("short_factor", "long_factor")
-"""Keys of a config.json's rotary embedding, and their lists of one number per pair of a head's elements."""
 ROOM = 8
 """Extra tokens of a prompt and of a response beyond the longest that was measured."""
 VOCABULARY = 1024
 """Maximum vocabulary of a tokenizer learnt for the rehearsal."""
-LEARNING_RATE, WARM_UP_STEPS = 3e-3, 30
-MODEL_TYPES = (*(family.model_type for family in COMPUTED), "qwen3_moe", "qwen2_5_vl")
-"""Families whose layers a rehearsal can compute: the embedded engine's, megatron-core's own experts, and one
-with transformers' own vision tower."""
-DENSE, EXPERTS, IMAGES = "Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-VL-3B-Instruct"
-"""Models that are shrunk if the recipe's is of another family."""
-MADE_TOKENIZER, OWN_TOKENIZER = "learnt from its prompts", "the recipe's"
+LEARNING_RATE = 3e-3
+WARM_UP_STEPS = 30
+LEARNT_TOKENIZER = "learnt from its prompts"
+RECIPES_TOKENIZER = "the recipe's"
 
 
 @dataclass(frozen=True)
 class RehearsalModel:
     """A folder that transformers, NeMo-RL and vLLM load.
 
-    Attributes: tokenizer, architecture: origin of each, a clause for the report.
-                longest_prompt, longest_response: tokens of the problems' prompts and demonstrations.
-                vocab_size: tokens of its vocabulary.
+    Attributes:
+        folder: the model's and its tokenizer's.
+        tokenizer: its origin, a clause for the report.
+        architecture: its origin, a clause for the report.
+        longest_prompt: most tokens of a problem's prompt.
+        longest_response: most tokens of a demonstration.
+        vocab_size: tokens of its vocabulary.
     """
 
     folder: Path
@@ -81,78 +70,6 @@ def multiple_of(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def rehearsed_shape(recipe: Recipe) -> tuple[ModelSpec, str]:
-    """Return (the recipe's model, "") or (a model of a computed family, why it stands in)."""
-    try:
-        shape = shape_of(recipe)
-    except UserError:
-        why, has_experts = "which is not known here", recipe.policy.layout.expert > 1
-    else:
-        if shape.model_type in MODEL_TYPES:
-            return shape, ""
-        why = f"because the layers of {shape.model_type} are not computed on a CPU"
-        has_experts = shape.num_experts > 0
-    name = IMAGES if has_images(recipe) else EXPERTS if has_experts else DENSE
-    return PRESETS[name], f"in place of {recipe.policy.model_name}, {why}"
-
-
-def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, str]:
-    """Make a small transformers configuration of the recipe's family; also returns a clause on its origin.
-
-    Everything that shapes the computation stays (biases, norms on q and k, tied embeddings, grouped heads,
-    rotary scaling, experts); sizes shrink. Heads and layers stay divisible by 2, for TP and PP.
-    """
-    from transformers import AutoConfig
-
-    shape, why = rehearsed_shape(recipe)
-    given = {} if why else _config_file(recipe)
-    source = "its config.json" if given else "the planner's table"
-    is_grouped = shape.num_key_value_heads < shape.num_attention_heads
-    sizes = {
-        "vocab_size": vocab_size,
-        "hidden_size": NUM_HEADS * HEAD_DIM,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": NUM_HEADS,
-        "num_key_value_heads": NUM_HEADS // 2 if is_grouped else NUM_HEADS,
-        "head_dim": HEAD_DIM,
-        "intermediate_size": FFN,
-        "tie_word_embeddings": shape.tied_embeddings,
-        **{name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
-    }
-    if shape.num_experts:
-        sizes |= {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": FFN // 2}
-    if not given:
-        given = {"max_position_embeddings": shape.max_position_embeddings}
-        given |= {} if shape.rope["rope_type"] == "default" else {"rope_parameters": dict(shape.rope)}
-    kept = {name: value for name, value in given.items() if name not in NOT_SHRUNK}
-    for key in ROPE_KEYS:
-        if kept.get(key):
-            kept[key] = _rope_of_small_heads(kept[key])
-    # every sequence of a rehearsal is shorter than a model's window; Mistral's default would be one of 4096
-    settings = {**kept, **sizes, "use_sliding_window": False, "sliding_window": None}
-    if shape.num_vision_parameters:
-        settings = vision.config_of(shape, sizes, tokenizer)
-    config = AutoConfig.for_model(shape.model_type, **settings)
-    return config, f"{shape.model_type} of {shape.name}, shrunk, from {source}{why and f', {why}'}"
-
-
-def _rope_of_small_heads(rope: dict[str, Any]) -> dict[str, Any]:
-    """Shorten the lists of a rotary embedding to the small heads."""
-    shortened = {name: rope[name][: HEAD_DIM // 2] for name in ROPE_FACTORS if rope.get(name)}
-    return {**rope, **shortened}
-
-
-def _config_file(recipe: Recipe) -> dict[str, Any]:
-    from huggingface_hub import try_to_load_from_cache
-
-    name = recipe.policy.model_name or ""
-    cached = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
-    path = Path(cached) if isinstance(cached, str) else Path(name) / "config.json"
-    if not path.is_file():
-        return {}
-    return with_config_overrides(json.loads(path.read_text()), recipe.policy.hf_config_overrides)
-
-
 class _Corpus(ToyTask):
     """The task with whole prompts as questions: training text for a tokenizer."""
 
@@ -161,14 +78,18 @@ class _Corpus(ToyTask):
 
     def train_problem(self, index: int, seed: int) -> Problem:
         problem = super().train_problem(index, seed)
-        shown = "\n".join(message["content"] for message in chat_messages(self.prompt, problem))
-        return replace(problem, question=shown)
+        messages = chat_messages(self.prompt, problem)
+        return replace(problem, question="\n".join(message["content"] for message in messages))
 
 
 def make_model(recipe: Recipe, task: ToyTask, num_validation: int, folder: Path) -> RehearsalModel:
     """Make the model, train it on the run's first problems, and write it in BF16.
 
-    Args: num_validation: validation problems, whose prompts must fit too.
+    Args:
+        recipe: with the task and the prompt that the model learns.
+        task: its problems with short demonstrations.
+        num_validation: validation problems, whose prompts must fit too.
+        folder: gets model and tokenizer.
     """
     import torch
 
@@ -177,41 +98,68 @@ def make_model(recipe: Recipe, task: ToyTask, num_validation: int, folder: Path)
     vocab_size = multiple_of(len(tokenizer), 8)
     config, architecture = small_config(recipe, vocab_size, tokenizer)
     rng = random.Random(0)
-    held_out = task.validation_problems(num_validation) if num_validation else []
-    learns = recipe.loss_fn.learns_from_demonstrations
-    # with demonstrations the driver encodes all of these before it starts
-    number = getattr(task.task, "num_train_problems", PROMPTS_CHECKED) if learns else 0
-    first = [task.task.train_problem(index, recipe.grpo.seed) for index in range(number)]
-    problems = [*(first or task.known), *held_out]
-    prompts = [len(encoder.tokens(problem)) for problem in problems]
-    shown = task.task if learns else task
-    responses = [len(_shown(encoder, shown, p, rng).responses[0].response.tokens) for p in problems]
-    torch.set_num_threads(1)  # small products; leave the other cores alone
+    problems = _measured_problems(recipe, task, num_validation)
+    # A supervised run trains on the task's demonstrations, not on the short ones.
+    run_task = task.task if recipe.loss_fn.learns_from_demonstrations else task
+    longest_prompt = max(len(encoder.tokens(problem)) for problem in problems)
+    groups = [_demonstration(encoder, run_task, problem, rng) for problem in problems]
+    longest_response = max(len(group.responses[0].response.tokens) for group in groups)
+
+    # Its products are small, and the other cores are left alone.
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = vision.model_class(config).from_config(config, dtype=torch.float32)
-    demonstrations = (_shown(encoder, task, problem, rng) for problem in cycle(task.known))
-    pretrain(model, demonstrations, encoder, *((200, 16) if vocab_size <= 4 * VOCABULARY else (40, 4)))
-    made = RehearsalModel(folder, tokenizer_origin, architecture, max(prompts), max(responses), vocab_size)
-    text = model.config.get_text_config()
-    text.max_position_embeddings = max(text.max_position_embeddings, made.context)
+    demonstrations = (_demonstration(encoder, task, problem, rng) for problem in cycle(task.learnt_problems))
+    # After 120 steps one of ten groups of DAPO's sums had rewards that differ, after 200 three of four. The
+    # output layer of a full tokenizer makes each step much slower.
+    has_small_vocabulary = vocab_size <= 4 * VOCABULARY
+    num_steps, batch_size = (200, 16) if has_small_vocabulary else (40, 4)
+    pretrain(model, demonstrations, encoder, num_steps, batch_size)
+
+    rehearsal_model = RehearsalModel(
+        folder, tokenizer_origin, architecture, longest_prompt, longest_response, vocab_size
+    )
+    text_config = model.config.get_text_config()
+    positions = max(text_config.max_position_embeddings, rehearsal_model.context)
+    text_config.max_position_embeddings = positions
     model.to(torch.bfloat16).save_pretrained(folder)
-    (encoder.processor or tokenizer).save_pretrained(folder)
-    return made
+    tokenizer_or_processor = tokenizer if encoder.processor is None else encoder.processor
+    tokenizer_or_processor.save_pretrained(folder)
+    return rehearsal_model
+
+
+def _measured_problems(recipe: Recipe, task: ToyTask, num_validation: int) -> list[Problem]:
+    """List the problems whose prompts and responses must fit into the small model's context."""
+    training = task.learnt_problems
+    if recipe.loss_fn.learns_from_demonstrations:
+        # The driver encodes all of these before it starts.
+        number = getattr(task.task, "num_train_problems", PROMPTS_CHECKED)
+        if number:
+            training = [task.task.train_problem(index, recipe.grpo.seed) for index in range(number)]
+    held_out = task.validation_problems(num_validation) if num_validation else []
+    return [*training, *held_out]
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes problems for the model.  Attributes: processor: None without images."""
+    """Encodes problems for the model.
+
+    Attributes:
+        tokenizer: the model's.
+        prompt: the recipe's.
+        processor: the model's; None without images.
+    """
 
     tokenizer: Any
     prompt: Prompt
     processor: Any = None
-    _seen: dict[str, tuple[list[int], dict[str, Any]]] = field(default_factory=dict)
+    _cache: dict[str, tuple[list[int], dict[str, Any]]] = field(default_factory=dict)
 
     def _encoded(self, problem: Problem) -> tuple[list[int], dict[str, Any]]:
-        if problem.id not in self._seen:
-            self._seen[problem.id] = vision.encoded(self.processor, self.prompt, problem)
-        return self._seen[problem.id]
+        """Return tokens and images of a problem; each image is processed once."""
+        if problem.id not in self._cache:
+            self._cache[problem.id] = vision.encoded(self.processor, self.prompt, problem)
+        return self._cache[problem.id]
 
     def tokens(self, problem: Problem) -> list[int]:
         """Encode the prompt, with an image's placeholders."""
@@ -223,27 +171,39 @@ class Encoder:
         """Encode the images of the tokens [B, S], whose rows belong to the problems."""
         if self.processor is None:
             return {}
-        seen = [self._encoded(problem)[1] for problem in problems]
-        return vision.inputs_of(ids, model.config.image_token_id, seen)
+        inputs_by_row = [self._encoded(problem)[1] for problem in problems]
+        return vision.inputs_of(ids, model.config.image_token_id, inputs_by_row)
 
 
 def _encoder_of(recipe: Recipe, task: ToyTask) -> tuple[Encoder, str]:
     """Make the encoder with the recipe's tokenizer; with images, or without one here, with a trained one."""
     from transformers import AutoTokenizer
 
-    prompt, name = recipe.nemo_grpo.prompt, recipe.policy.tokenizer.name or recipe.policy.model_name
-    if not task.config.needs_images:
+    prompt = recipe.nemo_grpo.prompt
+    name = recipe.policy.tokenizer.name or recipe.policy.model_name
+    needs_images = task.config.needs_images
+    if not needs_images:
+        # A tokenizer that is neither in a folder nor in the cache is learnt, instead of downloaded.
         with suppress(OSError, ValueError):
-            return Encoder(AutoTokenizer.from_pretrained(name, local_files_only=True), prompt), OWN_TOKENIZER
+            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+            return Encoder(tokenizer, prompt), RECIPES_TOKENIZER
     tokenizer = build_tokenizer(_Corpus(task, prompt), VOCABULARY, 0)
-    processor = vision.processor_of(tokenizer) if task.config.needs_images else None
-    return Encoder(tokenizer, prompt, processor), MADE_TOKENIZER
+    processor = vision.processor_of(tokenizer) if needs_images else None
+    return Encoder(tokenizer, prompt, processor), LEARNT_TOKENIZER
 
 
-def _shown(encoder: Encoder, task: Any, problem: Problem, rng: random.Random) -> Group:
-    limits: Any = {"limit": sys.maxsize, "key": "max_position_embeddings"}
-    given = (encoder.tokenizer, task, encoder.prompt, problem, rng)
-    return demonstrated(*given, prompt_tokens=encoder.tokens(problem), **limits)
+def _demonstration(encoder: Encoder, task: Any, problem: Problem, rng: random.Random) -> Group:
+    """Encode a demonstration of any length: the model's context follows from the longest."""
+    return demonstrated(
+        encoder.tokenizer,
+        task,
+        encoder.prompt,
+        problem,
+        rng,
+        prompt_tokens=encoder.tokens(problem),
+        limit=sys.maxsize,
+        key="max_position_embeddings",
+    )
 
 
 def pretrain(model: Any, stream: Iterator[Group], encoder: Encoder, num_steps: int, batch_size: int) -> None:
@@ -260,8 +220,10 @@ def pretrain(model: Any, stream: Iterator[Group], encoder: Encoder, num_steps: i
         groups = list(islice(stream, batch_size))
         step = assemble(groups)
         ids = step.sequences.input_ids
+        # -100 is the label that cross_entropy leaves out.
         labels = ids[:, 1:].masked_fill(~step.token_mask, -100)
-        logits = model(ids, **encoder.inputs(model, ids, [group.problem for group in groups])).logits
+        image_inputs = encoder.inputs(model, ids, [group.problem for group in groups])
+        logits = model(ids, **image_inputs).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()

@@ -11,8 +11,9 @@ from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.loader import merge
 from nemo_grpo.recipe.sections import GENERATION, MEGATRON, VLLM
 from nemo_grpo.rehearsal.environment import uses_async_engine
-from nemo_grpo.rehearsal.model import RehearsalModel, rehearsed_shape
+from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.rehearsal.replacements import CPU, OF_THE_FULL_MODEL, REHEARSAL, Replacement
+from nemo_grpo.rehearsal.small_config import rehearsed_shape
 from nemo_grpo.rehearsal.tiny_data import data_settings
 from nemo_grpo.support.dotted import is_missing, set_value, value_of
 from nemo_grpo.tasks import TaskConfig
@@ -20,18 +21,25 @@ from nemo_grpo.tasks import TaskConfig
 NUM_STEPS = 3
 """Two steps, a stop, and one step after the resume."""
 STOP_AFTER = 2
+"""Step during which the driver is told to stop."""
 NUM_SUPERVISED_STEPS = 50
 """Steps on demonstrations, which are so short that the stop comes some steps late."""
-NUM_PROMPTS, NUM_GENERATIONS, NUM_VALIDATION = 4, 4, 4
+NUM_PROMPTS = 4
+NUM_GENERATIONS = 4
+NUM_VALIDATION = 4
 CONSTANT: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 """Keys that do not depend on the recipe: for every rehearsal, and for a machine without a GPU."""
 MICROBATCH = 2
+"""Sequences of a microbatch, of which an update then has several."""
 
 
 class Override(NamedTuple):
     """One key of the recipe that a rehearsal sets.
 
-    Attributes: reason: why this recipe's value cannot stay; empty for keys that every rehearsal sets.
+    Attributes:
+        key: dotted.
+        value: what replaces the recipe's.
+        reason: why this recipe's value cannot stay; empty for keys that every rehearsal sets.
     """
 
     key: str
@@ -55,7 +63,8 @@ class Ranks(NamedTuple):
 
     def __str__(self) -> str:
         sizes = zip(("TP", "PP", "CP", "DP", "EP"), self, strict=True)
-        return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "one rank"
+        parts = [f"{name}{size}" for name, size in sizes if size > 1]
+        return " ".join(parts) if parts else "one rank"
 
 
 def ranks_of(recipe: Recipe) -> Ranks:
@@ -67,10 +76,13 @@ def ranks_of(recipe: Recipe) -> Ranks:
 def reduced_ranks(layout: Ranks, max_ranks: int) -> Ranks:
     """Reduce sizes above 1 to 2, in the order TP, PP, CP, DP, as long as the ranks suffice; others to 1."""
     sizes: list[int] = []
-    for size in layout[:4]:
-        sizes.append(2 if size > 1 and 2 * math.prod(sizes) <= max_ranks else 1)
+    for size in (layout.tp, layout.pp, layout.cp, layout.dp):
+        suffices = 2 * math.prod(sizes) <= max_ranks
+        sizes.append(2 if size > 1 and suffices else 1)
     tp, pp, cp, dp = sizes
-    return Ranks(tp, pp, cp, dp, 2 if layout.ep > 1 and (tp * cp * dp) % 2 == 0 else 1)
+    # Experts are spread over the ranks of a pipeline stage, whose number EP must divide.
+    can_split_experts = (tp * cp * dp) % 2 == 0
+    return Ranks(tp, pp, cp, dp, ep=2 if layout.ep > 1 and can_split_experts else 1)
 
 
 def rehearsed_ranks(recipe: Recipe, max_ranks: int) -> Ranks:
@@ -90,7 +102,13 @@ def overrides_of(
 ) -> Iterator[Override]:
     """Yield everything that a rehearsal overrides.
 
-    Args: layout: the reduced one.  uses_vllm: the real vLLM samples.
+    Args:
+        recipe: as it would be submitted.
+        task: of the rehearsal's problems.
+        model: the small one.
+        layout: the reduced one.
+        runs_dir: gets the run's folder.
+        uses_vllm: the real vLLM samples.
     """
     run_dir = runs_dir / recipe.nemo_grpo.run_name
     always = {
@@ -117,7 +135,7 @@ def limited_to_the_model(recipe: Recipe, model: RehearsalModel) -> Iterator[Over
 
     A number that the small model has not, such as a token id, does not fail by itself: NeMo-RL's workers fail
     in their own code, or train on empty responses. Lengths are in `_sizes`, the model's own numbers in
-    `model.small_config`.
+    `small_config`.
     """
     for key in ("top_k", "val_top_k"):
         top_k = getattr(recipe.policy.generation, key)
@@ -136,6 +154,7 @@ def replaced(recipe: Recipe, replacements: Mapping[str, Replacement]) -> Iterato
 
 
 def _replaced_parts(recipe: Recipe) -> Iterator[Override]:
+    """Yield the keys of parts that this stack does not have, and of those that a rehearsal changes."""
     policy = recipe.policy
     if policy.dtensor_cfg.enabled:
         reason = "there is no nemo-automodel here: Megatron-core trains in its place"
@@ -150,10 +169,12 @@ def _replaced_parts(recipe: Recipe) -> Iterator[Override]:
             yield Override("policy.sequence_packing.enabled", True, reason)
     if policy.generation.backend != "vllm" and uses_async_engine(recipe):
         yield Override(f"{VLLM}.async_engine", True, "asynchronous rollouts by vLLM")
-    if (optimizer := policy.megatron_cfg.optimizer.optimizer) not in ("adam", "sgd"):
+    optimizer = policy.megatron_cfg.optimizer.optimizer
+    if optimizer not in ("adam", "sgd"):
         yield Override(f"{MEGATRON}.optimizer.optimizer", "adam", f"{optimizer} is not in this stack")
     if not recipe.checkpointing.enabled and value_of(recipe, "checkpointing.model_save_format"):
-        # NeMo-RL refuses it at a save with dtensor_cfg._v2=false, and a rehearsal saves
+        # NeMo-RL refuses a format at a save with dtensor_cfg._v2=false, and a rehearsal saves. A recipe that
+        # saves keeps it, because its job would fail, too.
         yield Override("checkpointing.model_save_format", None, "the recipe never saves")
     if recipe.uses_data_plane and value_of(recipe, "data_plane.backend", "simple") != "simple":
         yield Override("data_plane.backend", "simple", "mooncake is not in this stack")
@@ -167,28 +188,35 @@ def num_validation(recipe: Recipe) -> int:
 
 
 def _loop(recipe: Recipe) -> dict[str, Any]:
-    g, learns = recipe.grpo, recipe.loss_fn.learns_from_demonstrations
-    generations = min(g.num_generations_per_prompt, NUM_GENERATIONS)
+    """Return the keys of steps, batches and validations."""
+    grpo = recipe.grpo
+    num_generations = min(grpo.num_generations_per_prompt, NUM_GENERATIONS)
+    num_updates = min(recipe.num_updates_per_step, 2)
+    # NeMo-RL 7ea279abf removes checkpoints of steps that are no multiple of it, and the stop's is compared.
+    is_supervised = recipe.loss_fn.learns_from_demonstrations
+    save_period = num_steps(recipe) if is_supervised else 1
     settings: dict[str, Any] = {
         "grpo.num_prompts_per_step": NUM_PROMPTS,
-        "grpo.num_generations_per_prompt": generations,
-        "policy.train_global_batch_size": NUM_PROMPTS * generations // min(recipe.num_updates_per_step, 2),
+        "grpo.num_generations_per_prompt": num_generations,
+        "policy.train_global_batch_size": NUM_PROMPTS * num_generations // num_updates,
         "grpo.max_num_steps": num_steps(recipe),
-        # NeMo-RL 7ea279abf removes checkpoints of other steps, and the stop's is compared
-        "checkpointing.save_period": num_steps(recipe) if learns else 1,
+        "checkpointing.save_period": save_period,
     }
     if recipe.async_rl is not None:
-        in_chunks = recipe.async_rl.min_groups_for_streaming_train < g.num_prompts_per_step
-        settings["async_rl.min_groups_for_streaming_train"] = 1 if in_chunks else NUM_PROMPTS
+        comes_in_chunks = recipe.async_rl.min_groups_for_streaming_train < grpo.num_prompts_per_step
+        settings["async_rl.min_groups_for_streaming_train"] = 1 if comes_in_chunks else NUM_PROMPTS
         settings["async_rl.max_inflight_prompts"] = NUM_PROMPTS
-    if g.validates:
+    if grpo.validates:
         settings["grpo.val_at_end"] = True
-        settings |= dict.fromkeys(("grpo.max_val_samples", "grpo.val_batch_size"), num_validation(recipe))
+        # One batch, so that every problem is validated once.
+        settings["grpo.max_val_samples"] = num_validation(recipe)
+        settings["grpo.val_batch_size"] = num_validation(recipe)
     return settings
 
 
 def _sizes(recipe: Recipe, model: RehearsalModel) -> dict[str, Any]:
-    p = recipe.policy
+    """Return the keys of the model's folder and of lengths."""
+    policy = recipe.policy
     response = model.max_new_tokens
     longest = model.context
     settings: dict[str, Any] = {
@@ -197,13 +225,13 @@ def _sizes(recipe: Recipe, model: RehearsalModel) -> dict[str, Any]:
         f"{GENERATION}.max_new_tokens": response,
         "policy.max_total_sequence_length": longest,
         f"{VLLM}.max_model_len": longest,
-        "policy.train_micro_batch_size": min(p.train_micro_batch_size, MICROBATCH),
-        "policy.logprob_batch_size": min(p.logprob_batch_size, MICROBATCH),
+        "policy.train_micro_batch_size": min(policy.train_micro_batch_size, MICROBATCH),
+        "policy.logprob_batch_size": min(policy.logprob_batch_size, MICROBATCH),
     }
     if recipe.data.max_input_seq_length is not None:
         settings["data.max_input_seq_length"] = model.max_prompt_tokens
     for key in ("train_mb_tokens", "logprob_mb_tokens"):
-        if getattr(p.sequence_packing, key) is not None:
+        if getattr(policy.sequence_packing, key) is not None:
             settings[f"policy.sequence_packing.{key}"] = MICROBATCH * longest
     if recipe.grpo.reward_shaping.enabled:
         settings["grpo.reward_shaping.max_response_length"] = response
@@ -214,6 +242,7 @@ def _sizes(recipe: Recipe, model: RehearsalModel) -> dict[str, Any]:
 
 
 def _ranks(recipe: Recipe, layout: Ranks) -> dict[str, Any]:
+    """Return the keys of parallel sizes and GPUs."""
     settings: dict[str, Any] = {
         f"{MEGATRON}.tensor_model_parallel_size": layout.tp,
         f"{MEGATRON}.pipeline_model_parallel_size": layout.pp,
@@ -223,6 +252,7 @@ def _ranks(recipe: Recipe, layout: Ranks) -> dict[str, Any]:
         "cluster.gpus_per_node": layout.number,
     }
     if recipe.num_rollout_gpus:
+        # Rollouts on GPUs of their own: one more, for the only engine.
         settings["cluster.gpus_per_node"] = layout.number + 1
         settings[f"{GENERATION}.colocated.resources"] = {"gpus_per_node": 1, "num_nodes": None}
     return settings
@@ -236,7 +266,6 @@ def cpu_settings(context: int, uses_vllm: bool) -> dict[str, Any]:
     settings = dict(CONSTANT["cpu"])
     if uses_vllm:
         settings[f"{GENERATION}.vllm_kwargs"] = {
-            "enable_chunked_prefill": False,
             "kv_cache_memory_bytes": 1 << 28,
             "max_num_batched_tokens": max(8 * context, 2048),
             "max_num_seqs": 64,

@@ -31,7 +31,13 @@ Row = Mapping[str, Any]
 class Scored:
     """A recorded response, graded again.
 
-    Attributes: recorded: the reward that the run trained on.  reward: the recipe's, computed from `scores`.
+    Attributes:
+        problem: the one that its prompt asks.
+        response: its text.
+        length: its tokens.
+        recorded: the reward that the run trained on.
+        scores: components of the recipe's reward.
+        reward: the recipe's, computed from `scores`.
     """
 
     problem: Problem
@@ -46,7 +52,8 @@ class Recorded:
     """A rehearsal's output."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
-        self.rehearsal, self.recipe = rehearsal, rehearsal.small
+        self.rehearsal = rehearsal
+        self.recipe = rehearsal.small
 
     @cached_property
     def task(self) -> ToyTask:
@@ -56,10 +63,11 @@ class Recorded:
     @cached_property
     def steps(self) -> dict[int, dict[str, float]]:
         """Metrics by step."""
-        found: dict[int, dict[str, float]] = {}
+        metrics_by_step: dict[int, dict[str, float]] = {}
         for row in metrics(self.recipe):
-            found.setdefault(int(row["step"]), {}).update(row)
-        return {step: row for step, row in found.items() if "loss/total" in row}
+            metrics_by_step.setdefault(int(row["step"]), {}).update(row)
+        # A validation before the first step has a row of step 0, without a loss.
+        return {step: row for step, row in metrics_by_step.items() if "loss/total" in row}
 
     @property
     def is_supervised(self) -> bool:
@@ -94,44 +102,59 @@ class Recorded:
     def responses(self, step: int, kind: str = "train") -> list[Row]:
         """Read NeMo-RL's record of a step's responses, or of a validation's (``val``)."""
         folder = Path(str(self.recipe.logger.log_dir))
+        # Every start of the driver has a folder; the last one trained the step that counts.
         files = sorted(folder.glob(f"exp_*/{kind}_data_step{step}.jsonl"))
-        return [json.loads(line) for line in files[-1].read_text().splitlines()] if files else []
+        if not files:
+            return []
+        return [json.loads(line) for line in files[-1].read_text().splitlines()]
 
     @cached_property
     def scored(self) -> list[Scored]:
         """Responses to the training prompts whose problem is recognised."""
         rows = [row for step in sorted(self.steps) for row in self.responses(step)]
-        return self._graded(rows, self.task.known)
+        return self._graded(rows, self.task.learnt_problems)
 
     def validated(self, step: int) -> list[Scored]:
         """Grade the validation's responses whose problem is recognised."""
         problems = self.task.validation_problems(self.recipe.grpo.num_val_problems)
         return self._graded(self.responses(step, "val"), problems)
 
-    def _graded(self, rows: list[Row], known: Sequence[Problem]) -> list[Scored]:
-        settings, has_turns = self.rehearsal.toy_recipe.nemo_grpo, hasattr(self.task.task, "observe")
-        found: list[tuple[Row, Problem, str]] = []
+    def _graded(self, rows: list[Row], problems: Sequence[Problem]) -> list[Scored]:
+        """Grade the responses whose problem is among these."""
+        settings = self.rehearsal.toy_recipe.nemo_grpo
+        has_turns = hasattr(self.task.task, "observe")
+        recognised_rows: list[Row] = []
+        recognised_problems: list[Problem] = []
+        responses: list[str] = []
         with closing(Scorer(self.task, settings.rewards, settings.prompt)) as scorer:
             for row in rows:
                 prompt, *turns = self._conversation(row, has_turns)
-                if (problem := self._asked(prompt, known)) is not None:
-                    # after the last turn NeMo-RL's environments say whether it was right
-                    text = scorer.first_words + "".join(turns if has_turns else turns[:1])
-                    found.append((row, problem, text))
-            scores = scorer([problem for _, problem, _ in found], [text for *_, text in found])
-        return [
-            Scored(problem, text, num_tokens(row), reward(row), of, reward_of(of, settings.rewards))
-            for (row, problem, text), of in zip(found, scores, strict=True)
-        ]
+                problem = self._asked(prompt, problems)
+                if problem is None:
+                    continue
+                # After the last turn NeMo-RL's environments say whether it was right.
+                response_turns = turns if has_turns else turns[:1]
+                recognised_rows.append(row)
+                recognised_problems.append(problem)
+                responses.append(scorer.first_words + "".join(response_turns))
+            all_scores = scorer(recognised_problems, responses)
+        graded = []
+        for row, problem, response, scores in zip(
+            recognised_rows, recognised_problems, responses, all_scores, strict=True
+        ):
+            expected = reward_of(scores, settings.rewards)
+            graded.append(Scored(problem, response, num_tokens(row), reward(row), scores, expected))
+        return graded
 
     def _asked(self, prompt: str, problems: Sequence[Problem]) -> Problem | None:
         """Find the problem of a prompt by the longest question in it and the names of its images.
 
         In NeMo-RL's own data images have no names, and the stand-in problems have distinct questions.
         """
-        for problem in sorted(problems, key=lambda problem: -len(problem.question)):
+        # Longest first, because a short question such as "3 + 4?" may be a part of another.
+        for problem in sorted(problems, key=lambda problem: len(problem.question), reverse=True):
             names = problem.metadata.get("images", ()) if self.is_graded_here else ()
-            if all(part in prompt for part in (problem.question, *names)):
+            if problem.question in prompt and all(name in prompt for name in names):
                 return problem
         return None
 
@@ -142,12 +165,20 @@ class Recorded:
         """
         if "token_ids" not in row or not self.recipe.uses_data_plane:
             content = row["content"]
-            return [_text(turn) for turn in (content[0] if isinstance(content[0], list) else content)]
-        number = row["input_lengths"][0]
-        ids, counts = row["token_ids"][0][:number], row["token_loss_mask"][0][:number]
-        start = counts.index(1) if 1 in counts else number
-        answer = ids[start:] if has_turns else [one for one, count in zip(ids, counts, strict=True) if count]
-        return [self._tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:start], answer)]
+            # NeMo-RL's trainers write a list of turns, or a list with that list in it.
+            turns = content[0] if isinstance(content[0], list) else content
+            return [_text(turn) for turn in turns]
+        length = row["input_lengths"][0]
+        token_ids = row["token_ids"][0][:length]
+        is_response = row["token_loss_mask"][0][:length]
+        start = is_response.index(1) if 1 in is_response else length
+        if has_turns:
+            answer = token_ids[start:]
+        else:
+            answer = [token for token, counts in zip(token_ids, is_response, strict=True) if counts]
+        return [
+            self._tokenizer.decode(part, skip_special_tokens=True) for part in (token_ids[:start], answer)
+        ]
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -162,6 +193,7 @@ def reward(row: Row) -> float:
 
 
 def _text(turn: Any) -> str:
+    """Return a turn's text; an image in it is the name of its file."""
     content = turn["content"] if isinstance(turn, Mapping) else turn
     if not isinstance(content, list):
         return str(content)

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,9 @@ from nemo_grpo.support.errors import EXIT_USAGE, UserError, how_ended
 log = logging.getLogger(__name__)
 
 LAST_LINES = 15
+"""Lines of a log that a failure quotes."""
 POLL = 0.1
+"""Seconds between two looks at the driver."""
 QUIET = 45.0
 """Seconds without a line in the log after which CPU time decides whether the driver is stuck."""
 SILENT = 1800.0
@@ -43,14 +45,29 @@ class Failed(Exception):
     """A stage failed; the message says where to look."""
 
 
+def fail_if(condition: bool, reason: str) -> None:
+    """Raise `Failed` if the condition holds."""
+    if condition:
+        raise Failed(reason)
+
+
 @dataclass
 class Rehearsal:
     """State of one rehearsal.
 
-    Attributes: recipe: as it would be submitted.  toy_recipe: with the task and prompt that the small model
-                has learnt.  small: as it is run.  seconds: of each part.
-                stopped_after: the step during which SIGUSR1 arrived.
-                driver: arguments of Python before ``--config``.
+    Attributes:
+        folder: gets everything that the rehearsal writes.
+        stack: the software that it runs on.
+        recipe: as it would be submitted.
+        toy_recipe: with the task and prompt that the small model has learnt.
+        small: as it is run.
+        changes: keys of the recipe that ``small`` overrides.
+        layout: the reduced ranks.
+        model: the small one.
+        problems: the recipe's, or those that stand in for them.
+        seconds: of each part.
+        stopped_after: the step during which SIGUSR1 arrived.
+        driver: arguments of Python before ``--config``.
     """
 
     folder: Path
@@ -86,21 +103,32 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     start = time.monotonic()
     recipe = load_recipe(path, overrides)
     stack = stack_for(recipe, path, stack)
-    has_vllm = stack.vllm_python is not None
+    uses_vllm = stack.vllm_python is not None
     folder.mkdir(parents=True)
     problems = problems_of(recipe, folder / "problems", stack.nemo_rl)
-    toy = {"task": problems.task, "prompt": problems.prompt}
-    toy_recipe = recipe.model_copy(update={"nemo_grpo": recipe.nemo_grpo.model_copy(update=toy)})
+    toy_section = recipe.nemo_grpo.model_copy(update={"task": problems.task, "prompt": problems.prompt})
+    toy_recipe = recipe.model_copy(update={"nemo_grpo": toy_section})
     task = ToyTask(toy_recipe, problems.task)
     num_validation = small.num_validation(recipe) if recipe.grpo.validates else 0
     model = make_model(toy_recipe, task, num_validation, folder / "model")
     layout = small.rehearsed_ranks(recipe, max_ranks)
-    changed = list(small.overrides_of(recipe, problems.task, model, layout, folder / "runs", has_vllm))
+    changes = list(small.overrides_of(recipe, problems.task, model, layout, folder / "runs", uses_vllm))
     file = folder / "recipe.yaml"
-    small.write_recipe(file, recipe, changed)
-    made = Rehearsal(folder, stack, recipe, toy_recipe, load_recipe(file), changed, layout, model, problems)
-    made.seconds["preparation"] = time.monotonic() - start
-    return made
+    small.write_recipe(file, recipe, changes)
+    rehearsal = Rehearsal(
+        folder=folder,
+        stack=stack,
+        recipe=recipe,
+        toy_recipe=toy_recipe,
+        # Read back, so that the checks see what the driver sees.
+        small=load_recipe(file),
+        changes=changes,
+        layout=layout,
+        model=model,
+        problems=problems,
+    )
+    rehearsal.seconds["preparation"] = time.monotonic() - start
+    return rehearsal
 
 
 def train(rehearsal: Rehearsal, *, stops: bool = True) -> None:
@@ -110,6 +138,7 @@ def train(rehearsal: Rehearsal, *, stops: bool = True) -> None:
         if stops:
             with rehearsal.timed("training to the stop"):
                 _driver(rehearsal, cluster, "driver-1.log", EXIT_INTERRUPTED, small.STOP_AFTER)
+            # The driver ends the step in which the signal arrives, and a step may be over before that.
             rehearsal.stopped_after = last_step(rehearsal.small)
         with rehearsal.timed("resumed" if stops else "training"):
             _driver(rehearsal, cluster, "driver-2.log", 0)
@@ -119,18 +148,20 @@ def _driver(
     rehearsal: Rehearsal, cluster: Cluster, name: str, expected: int, stop_after: int | None = None
 ) -> None:
     """Start NeMo-RL's driver as a job does, signal it to stop during step ``stop_after``, and wait."""
-    path, environment = rehearsal.folder / name, cluster.environment
+    path = rehearsal.folder / name
+    environment = cluster.environment
     python = warm_command(str(rehearsal.stack.python), "policy", environment.get(WARM))
     command = [*python, "-W", "ignore", *rehearsal.driver, "--config", str(rehearsal.recipe_file)]
     with path.open("wb") as out, background(command, environment, out) as process:
         for _ in polls(process, cluster, path):
+            # Step N - 1 is logged, so step N is running.
             if stop_after is not None and last_step(rehearsal.small) >= stop_after - 1:
                 process.send_signal(signal.SIGUSR1)
                 stop_after = None
         code = process.returncode
     if code == EXIT_USAGE:
-        _, found, message = path.read_text(errors="replace").rpartition("error: ")
-        raise UserError(message.strip() if found else f"the driver refuses the recipe; see {path}")
+        _, separator, message = path.read_text(errors="replace").rpartition("error: ")
+        raise UserError(message.strip() if separator else f"the driver refuses the recipe; see {path}")
     if code != expected:
         raise Failed(f"{how_ended(code)} where exit code {expected} was expected; {path}:\n{tail(path)}")
 
@@ -141,41 +172,45 @@ class Progress:
     A fixed time limit would end a slow run on a busy machine, and wait too long for a dead one on a quiet
     machine.
 
-    Args: logs: files that grow while it works.  sessions: process sessions of the driver and of Ray.
+    Attributes:
+        logs: files that grow while it works.
+        sessions: process sessions of the driver and of Ray.
+        sizes: of the logs when they last grew, bytes.
+        grown_at: time of that.
+        measured_at: time of the last measurement of CPU time.
+        cpu_seconds: CPU time of the sessions then.
     """
 
-    def __init__(
-        self,
-        logs: Iterable[Path],
-        sessions: Iterable[int],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        cpu_seconds: Callable[[frozenset[int]], float] | None = None,
-    ) -> None:
-        self.logs, self.sessions, self.clock = tuple(logs), frozenset(sessions), clock
-        self.cpu_seconds = cpu_seconds or cpu_seconds_of
+    def __init__(self, logs: Iterable[Path], sessions: Iterable[int]) -> None:
+        self.logs = tuple(logs)
+        self.sessions = frozenset(sessions)
         self.sizes = self._sizes()
-        self.said = self.looked = clock()
-        self.used = self.cpu_seconds(self.sessions)
+        self.grown_at = time.monotonic()
+        self._measure(self.grown_at)
 
     def check(self) -> None:
         """Raise `Failed` if nothing was logged and the processes were idle for `QUIET`, or for `SILENT`."""
-        now, sizes = self.clock(), self._sizes()
+        now = time.monotonic()
+        sizes = self._sizes()
         if sizes != self.sizes:
-            self.sizes, self.said = sizes, now
-            self._mark(now)
-        elif now - self.said > SILENT:
-            raise Failed(f"nothing was logged for {now - self.said:.0f} s")
-        elif now - self.looked > QUIET:
-            used = (self.cpu_seconds(self.sessions) - self.used) / (now - self.looked)
-            if 0 <= used < idle_share():  # negative: a process has ended, so something happened
-                raise Failed(
-                    f"nothing was logged for {now - self.said:.0f} s, with {used:.2f} CPU cores busy"
-                )
-            self._mark(now)
+            self.sizes = sizes
+            self.grown_at = now
+            self._measure(now)
+            return
+        silence = now - self.grown_at
+        if silence > SILENT:
+            raise Failed(f"nothing was logged for {silence:.0f} s")
+        elapsed = now - self.measured_at
+        if elapsed > QUIET:
+            busy_cores = (cpu_seconds_of(self.sessions) - self.cpu_seconds) / elapsed
+            # Negative if a process has ended, which takes its CPU time along: then something happened.
+            if 0 <= busy_cores < idle_share():
+                raise Failed(f"nothing was logged for {silence:.0f} s, with {busy_cores:.2f} CPU cores busy")
+            self._measure(now)
 
-    def _mark(self, now: float) -> None:
-        self.looked, self.used = now, self.cpu_seconds(self.sessions)
+    def _measure(self, now: float) -> None:
+        self.measured_at = now
+        self.cpu_seconds = cpu_seconds_of(self.sessions)
 
     def _sizes(self) -> tuple[int, ...]:
         return tuple(path.stat().st_size if path.exists() else 0 for path in self.logs)
@@ -191,10 +226,15 @@ def cpu_seconds_of(sessions: frozenset[int]) -> float:
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+            text = path.read_text()
+        except OSError:
+            # The process has ended since the folder was listed.
             continue
-        if int(fields[3]) in sessions:
+        # The name in parentheses may have spaces, so fields are counted from behind it: see proc(5).
+        fields = text.rpartition(")")[2].split()
+        session = int(fields[3])
+        if session in sessions:
+            # utime, stime, cutime, cstime
             ticks += sum(map(int, fields[11:15]))
     return ticks / TICKS
 
@@ -206,8 +246,9 @@ def polls(process: subprocess.Popen[bytes], cluster: Cluster, path: Path) -> Ite
     """
     progress = Progress([path], [process.pid, *cluster.sessions])
     while process.poll() is None:
-        if gone := cluster.end:
-            raise Failed(gone)
+        reason = cluster.end
+        if reason is not None:
+            raise Failed(reason)
         try:
             progress.check()
         except Failed as stuck:
@@ -218,7 +259,8 @@ def polls(process: subprocess.Popen[bytes], cluster: Cluster, path: Path) -> Ite
 
 def last_step(recipe: Recipe) -> int:
     """Find the newest step whose update is logged; 0: none."""
-    return max((int(row["step"]) for row in metrics(recipe) if "loss/total" in row), default=0)
+    steps = [int(row["step"]) for row in metrics(recipe) if "loss/total" in row]
+    return max(steps, default=0)
 
 
 def metrics(recipe: Recipe) -> list[dict[str, float]]:
@@ -228,21 +270,25 @@ def metrics(recipe: Recipe) -> list[dict[str, float]]:
 
 def tail(path: Path) -> str:
     """Quote the end of a driver's log, without lines of workers, Triton's bindings and destructors."""
-    text = path.read_text(encoding="utf-8", errors="replace").partition("\nException ignored in: ")[0]
-    return "\n".join([line for line in text.splitlines() if not NOISE.match(line)][-LAST_LINES:])
+    text = path.read_text(encoding="utf-8", errors="replace")
+    # Destructors fail at the end of a process that has failed before, and hide the reason.
+    text = text.partition("\nException ignored in: ")[0]
+    lines = [line for line in text.splitlines() if not NOISE.match(line)]
+    return "\n".join(lines[-LAST_LINES:])
 
 
 def newest_checkpoint(rehearsal: Rehearsal) -> Path:
     """Find the last ``step_N``."""
-    found = CheckpointStore(rehearsal.small.checkpoint_dir).latest()
-    if found is None:
+    newest = CheckpointStore(rehearsal.small.checkpoint_dir).latest()
+    if newest is None:
         raise Failed(f"no checkpoint in {rehearsal.small.checkpoint_dir}")
-    return found
+    return newest
 
 
 def run_python(rehearsal: Rehearsal, arguments: list[str], name: str) -> None:
     """Run a module of the stack's Python to its end."""
-    path, environment = rehearsal.folder / name, rehearsal.stack.environment(rehearsal.folder)
+    path = rehearsal.folder / name
+    environment = rehearsal.stack.environment(rehearsal.folder)
     command = [str(rehearsal.stack.python), "-W", "ignore", *arguments]
     with path.open("wb") as out:
         code = subprocess.run(command, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode

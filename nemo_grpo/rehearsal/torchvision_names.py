@@ -26,10 +26,14 @@ class Names(MetaPathFinder):
         if name == "torchvision" and Names.library is None:
             import torch
 
+            # Kept, because the operations are gone with the library's object.
             Names.library = torch.library.Library("torchvision", "DEF")
             for operation in OPERATIONS:
                 Names.library.define(f"{operation}(Tensor dets, Tensor scores, float threshold) -> Tensor")
-        if name != DECODER or (spec := PathFinder.find_spec(name, path)) is None or spec.loader is None:
+        if name != DECODER:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
@@ -44,14 +48,20 @@ class Names(MetaPathFinder):
 def decode_image(input: Any, mode: Any, apply_exif_orientation: bool = False) -> Any:
     """Decode as torchvision does, for RGB alone.
 
-    Args:    input: uint8 tensor with a file's bytes, or its path.
-    Returns: [3, height, width] uint8.
+    Args:
+        input: uint8 tensor with a file's bytes, or its path.
+        mode: "RGB", as a string or as torchvision's ImageReadMode.
+        apply_exif_orientation: must be False.
+
+    Returns:
+        [3, height, width] uint8.
     """
     import numpy
     import torch
     from PIL import Image
 
-    assert (getattr(mode, "name", mode), apply_exif_orientation) == ("RGB", False)
+    assert getattr(mode, "name", mode) == "RGB"
+    assert not apply_exif_orientation
     source = BytesIO(input.numpy().tobytes()) if torch.is_tensor(input) else Path(input)
     with Image.open(source) as image:
         return torch.from_numpy(numpy.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()

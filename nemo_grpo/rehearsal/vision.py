@@ -26,13 +26,23 @@ TEMPLATE = (
     "{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-HEAD_DIM, MROPE_SECTION = 128, (16, 24, 24)
-"""Sizes that cannot shrink: Megatron-Bridge ignores a configuration's rotary sections and takes the full
-model's, which need heads of 128."""
-DEPTH, WIDTH, NUM_HEADS, FFN = 2, 64, 2, 128
-"""Sizes of the vision tower; its last block sees the whole image, the others windows, as in the family."""
-MIN_PIXELS, MAX_PIXELS = 56 * 56, 8 * 28 * 28
-"""An image becomes 4 to 8 tokens, whatever its size."""
+HEAD_DIM = 128
+"""Size of a head, which cannot shrink: see `MROPE_SECTION`."""
+MROPE_SECTION = (16, 24, 24)
+"""Rotary sections of the full model, which need heads of 128. Megatron-Bridge 0.6 takes these whatever the
+configuration says.
+
+Upstream: none known.
+Needed while: tests/nemo_rl/test_workarounds.py::test_bridge_ignores_the_rotary_sections_of_a_vision_model"""
+DEPTH = 2
+"""Blocks of the vision tower; the last one sees the whole image, the others windows, as in the family."""
+WIDTH = 64
+NUM_HEADS = 2
+FFN = 128
+MIN_PIXELS = 56 * 56
+"""Least pixels of a resized image: 4 tokens of 28 x 28."""
+MAX_PIXELS = 8 * 28 * 28
+"""Most pixels of a resized image: 8 tokens."""
 
 
 def has_vision(config: Any) -> bool:
@@ -63,8 +73,12 @@ def config_of(shape: ModelSpec, text: Mapping[str, Any], tokenizer: Any) -> dict
         "out_hidden_size": hidden,
         "fullatt_block_indexes": [DEPTH - 1],
     }
-    tied = {"tie_word_embeddings": shape.tied_embeddings}
-    return {"text_config": decoder, "vision_config": tower, **tied, **marks}
+    return {
+        "text_config": decoder,
+        "vision_config": tower,
+        "tie_word_embeddings": shape.tied_embeddings,
+        **marks,
+    }
 
 
 def processor_of(tokenizer: Any) -> Any:
@@ -79,17 +93,28 @@ def processor_of(tokenizer: Any) -> Any:
 
 def encoded(processor: Any, prompt: Prompt, problem: Problem) -> tuple[list[int], dict[str, Any]]:
     """Encode a prompt as NeMo-RL's function does: (its tokens, the model's inputs for its images)."""
-    options = {"tokenize": True, "add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-    found = processor.apply_chat_template([image_message(prompt, problem)], **options)
-    return found["input_ids"][0].tolist(), {name: found[name] for name in ("pixel_values", "image_grid_thw")}
+    encoding = processor.apply_chat_template(
+        [image_message(prompt, problem)],
+        tokenize=True,
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    images = {name: encoding[name] for name in ("pixel_values", "image_grid_thw")}
+    return encoding["input_ids"][0].tolist(), images
 
 
-def inputs_of(ids: Any, image_token: int, seen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def inputs_of(ids: Any, image_token: int, images_by_row: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the inputs of a vision model beside the tokens.
 
-    Args: ids: [B, S].  image_token: of the model's configuration.  seen: per row, see `encoded`.
+    Args:
+        ids: [B, S].
+        image_token: of the model's configuration.
+        images_by_row: of each row, see `encoded`.
     """
     import torch
 
-    together = {name: torch.cat([one[name] for one in seen]) for name in seen[0]}
-    return {**together, "mm_token_type_ids": (ids == image_token).int()}
+    # Not stacked but concatenated: the model takes the patches of all images as one list.
+    inputs = {name: torch.cat([images[name] for images in images_by_row]) for name in images_by_row[0]}
+    inputs["mm_token_type_ids"] = (ids == image_token).int()
+    return inputs

@@ -24,7 +24,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-LONGEST = 1 << 20
+LONGEST_MESSAGE = 1 << 20
 """Largest message, bytes; the sockets keep message boundaries, so each is read whole."""
 PATIENCE = 180.0
 """Seconds for which `run` waits while a server imports."""
@@ -35,7 +35,10 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def warm_command(python: str, server: str, folder: str | None) -> list[str]:
     """Return the command of an interpreter, or of a fork of the server with its socket in ``folder``."""
-    return [python, "-I", "-S", __file__, "run", f"{folder}/{server}", python] if folder else [python]
+    if not folder:
+        return [python]
+    # -I and -S: `run` needs nothing but the standard library, and starts faster without site-packages.
+    return [python, "-I", "-S", __file__, "run", f"{folder}/{server}", python]
 
 
 def run(path: str, python: str, arguments: list[str]) -> None:
@@ -45,7 +48,7 @@ def run(path: str, python: str, arguments: list[str]) -> None:
         os.execv(python, [python, *arguments])
     request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
     socket.send_fds(connection, [request], [0, 1, 2])
-    pid = int(connection.recv(LONGEST))
+    pid = int(connection.recv(LONGEST_MESSAGE))
 
     def forward(number: int, _frame: Any) -> None:
         with suppress(ProcessLookupError):
@@ -53,10 +56,13 @@ def run(path: str, python: str, arguments: list[str]) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, forward)
-    os._exit(int(connection.recv(LONGEST) or 1))  # empty: the server is gone, and its forks with it
+    # Empty if the server is gone, and its forks with it.
+    code = connection.recv(LONGEST_MESSAGE)
+    os._exit(int(code) if code else 1)
 
 
 def _connected(path: str) -> socket.socket | None:
+    """Connect to a server, which may still be importing; None if it failed or takes too long."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
@@ -73,27 +79,30 @@ class NotYet:
     """Hides Ray from the server; its forks import it, and reload modules whose import of it failed."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.importers: list[str] = []
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name.partition(".")[0] == NOT_BEFORE_THE_FORK:
+            # The first frame outside importlib is the module with the import statement.
             frame: Any = sys._getframe(1)
             while "importlib" in frame.f_code.co_filename:
                 frame = frame.f_back
-            self.asked.append(frame.f_globals["__name__"])
+            self.importers.append(frame.f_globals["__name__"])
             raise ModuleNotFoundError(f"{name} is imported by forks only", name=name)
 
     def end(self) -> None:
         """Let Ray be imported from now on."""
         sys.meta_path.remove(self)
-        for name in dict.fromkeys(self.asked):
+        for name in dict.fromkeys(self.importers):
+            # A module that could not be imported without Ray is no longer there.
             if name in sys.modules:
                 importlib.reload(sys.modules[name])
 
 
 def serve(path: str, modules: list[str]) -> list[str]:
     """Import, then serve requests until the parent ends; every fork returns from here with its arguments."""
-    parent, not_yet = os.getppid(), NotYet()
+    parent = os.getppid()
+    not_yet = NotYet()
     sys.meta_path.insert(0, not_yet)
     try:
         for name in modules:
@@ -102,11 +111,13 @@ def serve(path: str, modules: list[str]) -> list[str]:
         open(f"{path}.failed", "w").close()
         raise
     gc.collect()
-    gc.freeze()  # forks share these pages, and their garbage collections skip the modules
+    # Forks share these pages, and their garbage collections skip the modules.
+    gc.freeze()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"{path}.new")
     listener.listen(64)
     listener.settimeout(0.1)
+    # Under its name only now that it listens, so that `run` never meets a socket that refuses.
     os.rename(f"{path}.new", path)
     running: dict[int, socket.socket] = {}
     while os.getppid() == parent:
@@ -121,13 +132,17 @@ def serve(path: str, modules: list[str]) -> list[str]:
 
 
 def _report_ends(running: dict[int, socket.socket]) -> None:
+    """Send the exit codes of forks that have ended to their `run`."""
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
         code = os.waitstatus_to_exitcode(status)
+        # A fork that a signal ended exits as a shell would say it.
+        reported_code = code if code >= 0 else 128 - code
+        # `run` may be gone, too.
         with running.pop(pid) as connection, suppress(OSError):
-            connection.send(b"%d" % (code if code >= 0 else 128 - code))
+            connection.send(b"%d" % reported_code)
 
 
 def _end_abandoned(running: dict[int, socket.socket]) -> None:
@@ -136,19 +151,24 @@ def _end_abandoned(running: dict[int, socket.socket]) -> None:
         try:
             is_gone = not connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
         except BlockingIOError:
+            # Nothing to read from a `run` that waits.
             continue
-        except ConnectionError:  # `run` ended before it read everything
+        except ConnectionError:
+            # `run` ended before it read everything.
             is_gone = True
         if is_gone:
-            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
+            # The fork is not reaped yet, so the pid is still its own.
+            os.kill(pid, signal.SIGKILL)
 
 
 def _fork(
     connection: socket.socket, listener: socket.socket, running: dict[int, socket.socket], not_yet: NotYet
 ) -> list[str] | None:
     """Return the request's arguments in the fork, None in the server."""
+    # The listener's time limit does not hold for a request.
     connection.settimeout(None)
-    server, (request, streams, _, _) = os.getpid(), socket.recv_fds(connection, LONGEST, 3)
+    server = os.getpid()
+    request, streams, _, _ = socket.recv_fds(connection, LONGEST_MESSAGE, 3)
     pid = os.fork()
     if pid:
         connection.send(b"%d" % pid)
@@ -156,12 +176,15 @@ def _fork(
             os.close(stream)
         running[pid] = connection
         return None
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a driver saves at SIGTERM and goes on waiting
-    if os.getppid() != server:  # the server ended before prctl
+    # SIGKILL, because a driver saves at SIGTERM and goes on waiting.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        # The server ended before prctl, which then sends nothing.
         os._exit(1)
-    os.setpgid(0, 0)  # Ray kills the whole group of a worker that has died
-    for other in (listener, connection, *running.values()):
-        other.close()
+    # Ray kills the whole group of a worker that has died.
+    os.setpgid(0, 0)
+    for inherited in (listener, connection, *running.values()):
+        inherited.close()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -175,8 +198,10 @@ def _fork(
 
 def become(arguments: list[str]) -> None:
     """Act like an interpreter with these arguments: options, ``-m MODULE``, ``-c CODE`` or ``SCRIPT``."""
+    # The server's own options hold; -W has an argument.
     while arguments and arguments[0] in ("-u", "-W"):
-        arguments = arguments[2 if arguments[0] == "-W" else 1 :]
+        num_words = 2 if arguments[0] == "-W" else 1
+        arguments = arguments[num_words:]
     for entry in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if entry and entry not in sys.path:
             sys.path.insert(0, entry)
@@ -184,7 +209,8 @@ def become(arguments: list[str]) -> None:
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
-    main = sys.modules["__main__"]  # where a worker's classes are looked up
+    # Pickles look up a worker's classes in this module.
+    main = sys.modules["__main__"]
     main.__dict__.update(__name__="__main__")
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]

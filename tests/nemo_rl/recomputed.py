@@ -57,7 +57,7 @@ class Run(Recorded):
         """What the model sees of the images of each response's problem; None for tasks without images."""
         if not self.rehearsal.stack.sees_images:
             return None
-        problems = [self._asked(self._conversation(row, False)[0], self.task.known) for row in rows]
+        problems = [self._asked(self._conversation(row, False)[0], self.task.learnt_problems) for row in rows]
         if None in problems:
             raise Failed(f"the problem of response {problems.index(None)} is not recognised by its images")
         return [self.seen(problem) for problem in problems if problem is not None]

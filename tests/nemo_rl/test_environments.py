@@ -8,7 +8,7 @@ import pytest
 import torch
 from toy_training import character_tokenizer, toy_run
 
-from nemo_grpo.nemorl import environments, trainer
+from nemo_grpo.nemorl import environments, task_data, trainer
 from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.support.errors import UserError
@@ -79,7 +79,7 @@ def test_data_pass_through_nemo_rls_loader(tokenizer):
 def test_a_prompt_that_is_too_long_is_cut_and_left_out_of_the_loss(tokenizer):
     row = dataset({"name": "knights_knaves"}, tokenizer, max_length=10)[0]
     assert row["loss_multiplier"] == 0.0
-    assert row["length"] == len(row["message_log"][0]["token_ids"]) == environments.SHORTENED
+    assert row["length"] == len(row["message_log"][0]["token_ids"]) == task_data.SHORTENED
 
 
 def test_validation_rewards_are_the_accuracy_alone():
@@ -205,7 +205,7 @@ def test_the_environments_are_told_the_tokenizers_marks(tokenizer, monkeypatch):
     config = types.SimpleNamespace(data={"max_input_seq_length": 500}, grpo={"max_rollout_turns": 4})
     run = ClusterRun(recipe, config)
     for encoder in (tokenizer, types.SimpleNamespace(tokenizer=tokenizer)):
-        environments.setup_data(run, environments.read_problems(run), encoder)
+        environments.setup_data(run, task_data.read_problems(run), encoder)
     assert [made["reserved"] for made in started] == 4 * [["<eos>", "<pad>"]]
 
 
@@ -237,12 +237,12 @@ def test_a_response_that_is_cut_off_between_turns_is_wrong(tokenizer, monkeypatc
         ("dapo", ["grpo.use_dynamic_sampling=true"], 2 * 2 * 10),
         ("dapo", ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5"], 2 * 3 * 10),
         ("gpg", ["grpo.use_dynamic_sampling=true"], 2 * 2 * 21),
-        ("grpo", ASYNC, 2 * 2 * environments.ASYNC_SPARE),
+        ("grpo", ASYNC, 2 * 2 * task_data.ASYNC_SPARE),
     ],
 )
 def test_data_last_for_every_step_at_the_most_draws(variant, overrides, expected, tmp_path):
     loss_fn = {"variant": variant, "use_importance_sampling_correction": overrides == ASYNC}
-    assert environments.num_prompts(toy_run(tmp_path, loss_fn, *overrides)) == expected
+    assert task_data.num_prompts(toy_run(tmp_path, loss_fn, *overrides)) == expected
 
 
 @pytest.mark.parametrize(
@@ -264,4 +264,4 @@ def test_what_the_tasks_files_lack_is_refused_before_ray_starts(overrides, messa
 
 def test_image_prompts_have_no_prefix():
     with pytest.raises(UserError, match="response_prefix"):
-        environments.check_image_prompt(Prompt(response_prefix="<think>"))
+        task_data.check_image_prompt(Prompt(response_prefix="<think>"))

@@ -7,13 +7,8 @@ import sys
 
 import pytest
 
-from nemo_grpo.nemorl.workarounds.killed_conversion import (
-    ITERATION,
-    LAST_FILE,
-    STILL_S,
-    conversions,
-    remove_remains,
-)
+from nemo_grpo.nemorl.workarounds import killed_conversion
+from nemo_grpo.nemorl.workarounds.killed_conversion import ITERATION, LAST_FILE, conversions, remove_remains
 
 ASK = """
 import json, sys
@@ -54,7 +49,7 @@ def test_nemo_rl_takes_remains_for_a_conversion(variable, tmp_path, monkeypatch)
         assert folder in map(str, conversions(policy))
     with open(os.path.join(folders[1], LAST_FILE), "w") as file:
         file.write("{}")
-    newest = max(map(os.path.getmtime, folders))
+    monkeypatch.setattr(killed_conversion, "STILL_S", 0.0)
     for policy in policies:
-        remove_remains(policy, clock=lambda: newest + STILL_S)
+        remove_remains(policy)
     assert [exists for _, exists in nemo_rl_finds(policies)] == [False, True, False]

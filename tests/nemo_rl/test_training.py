@@ -11,7 +11,8 @@ from nemo_rl.models.policy import lm_policy
 from toy_training import GENERATIONS, GRPO, PROMPTS, Loader, Run, rollouts, toy_run
 
 from nemo_grpo.nemorl import compat
-from nemo_grpo.nemorl.callbacks import ValidationSets, calling_back
+from nemo_grpo.nemorl.added_metrics import ValidationSets
+from nemo_grpo.nemorl.callbacks import calling_back
 from nemo_grpo.nemorl.checkpoints import SideFiles
 from nemo_grpo.nemorl.config import ClusterRun
 from nemo_grpo.nemorl.exit_status import finished_steps, stop_after_step

@@ -1,8 +1,9 @@
 """Faults of NeMo-RL, Ray and Megatron that we work around are still there; a test that fails ends its file.
 
-`test_killed_conversion` has one more.
+`test_killed_conversion` has one more. The second half is about patches of rehearsals.
 """
 
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -20,6 +21,9 @@ from nemo_grpo.nemorl import compat
 from nemo_grpo.nemorl.workarounds.async_save import PACKAGE
 from nemo_grpo.nemorl.workarounds.ray_address import PATIENCE
 from nemo_grpo.nemorl.workarounds.stale_refit import gathers_by_itself
+from nemo_grpo.rehearsal.megatron import NEWER_NAMES
+from nemo_grpo.rehearsal.nemo_rl import IN_THE_DRIVERS_PYTHON
+from nemo_grpo.rehearsal.vllm import SHARED_METHOD
 
 SOURCE = Path(next(iter(nemo_rl.__path__)))
 IS_0_7_0 = compat.version() == compat.V0_7_0
@@ -139,3 +143,67 @@ print(state["metric_normalizations"] is loss.metric_normalizations)
 """
     done = run_python(code)
     assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
+
+
+def folder_of(package):
+    """Folder of a package of megatron, which is not imported for it."""
+    return Path(importlib.util.find_spec(package).origin).parent
+
+
+def test_nemo_rls_refit_imports_its_fp8_module_always():
+    backend = (SOURCE / "models/generation/vllm/vllm_backend.py").read_text()
+    assert "\n        from nemo_rl.models.generation.vllm.quantization import fp8\n" in backend
+    fp8 = (SOURCE / "models/generation/vllm/quantization/fp8.py").read_text()
+    assert "\nfrom vllm.model_executor.layers." in fp8, "kernels, at the top"
+
+
+@pytest.mark.skipif(IS_0_7_0, reason="its extension has no such method")
+def test_nemo_rls_extension_has_a_method_of_vllms_worker():
+    """tests/vllm/test_rehearsal_workarounds.py shows that vLLM's worker has it, too."""
+    backend = (SOURCE / "models/generation/vllm/vllm_backend.py").read_text()
+    assert f"def {SHARED_METHOD}(" in backend
+
+
+@pytest.mark.skipif(IS_0_7_0, reason="it imports released names")
+def test_nemo_rl_imports_names_of_an_unreleased_megatron_core():
+    worker = (SOURCE / "models/policy/workers/megatron_policy_worker.py").read_text()
+    adapter = (folder_of("megatron.core") / "distributed/fsdp/mcore_fsdp_adapter.py").read_text()
+    for name in NEWER_NAMES:
+        assert name in worker
+        assert name not in adapter
+
+
+def test_the_vision_configuration_hides_that_it_takes_any_key():
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig as Config
+
+    kinds = [parameter.kind for parameter in inspect.signature(Config).parameters.values()]
+    assert inspect.Parameter.VAR_KEYWORD not in kinds
+    assert Config(a_key_of_ours=1).a_key_of_ours == 1
+
+
+def test_nemo_rl_refuses_the_transformers_that_vllm_needs():
+    check = (SOURCE / "models/policy/__init__.py").read_text()
+    assert 'assert PkgVersion(transformers.__version__) < PkgVersion("5.12.0")' in check
+
+
+def test_nemo_rl_starts_some_actors_by_uv_whatever_it_is_told():
+    code = f"""
+from nemo_rl.distributed.ray_actor_environment_registry import ACTOR_ENVIRONMENT_REGISTRY as registry
+print([registry[name].partition(" ")[0] for name in {IN_THE_DRIVERS_PYTHON}])
+"""
+    done = run_python(code, NEMO_RL_PY_EXECUTABLES_SYSTEM="1")
+    assert done.stdout.splitlines()[-1:] == [str(["uv"] * 3)], done.stderr
+
+
+def test_bridge_imports_packages_of_a_gpu_host():
+    done = run_python("import newer_python, megatron.bridge")
+    assert "ModuleNotFoundError: No module named 'transformer_engine'" in done.stderr
+
+
+def test_the_wheel_of_megatron_core_has_no_makefile():
+    assert not (folder_of("megatron.core") / "datasets" / "Makefile").exists()
+
+
+def test_bridge_ignores_the_rotary_sections_of_a_vision_model():
+    bridge = folder_of("megatron.bridge") / "models/qwen_vl/qwen25_vl_bridge.py"
+    assert "mrope_section" not in bridge.read_text()

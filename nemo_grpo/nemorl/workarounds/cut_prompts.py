@@ -26,22 +26,25 @@ def cut_prompts_left_out(manager: Any) -> Iterator[None]:
     Args: manager: NeMo-RL's `RolloutManager`.
     """
 
-    def keeping(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def keep_multiplier(run_as_nemo_rl: Callable[..., Any]) -> Callable[..., Any]:
         async def run_rollout(input_sample: Any) -> Any:
-            record = await theirs(input_sample)
+            record = await run_as_nemo_rl(input_sample)
             record.metadata[MULTIPLIER] = float(input_sample.get(MULTIPLIER, 1.0))
             return record
 
         return run_rollout
 
-    def masking(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def mask_responses(convert_as_nemo_rl: Callable[..., Any]) -> Callable[..., Any]:
         def record_to_train_batch(record: Any, *arguments: Any, **named: Any) -> Any:
-            batch = theirs(record, *arguments, **named)
+            batch = convert_as_nemo_rl(record, *arguments, **named)
             batch["sample_mask"] = batch["sample_mask"] * record.metadata.get(MULTIPLIER, 1.0)
             batch["sample_mask"] *= batch["total_reward"].isfinite()
             return batch
 
         return record_to_train_batch
 
-    with compat.rebound("controller rollout", keeping, manager), compat.rebound("controller rows", masking):
+    with (
+        compat.rebound("controller rollout", keep_multiplier, manager),
+        compat.rebound("controller rows", mask_responses),
+    ):
         yield

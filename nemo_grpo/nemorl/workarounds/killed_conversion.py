@@ -14,7 +14,6 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +36,24 @@ POLL_S = 30.0
 def conversions(policy: Any) -> list[Path]:
     """List folders of this model's conversions, with any ``hf_config_overrides``, as NeMo-RL computes them.
 
-    Args:    policy: section of NeMo-RL's configuration.
-    Returns: existing folders; none if NeMo-RL converts nothing.
+    Args:
+        policy: section of NeMo-RL's configuration.
+
+    Returns:
+        Existing folders; none if NeMo-RL converts nothing.
     """
     if value_of(policy, "pretrained_checkpoint") or value_of(policy, "megatron_cfg.force_reconvert_from_hf"):
         return []
     name = policy["model_name"]
     if os.path.exists(name):
         name = f"model_{name.replace('/', '_')}"
-    root = os.path.join(compat.import_name("nemo_rl.models.policy.utils:get_megatron_checkpoint_dir")(), name)
+    parent = compat.import_name("nemo_rl.models.policy.utils:get_megatron_checkpoint_dir")()
+    root = os.path.join(parent, name)
     overridden = glob.glob(f"{glob.escape(root)}__hfovr_*")
     return [Path(folder) / ITERATION for folder in (root, *sorted(overridden))]
 
 
-def remove_remains(
-    policy: Any, clock: Callable[[], float] = time.time, sleep: Callable[[float], None] = time.sleep
-) -> None:
+def remove_remains(policy: Any) -> None:
     """Remove incomplete conversions, so that NeMo-RL converts again.
 
     Another job may be converting right now, so a folder is removed only after `STILL_S` without a write; if
@@ -61,18 +62,18 @@ def remove_remains(
     """
     for folder in conversions(policy):
         while folder.is_dir() and not (folder / LAST_FILE).exists():
-            still = clock() - last_written(folder)
-            if still >= STILL_S:
+            seconds_still = time.time() - last_written(folder)
+            if seconds_still >= STILL_S:
                 _remove(folder)
                 break
             log.warning(
                 "%s is incomplete; last write %.0f s ago: waiting for the job that converts it; removed "
                 "after %.0f s without a write",
                 folder,
-                still,
+                seconds_still,
                 STILL_S,
             )
-            sleep(min(POLL_S, STILL_S - still))
+            time.sleep(min(POLL_S, STILL_S - seconds_still))
 
 
 def last_written(folder: Path) -> float:
@@ -81,18 +82,21 @@ def last_written(folder: Path) -> float:
     for path in (folder, *folder.rglob("*")):
         try:
             times.append(path.stat().st_mtime)
-        except FileNotFoundError:  # a temporary file was renamed
+        except FileNotFoundError:
+            # Another job renamed its temporary file since the folder was listed.
             continue
     return max(times, default=0.0)
 
 
 def _remove(folder: Path) -> None:
+    """Remove a folder that several jobs may want to remove at the same time."""
     log.warning("removing %s: a killed conversion left it without %s", folder, LAST_FILE)
     # Moved before it is deleted, so that no other job sees a folder of which only a part is there.
     away = folder.with_name(f".{ITERATION}-incomplete-{os.getpid()}")
     try:
         folder.rename(away)
-    except FileNotFoundError:  # another job was first
+    except FileNotFoundError:
+        # Another job was first.
         return
     except OSError as error:
         raise UserError(

@@ -34,25 +34,30 @@ def resume_with_optimizer(recipe: Recipe) -> None:
     `setup`: it would silently become a different run. This holds for every version.
     """
 
-    def find(theirs: Callable[..., Paths]) -> Any:
+    def also_in_megatron_checkpoints(find_as_nemo_rl: Callable[..., Paths]) -> Any:
         def get_resume_paths(*arguments: Any, **named: Any) -> Paths:
-            if not recipe.policy.megatron_cfg.enabled:  # a file of its own, which NeMo-RL finds
-                return theirs(*arguments, **named)
+            if not recipe.policy.megatron_cfg.enabled:
+                # DTensor's optimizer is a file of its own, which NeMo-RL finds.
+                return find_as_nemo_rl(*arguments, **named)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # "Optimizer will be freshly initialized"
-                weights, optimizer = theirs(*arguments, **named)
-            is_required = recipe.checkpointing.save_optimizer
-            return weights, optimizer or optimizer_of(weights, is_required=is_required)
+                # "Optimizer will be freshly initialized", which is no longer true.
+                warnings.simplefilter("ignore", UserWarning)
+                weights, optimizer = find_as_nemo_rl(*arguments, **named)
+            if optimizer is None:
+                optimizer = optimizer_of(weights, is_required=recipe.checkpointing.save_optimizer)
+            return weights, optimizer
 
         return staticmethod(get_resume_paths)
 
-    rebind("resume", find)
+    rebind("resume", also_in_megatron_checkpoints)
 
 
 def optimizer_of(weights: Path | None, *, is_required: bool) -> Path | None:
     """Find the path that tells NeMo-RL's Megatron workers that ``weights`` includes an optimizer.
 
-    Args:    weights: ``step_N/policy/weights``; None: the run begins.
+    Args:
+        weights: ``step_N/policy/weights``; None: the run begins.
+        is_required: refuse weights without an optimizer instead of warning.
     """
     if weights is None:
         return None

@@ -15,5 +15,8 @@ LOADED = "auto"
 
 
 def load_image_weights(generation: Any) -> None:
-    """Let vLLM load the model's files.  Args: generation: NeMo-RL's section, completed by it; changed."""
+    """Let vLLM load the model's files.
+
+    Args: generation: NeMo-RL's section, completed by it; changed.
+    """
     generation["vllm_cfg"]["load_format"] = LOADED

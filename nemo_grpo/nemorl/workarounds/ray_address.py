@@ -20,13 +20,15 @@ PATIENCE = 30.0
 def check_ray_address() -> None:
     """Wait until the cluster of RAY_ADDRESS answers, if it is set."""
     address = os.environ.get("RAY_ADDRESS", "")
-    where = urlsplit(address if "://" in address else f"//{address}")
-    if where.port is None:  # not set, auto or local: Ray finds or starts one
+    # urlsplit takes host and port only after "//"; Ray's client has addresses such as ray://host:10001.
+    location = urlsplit(address if "://" in address else f"//{address}")
+    if location.port is None:
+        # Not set, "auto" or "local": Ray finds a cluster or starts one.
         return
     end = time.monotonic() + PATIENCE
     while True:
         try:
-            socket.create_connection((where.hostname, where.port), timeout=5).close()
+            socket.create_connection((location.hostname, location.port), timeout=5).close()
             return
         except OSError as error:
             if time.monotonic() > end:

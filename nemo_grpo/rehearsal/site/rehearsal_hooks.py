@@ -21,10 +21,12 @@ AFTER_IMPORT: dict[str, str] = {
     "nemo_rl.models.policy.utils": "nemo_rl:send_bytes_for_handles",
     "nemo_rl.distributed.ray_actor_environment_registry": "nemo_rl:choose_interpreters",
     "nemo_rl.data.datasets.response_datasets.clevr": "nemo_rl:read_pictures_here",
-    "nemo_rl.models.huggingface.common": "nemo_rl:pass_version_check",  # imported right before the check
+    # NeMo-RL imports this module right before its check of the version of transformers.
+    "nemo_rl.models.huggingface.common": "nemo_rl:pass_version_check",
     "nemo_rl.models.policy": "nemo_rl:restore_version",
     "nemo_rl.models.generation.vllm.vllm_worker": "vllm:prepare_worker",
-    "nemo_rl.models.generation.vllm.vllm_backend": "vllm:prepare_backend",  # also in AsyncLLM's own process
+    # AsyncLLM's own process imports this one alone.
+    "nemo_rl.models.generation.vllm.vllm_backend": "vllm:prepare_backend",
     "vllm.entrypoints.llm": "vllm:keep_memory",
     "vllm.v1.engine.async_llm": "vllm:keep_memory_asynchronously",
     "vllm.platforms.cpu": "vllm:allow_ray",
@@ -33,20 +35,23 @@ AFTER_IMPORT: dict[str, str] = {
 }
 """Module -> ``file:function`` of `nemo_grpo.rehearsal`, called with the module once it has been imported."""
 REPLACED: dict[str, dict[str, Any]] = {
-    # the wheel lacks the sources of the data sets' helpers, which reinforcement does not use
+    # megatron-core's wheel has no Makefile for the data sets' helpers, which reinforcement does not use.
+    # Needed while: tests/nemo_rl/test_workarounds.py::test_the_wheel_of_megatron_core_has_no_makefile
     "megatron.core.datasets.utils": {"compile_helpers": lambda *_, **__: None},
-    # the TransferQueue's actors run in the driver's Python; NeMo-RL has Ray install it by pip
+    # The TransferQueue's actors run in the driver's Python; NeMo-RL would have Ray install it by pip.
     "nemo_rl.data_plane.adapters.transfer_queue": {"_TQ_RUNTIME_ENV_PATCHED": True},
-    # edits of vLLM's files in place for Ray executors, which a single process does not use
+    # NeMo-RL edits vLLM's files in place for Ray executors, which a single process does not use.
     "nemo_rl.models.generation.vllm.patches": {"_apply_vllm_patches": lambda *_, **__: None},
-    # the inspection of a model's class in a separate process, whose import of vLLM takes eight seconds
+    # vLLM inspects a model's class in a separate process, whose import of vLLM takes eight seconds.
     "vllm.model_executor.models.registry": {"_run_in_subprocess": lambda function: function()},
 }
 """Module -> its names that are replaced once it has been imported."""
 
 ABSENT = ("transformer_engine", "modelopt", "nvidia_resiliency_ext", "megatron.energon")
-"""Packages of a GPU host that Megatron-Bridge imports unconditionally. They are empty modules for Bridge
-alone, because megatron-core itself checks what is installed."""
+"""Packages of a GPU host that Megatron-Bridge 0.6 imports unconditionally. They are empty modules for Bridge
+alone, because megatron-core itself checks what is installed.
+
+Needed while: tests/nemo_rl/test_workarounds.py::test_bridge_imports_packages_of_a_gpu_host"""
 OPTIONAL = ("nvidia_resiliency_ext.checkpointing",)
 """Submodules whose importers handle their absence."""
 
@@ -55,11 +60,17 @@ def install() -> None:
     """Put the hooks into this process."""
     use_newer_typing()
     sys.meta_path.insert(0, AfterImport())
-    sys.meta_path.append(EmptyModules())  # last: installed packages take precedence
+    # Last, so that installed packages take precedence.
+    sys.meta_path.append(EmptyModules())
 
 
 def use_newer_typing() -> None:
-    """Replace typing's typed dictionaries, which pydantic refuses below 3.12; NeMo-RL is for Python 3.13."""
+    """Replace typing's typed dictionaries, which pydantic refuses below Python 3.12; NeMo-RL is for 3.13.
+
+    Upstream: none; pydantic documents it (error code typed-dict-version).
+    Versions: Python below 3.12.
+    Needed while: tests/unit/rehearsal/test_hooks.py::test_pydantic_refuses_typings_dictionaries_below_3_12
+    """
     if sys.version_info < (3, 12):
         typing_extensions = importlib.import_module("typing_extensions")
         for name in ("TypedDict", "NotRequired", "Required", "override"):
@@ -72,22 +83,28 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in AFTER_IMPORT | REPLACED:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
-        for finder in others:
+        for finder in sys.meta_path:
+            # Finders of Python's old protocol have no find_spec.
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
             spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader.exec_module = _then_replace(spec.loader.exec_module, name)  # type: ignore[method-assign]
+                execute = _then_replace(spec.loader.exec_module, name)
+                spec.loader.exec_module = execute  # type: ignore[method-assign]
                 return spec
         return None
 
 
 def _then_replace(execute: Any, name: str) -> Any:
+    """Make an ``exec_module`` that runs the module, then applies its replacements."""
+
     def exec_module(module: types.ModuleType) -> None:
         execute(module)
         vars(module).update(REPLACED.get(name, {}))
         if name in AFTER_IMPORT:
             file, _, function = AFTER_IMPORT[name].partition(":")
-            getattr(importlib.import_module(f"nemo_grpo.rehearsal.{file}"), function)(module)
+            patches = importlib.import_module(f"nemo_grpo.rehearsal.{file}")
+            getattr(patches, function)(module)
 
     return exec_module
 
@@ -95,22 +112,34 @@ def _then_replace(execute: Any, name: str) -> Any:
 class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Empty modules in which every name is a class.
 
-    Args: absent: the packages.  importer: package whose imports of them succeed; "": everyone's.
+    Attributes:
+        absent: the packages.
+        importer: package whose imports of them succeed; "": everyone's.
     """
 
     def __init__(self, absent: tuple[str, ...] = ABSENT, importer: str = "megatron.bridge") -> None:
-        self.absent, self.importer = absent, importer
+        self.absent = absent
+        self.importer = importer
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        root = next((r for r in self.absent if name == r or name.startswith(f"{r}.")), None)
-        if root is None or name.startswith(OPTIONAL):
+        package = self._absent_package(name)
+        if package is None or name.startswith(OPTIONAL):
             return None
-        if root not in sys.modules and not _importer().startswith(self.importer):
+        # Once Bridge has imported the package, everyone gets it from sys.modules, hence its submodules, too.
+        if package not in sys.modules and not _importer().startswith(self.importer):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
+    def _absent_package(self, name: str) -> str | None:
+        """Find the absent package that a module is, or belongs to."""
+        for package in self.absent:
+            if name == package or name.startswith(f"{package}."):
+                return package
+        return None
+
     def create_module(self, spec: Any) -> types.ModuleType:
         module = types.ModuleType(spec.name)
+        # A package, so that Python looks for submodules, and asks this finder for them.
         module.__path__ = []
         module.__getattr__ = _any_class  # type: ignore[method-assign]
         return module
@@ -121,6 +150,7 @@ class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _importer() -> str:
     """Name the module whose import statement is running."""
+    # Frame 0 is this function, and frame 1 the finder's find_spec.
     frame: Any = sys._getframe(2)
     while frame and "importlib" in frame.f_code.co_filename:
         frame = frame.f_back
@@ -128,11 +158,14 @@ def _importer() -> str:
 
 
 class _AnyClass(type):
+    """Metaclass of classes whose every attribute is such a class, too."""
+
     def __getattr__(cls, name: str) -> Any:
         return _any_class(name)
 
 
 def _any_class(name: str) -> Any:
+    # Python and inspect look for optional ones, such as __path__ or __wrapped__, and take any for present.
     if name.startswith("__"):
         raise AttributeError(name)
     return _AnyClass(name, (), {})

@@ -9,23 +9,17 @@ from types import SimpleNamespace as Of
 import pytest
 import torch
 
-from nemo_grpo.nemorl.callbacks import (
+from nemo_grpo.nemorl.added_metrics import (
     BF16_BOUND,
     EXCEEDS,
-    Callback,
     DrawnRollouts,
-    RewardMetrics,
     RolloutCheck,
-    RolloutRewards,
-    RunRecord,
-    ValidationRewards,
     ValidationSets,
-    alone,
     bound,
-    calling_back,
-    name_of,
 )
+from nemo_grpo.nemorl.callbacks import Callback, RunRecord, alone, calling_back, name_of
 from nemo_grpo.nemorl.exit_status import LAST_PREFIX, Ending
+from nemo_grpo.nemorl.rewards import RewardMetrics, RolloutRewards, ValidationRewards
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.report.runs import read_run
 from nemo_grpo.run.signals import StopRequest
@@ -338,7 +332,7 @@ def test_shares_and_means_of_all_groups_also_of_a_problem_drawn_twice():
     for problem, accuracies in (("a", (1, 1)), ("a", (0, 0)), ("c", (0, 1)), ("d", (0, 0))):
         for accuracy in accuracies:
             drawn.note(problem_of(problem), scores(accuracy, 0.5))
-    drawn.by_problem["c"][5] |= {NOT_FINITE: 1.0}
+    drawn.scores["c"][5] |= {NOT_FINITE: 1.0}
     assert drawn.take() == {
         "rollout/all_right": 0.25,
         "rollout/all_wrong": 0.5,
@@ -366,3 +360,11 @@ def test_a_part_of_a_group_waits_for_its_rest():
     for _ in range(2):
         drawn.note(problem_of("a"), scores(0))
     assert drawn.take()["reward/accuracy"] == pytest.approx(1 / 3)
+
+
+def test_a_late_turn_of_a_validation_that_was_taken_is_no_part_of_the_next():
+    held_out = ValidationRewards({"accuracy": 1.0})
+    first = held_out.note(problem_of("p0", "a"), scores(1))
+    assert held_out.take()["reward"] == 1
+    held_out.note(problem_of("p0", "a"), scores(0), first)
+    assert held_out.take() == {}

@@ -128,7 +128,7 @@ def test_imported_and_inherited_names_are_found(tree):
 
 def test_an_optional_name_may_be_missing_but_not_differ(tree):
     change(tree, "nemo_rl.algorithms.grpo", "shutdown_environments(task_to_env, ", "shutdown_environments(")
-    assert [misfit.found for misfit in check_tree(tree)] == ["(val_task_to_env)"]
+    assert [misfit.signature for misfit in check_tree(tree)] == ["(val_task_to_env)"]
     change(tree, "nemo_rl.algorithms.grpo", "shutdown_environments", "shut_down")
     assert check_tree(tree) == []
 
@@ -142,7 +142,7 @@ def test_fields_of_a_class_without_constructor_are_its_signature(tree):
     assert check_tree(tree) == []
     change(tree, interfaces, "    rewards: int\n", "")
     (misfit,) = check_tree(tree)
-    assert misfit.found == "(observations, metadata, next_stop_strings, terminateds, answers)"
+    assert misfit.signature == "(observations, metadata, next_stop_strings, terminateds, answers)"
 
 
 @pytest.mark.parametrize(

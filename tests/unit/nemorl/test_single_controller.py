@@ -187,12 +187,13 @@ def test_a_frozen_event_loop_ends_the_process_and_shows_where():
 
 SILENT = """
 import time
-from nemo_grpo.nemorl.stall import StallDump
+from nemo_grpo.nemorl import stall
 
 def step(seconds):
     time.sleep(seconds)
 
-stalls = StallDump(0.6)
+stall.STALL_S = 0.6
+stalls = stall.StallDump()
 with stalls.watching():
     for number in range(4):
         step(0.3)

@@ -1,7 +1,7 @@
 """Remains of a killed conversion to Megatron are found where NeMo-RL looks, and go when nobody writes."""
 
 import os
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -36,10 +36,13 @@ def converted(folder, age, *names):
 
 
 class Time:
-    """A clock that only sleeping moves; what happens meanwhile is given."""
+    """A clock that only sleeping moves; what happens meanwhile is given. It stands for the module `time`."""
 
     def __init__(self, meanwhile=lambda _now: None):
         self.now, self.slept, self.meanwhile = NOW, [], meanwhile
+
+    def time(self):
+        return self.now
 
     def sleep(self, seconds):
         self.slept.append(seconds)
@@ -47,7 +50,8 @@ class Time:
         self.meanwhile(self.now)
 
     def run(self, policy):
-        remove_remains(policy, lambda: self.now, self.sleep)
+        with patch.object(killed_conversion, "time", self):
+            remove_remains(policy)
         return self.slept
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_grpo.plan.inputs import PRESETS, shape_of
 from nemo_grpo.recipe import load_recipe
-from nemo_grpo.rehearsal.model import small_config
+from nemo_grpo.rehearsal.small_config import small_config
 from nemo_grpo.run.recipe_checks import check_recipe
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.model_folder import with_config_overrides

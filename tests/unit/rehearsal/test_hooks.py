@@ -1,12 +1,16 @@
 """The import hooks: they act in a rehearsal alone, and replace what they say."""
 
+import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
+from pydantic import PydanticUserError, TypeAdapter
 
 from nemo_grpo.rehearsal import SWITCH
 
@@ -62,3 +66,34 @@ def test_every_replacement_exists(name):
     source = (PACKAGE / f"{name}.py").read_text()
     assert named
     assert all(f"def {function}(" in source for function in named)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="pydantic takes them from Python 3.12 on")
+def test_pydantic_refuses_typings_dictionaries_below_3_12():
+    with pytest.raises(PydanticUserError, match=r"Please use `typing_extensions.TypedDict`"):
+        TypeAdapter(typing.TypedDict("Settings", {"a": int}))
+
+
+PATCHES = [PACKAGE / f"{name}.py" for name in ("megatron", "nemo_rl", "vision", "vllm")]
+PATCHES.append(SITE / "rehearsal_hooks.py")
+
+
+@pytest.mark.parametrize("file", PATCHES, ids=lambda file: file.stem)
+def test_the_test_that_shows_a_fault_exists(file):
+    tests = re.findall(r"Needed while: (\S+)::(\w+)", file.read_text())
+    assert tests
+    for path, name in tests:
+        assert f"def {name}(" in (ROOT / path).read_text()
+
+
+@pytest.mark.parametrize("file", PATCHES, ids=lambda file: file.stem)
+def test_a_patch_that_names_a_fault_names_upstream_and_versions(file):
+    docstrings = [
+        ast.get_docstring(node) or ""
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    for docstring in docstrings:
+        if "Needed while: " in docstring:
+            assert "Upstream: " in docstring
+            assert "Versions: " in docstring

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.recipe.megatron_sections import Switch
-from nemo_grpo.rehearsal import checks
+from nemo_grpo.rehearsal import checks, reward_checks
 from nemo_grpo.rehearsal.checks import Stage
 from nemo_grpo.rehearsal.run_output import Recorded
 from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
@@ -193,24 +193,24 @@ def test_responses_are_scored_as_the_recipe_weights_them(rehearsal_of, tmp_path)
     rewards = f"nemo_grpo.rewards={{_override_: true, accuracy: 1.0, format: 1.0, {own}: 0.5}}"
     rehearsal.toy_recipe = rehearsal.small = load_recipe(rehearsal.folder / "recipe.yaml", [rewards])
     found = Recorded(rehearsal)
-    problem = found.task.known[0]
+    problem = found.task.learnt_problems[0]
     right = f"so</think><answer>\\boxed{{{problem.answer}}}</answer>"
     for step, path in enumerate(files_of(rehearsal, 1, 2, 3), 1):
         texts = (right, "no", "no", right) if step == 1 else ()
         rows = ({"content": [[problem.question, text]], "rewards": [2.0 * (text == right)]} for text in texts)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert checks.reward_components(found) == {"accuracy": 0.5, "format": 0.5, own: 0.5}
-    assert f"reward 2 (accuracy 1.00, format 1.00, cosine 1.00, {own} 0.00)" in checks.sample(found)
+    assert reward_checks.reward_components(found) == {"accuracy": 0.5, "format": 0.5, own: 0.5}
+    assert f"reward 2 (accuracy 1.00, format 1.00, cosine 1.00, {own} 0.00)" in reward_checks.sample(found)
 
 
 def test_responses_through_the_data_plane_are_read_from_their_tokens(rehearsal_of):
     """NeMo-RL's trainer records the text of an array where the other one records turns."""
     rehearsal = rehearsal_of("erpo")
-    expected = checks.rewards(Recorded(rehearsal))
+    expected = reward_checks.rewards(Recorded(rehearsal))
     responses(rehearsal, lambda row: row | {"content": [str(row["content"])]})
     assert "reward" in failing(rehearsal)
     rehearsal.small = rehearsal.small.model_copy(update={"data_plane": Switch(enabled=True)})
-    assert checks.rewards(Recorded(rehearsal)) == expected
+    assert reward_checks.rewards(Recorded(rehearsal)) == expected
 
 
 def test_evidence_that_cannot_be_read_is_a_failure(rehearsal_of):

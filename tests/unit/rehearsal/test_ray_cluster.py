@@ -94,12 +94,14 @@ def test_end_of_ray_ends_the_wait_for_the_driver(ray, tmp_path):
 
 
 @pytest.fixture
-def watched(tmp_path):
+def watched(tmp_path, monkeypatch):
     """(log, progress, time and CPU seconds to set)."""
     state = {"now": 0.0, "cpu": 0.0}
     log = tmp_path / "driver.log"
     log.write_text("")
-    progress = Progress([log], [], clock=lambda: state["now"], cpu_seconds=lambda _: state["cpu"])
+    monkeypatch.setattr(stages, "time", Mock(monotonic=lambda: state["now"]))
+    monkeypatch.setattr(stages, "cpu_seconds_of", lambda _: state["cpu"])
+    progress = Progress([log], [])
     return log, progress, state
 
 

@@ -16,8 +16,9 @@ from nemo_grpo.recipe.loader import load_tree, merge
 from nemo_grpo.recipe.registry import Scope, messages
 from nemo_grpo.rehearsal import overrides as small
 from nemo_grpo.rehearsal.environment import Stack, stack_for
-from nemo_grpo.rehearsal.model import RehearsalModel, small_config
+from nemo_grpo.rehearsal.model import RehearsalModel
 from nemo_grpo.rehearsal.replacements import CPU, OF_THE_FULL_MODEL, REHEARSAL
+from nemo_grpo.rehearsal.small_config import small_config
 from nemo_grpo.rehearsal.tiny_data import problems_of
 from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import UserError

@@ -10,7 +10,7 @@ from nemo_grpo.models import family_for
 from nemo_grpo.plan.inputs import shape_of
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal import vision
-from nemo_grpo.rehearsal.model import small_config
+from nemo_grpo.rehearsal.small_config import small_config
 from nemo_grpo.rehearsal.torchvision_names import decode_image
 from nemo_grpo.tasks.word_problems import WordProblemsConfig
 

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_grpo.recipe import load_recipe
 from nemo_grpo.rehearsal import tiny_data
-from nemo_grpo.rehearsal.tiny_data import NUM_KNOWN, ToyTask, problems_of
+from nemo_grpo.rehearsal.tiny_data import NUM_LEARNT, ToyTask, problems_of
 from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.base import reward_of
 from nemo_grpo.tasks.jsonl import read_problems, write_problems
@@ -31,14 +31,14 @@ def test_invented_problems_have_correct_and_wrong_answers(name, tmp_path):
     assert not problems.are_real
     assert "is missing" in problems.origin
     task = ToyTask(recipe, problems.task)
-    assert len(task.known) == NUM_KNOWN
+    assert len(task.learnt_problems) == NUM_LEARNT
     rng = random.Random(0)
-    for problem in task.known:
+    for problem in task.learnt_problems:
         score = task.score(problem, task.best_response(problem, rng))
         assert score["accuracy"] == 1, "the demonstration is right"
     rewards = {
         reward_of(task.score(problem, task.demonstration(problem, rng)), task.rewards)
-        for problem in task.known
+        for problem in task.learnt_problems
         for _ in range(4)
     }
     assert len(rewards) > 1, "and as often it is the answer to another problem"

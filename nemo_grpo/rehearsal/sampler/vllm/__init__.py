@@ -26,6 +26,7 @@ DUMMY_SEED = 12345
 
 
 def _module(name: str, **names: Any) -> None:
+    """Add a submodule of vllm with these names."""
     module = types.ModuleType(f"vllm.{name}")
     module.__dict__.update(names, __path__=[])
     sys.modules[module.__name__] = module
@@ -70,7 +71,7 @@ class LoadedModel:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.own = dict(_by_checkpoint_name(model.state_dict()))
+        self.tensors = dict(_by_checkpoint_name(model.state_dict()))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -80,8 +81,9 @@ class LoadedModel:
         """Copy the weights without the vocabulary's padding rows."""
         loaded = set()
         for name, tensor in weights:
-            target = self.own[name]
+            target = self.tensors[name]
             assert tensor.shape[1:] == target.shape[1:], (name, tensor.shape)
+            # Megatron pads the vocabulary, and NeMo-RL sends the padding, too.
             assert len(tensor) >= len(target), (name, tensor.shape)
             target.copy_(tensor[: len(target)])
             loaded.add(name)
@@ -90,14 +92,16 @@ class LoadedModel:
 
 def _by_checkpoint_name(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors under a checkpoint's names: every expert separate, a vision tower outside."""
-    for own, tensor in state.items():
-        name = own.replace("model.language_model.", "model.", 1).replace("model.visual.", "visual.", 1)
-        prefix, is_expert, kind = name.partition(".mlp.experts.")
-        if not is_expert:
+    for state_name, tensor in state.items():
+        name = state_name.replace("model.language_model.", "model.", 1)
+        name = name.replace("model.visual.", "visual.", 1)
+        prefix, separator, kind = name.partition(".mlp.experts.")
+        if not separator:
             yield name, tensor
             continue
+        # transformers 5 stacks all experts of a layer, and gate and up of each; a checkpoint does not.
+        parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
         for number, expert in enumerate(tensor):
-            parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
             for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
                 yield f"{prefix}.mlp.experts.{number}.{part}_proj.weight", rows
 
@@ -126,26 +130,36 @@ class LLM:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.processor = AutoProcessor.from_pretrained(model) if has_vision(config) else None
         self.seed = seed or 0
-        named = {"architectures": config.architectures or [], "max_model_len": max_model_len, "model": model}
-        own = SimpleNamespace(**named, quantization=None)
-        self.worker = self._worker(worker_extension_cls, own)
-        self.llm_engine = SimpleNamespace(model_config=own, reset_prefix_cache=lambda *_: True)
-
-    def _worker(self, extension: str, config: Any) -> Any:
-        module, _, name = extension.rpartition(".")
-        worker = type("Worker", (getattr(importlib.import_module(module), name),), {})()
-        none = dict.fromkeys(("cache_config", "quant_config", "speculative_config"))
-        worker.vllm_config, worker.model_config = SimpleNamespace(model_config=config, **none), config
-        worker.model_runner = SimpleNamespace(
-            model=LoadedModel(self.model), vllm_config=worker.vllm_config, model_config=config
+        model_config = SimpleNamespace(
+            architectures=config.architectures or [],
+            max_model_len=max_model_len,
+            model=model,
+            quantization=None,
         )
-        worker.device, worker.rank = torch.device("cpu", 0), 0
+        self.worker = self._worker(worker_extension_cls, model_config)
+        self.llm_engine = SimpleNamespace(model_config=model_config, reset_prefix_cache=lambda *_: True)
+
+    def _worker(self, extension: str, model_config: Any) -> Any:
+        """Make a worker of NeMo-RL's extension class, as vLLM mixes it into its own."""
+        module, _, name = extension.rpartition(".")
+        extension_class = getattr(importlib.import_module(module), name)
+        worker = type("Worker", (extension_class,), {})()
+        worker.model_config = model_config
+        worker.vllm_config = SimpleNamespace(
+            model_config=model_config, cache_config=None, quant_config=None, speculative_config=None
+        )
+        worker.model_runner = SimpleNamespace(
+            model=LoadedModel(self.model), vllm_config=worker.vllm_config, model_config=model_config
+        )
+        worker.device = torch.device("cpu", 0)
+        worker.rank = 0
         return worker
 
     def collective_rpc(self, method: Any, args: Sequence[Any] = (), kwargs: Any = None) -> list[Any]:
         """Call a method of the only worker."""
-        bound = getattr(self.worker, method) if isinstance(method, str) else partial(method, self.worker)
-        return [bound(*args, **(kwargs or {}))]
+        # vLLM takes a name, or a function whose first argument is the worker.
+        call = getattr(self.worker, method) if isinstance(method, str) else partial(method, self.worker)
+        return [call(*args, **(kwargs or {}))]
 
     def sleep(self, level: int = 1) -> None:
         """Do nothing: there is no GPU memory to free."""
@@ -167,46 +181,74 @@ class LLM:
         an uninterrupted one does.
         """
         params = sampling_params[0] if isinstance(sampling_params, list) else sampling_params
-        prompts, images = self._encoded(prompts)
-        rows = [_Response(self, prompt, params) for prompt in prompts]
-        width = max(len(row.prompt) for row in rows)
+        prompt_tokens, images = self._encoded(prompts)
+        rows = [_Response(self, prompt, params) for prompt in prompt_tokens]
         seed = zlib.crc32(repr([row.prompt for row in rows]).encode()) + self.seed
         random = torch.Generator().manual_seed(seed)
-        whole = given = torch.tensor([[0] * (width - len(row.prompt)) + row.prompt for row in rows])
-        mask = torch.tensor([[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in rows])
+        tokens, mask = _left_padded([row.prompt for row in rows])
+        new_tokens = tokens
         cache = None
         for _ in range(params.max_tokens):
-            if images:  # positions depend on the images, so every token is computed again
-                kinds = (whole == self.model.config.image_token_id).int()
-                out = self.model(whole, attention_mask=mask, mm_token_type_ids=kinds, **images)
+            if images:
+                logits = self._logits_with_images(tokens, mask, images)
             else:
-                places = (mask.cumsum(1) - 1).clamp(min=0)[:, -given.shape[1] :]
-                state = {"position_ids": places, "past_key_values": cache, "use_cache": True}
-                out = self.model(given, attention_mask=mask, **state)
-                cache = out.past_key_values
-            logits = filtered(out.logits[:, -1].float() / (params.temperature or 1.0), params)
+                logits, cache = self._logits(new_tokens, mask, cache)
+            logits = filtered(logits / (params.temperature or 1.0), params)
             logprobs = torch.log_softmax(logits, -1)
-            drawn = torch.multinomial(logprobs.exp(), 1, generator=random)[:, 0]
-            chosen = logprobs.argmax(-1) if params.is_greedy else drawn
-            for row, token, values in zip(rows, chosen.tolist(), logprobs, strict=True):
-                row.take(token, float(values[token]))
+            if params.is_greedy:
+                next_tokens = logprobs.argmax(-1)
+            else:
+                next_tokens = torch.multinomial(logprobs.exp(), 1, generator=random)[:, 0]
+            for row, token, row_logprobs in zip(rows, next_tokens.tolist(), logprobs, strict=True):
+                row.take(token, float(row_logprobs[token]))
             if all(row.is_over for row in rows):
                 break
-            given = chosen[:, None]
-            whole = torch.cat([whole, given], 1)
-            mask = torch.cat([mask, torch.ones_like(given)], 1)
+            # Rows that are over go on beside the others, and `take` drops their tokens.
+            new_tokens = next_tokens[:, None]
+            tokens = torch.cat([tokens, new_tokens], 1)
+            mask = torch.cat([mask, torch.ones_like(new_tokens)], 1)
         return [row.output() for row in rows]
 
+    def _logits(self, new_tokens: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Compute the logits [B, V] after the newest tokens, and the cache with them.
+
+        Args:
+            new_tokens: [B, T], those that the cache has not.
+            mask: [B, S], 0 in the padding on the left.
+            cache: of the earlier tokens; None: there are none.
+        """
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -new_tokens.shape[1] :]
+        output = self.model(
+            new_tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        )
+        return output.logits[:, -1].float(), output.past_key_values
+
+    def _logits_with_images(self, tokens: Tensor, mask: Tensor, images: Mapping[str, Tensor]) -> Tensor:
+        """Compute the logits [B, V] after all tokens [B, S]."""
+        # Positions depend on the images, so every token is computed again.
+        token_types = (tokens == self.model.config.image_token_id).int()
+        output = self.model(tokens, attention_mask=mask, mm_token_type_ids=token_types, **images)
+        return output.logits[:, -1].float()
+
     def _encoded(self, prompts: Sequence[Mapping[str, Any]]) -> tuple[list[list[int]], dict[str, Tensor]]:
+        """Return each prompt's tokens, and the inputs of all images; {} without any."""
         if self.processor is None:
             return [prompt["prompt_token_ids"] for prompt in prompts], {}
-        found = []
-        for one in prompts:
-            images = one["multi_modal_data"]["image"]
-            found.append(self.processor(text=[one["prompt"]], images=images, return_tensors="pt"))
+        encodings = []
+        for prompt in prompts:
+            pictures = prompt["multi_modal_data"]["image"]
+            encodings.append(self.processor(text=[prompt["prompt"]], images=pictures, return_tensors="pt"))
         names = ("pixel_values", "image_grid_thw")
-        seen = {name: torch.cat([one[name] for one in found]) for name in names}
-        return [one["input_ids"][0].tolist() for one in found], seen
+        images = {name: torch.cat([encoding[name] for encoding in encodings]) for name in names}
+        return [encoding["input_ids"][0].tolist() for encoding in encodings], images
+
+
+def _left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Pad prompts on the left, where the next tokens do not go; returns tokens and mask, [B, S]."""
+    width = max(len(prompt) for prompt in prompts)
+    tokens = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(tokens), torch.tensor(mask)
 
 
 def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -214,16 +256,30 @@ def filtered(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.is_greedy or (params.top_p == 1.0 and params.top_k <= 0):
         return logits
     values, order = logits.sort(-1, descending=True)
-    cut = torch.arange(values.shape[1]) >= (params.top_k if params.top_k > 0 else values.shape[1])
-    values = values.masked_fill(cut, -torch.inf)
+    vocab_size = values.shape[1]
+    top_k = params.top_k if params.top_k > 0 else vocab_size
+    values = values.masked_fill(torch.arange(vocab_size) >= top_k, -torch.inf)
     probabilities = values.softmax(-1)
-    values = values.masked_fill(probabilities.cumsum(-1) - probabilities >= params.top_p, -torch.inf)
+    # A token is cut if those before it have the mass already, so the largest one always stays.
+    mass_before = probabilities.cumsum(-1) - probabilities
+    values = values.masked_fill(mass_before >= params.top_p, -torch.inf)
     return torch.empty_like(logits).scatter(-1, order, values)
 
 
 class _Response:
+    """A response that grows.
+
+    Attributes:
+        ends: tokens that end it.
+        room: tokens that it may have.
+        has_ended: by a token or a text.
+        is_over: it has ended, or has no room.
+    """
+
     def __init__(self, engine: LLM, prompt: list[int], params: SamplingParams) -> None:
-        self.prompt, self.params, self.tokenizer = list(prompt), params, engine.tokenizer
+        self.prompt = list(prompt)
+        self.params = params
+        self.tokenizer = engine.tokenizer
         self.ends = set(params.stop_token_ids or [])
         if not params.ignore_eos and engine.tokenizer.eos_token_id is not None:
             self.ends.add(engine.tokenizer.eos_token_id)
@@ -231,7 +287,8 @@ class _Response:
         self.room = longest - len(prompt)
         self.tokens: list[int] = []
         self.logprobs: list[dict[int, SimpleNamespace]] = []
-        self.is_over = self.has_ended = False
+        self.has_ended = False
+        self.is_over = False
 
     def take(self, token: int, logprob: float) -> None:
         """Append a token, unless the response is over."""
@@ -239,13 +296,19 @@ class _Response:
             return
         self.tokens.append(token)
         self.logprobs.append({token: SimpleNamespace(logprob=logprob)})
-        text = self.tokenizer.decode(self.tokens) if self.params.stop else ""
-        self.has_ended = token in self.ends or any(stop in text for stop in self.params.stop or [])
+        stop_texts = self.params.stop or []
+        # Decoded as a whole, because a text may begin within a token.
+        text = self.tokenizer.decode(self.tokens) if stop_texts else ""
+        self.has_ended = token in self.ends or any(stop in text for stop in stop_texts)
         self.is_over = self.has_ended or len(self.tokens) >= self.room
 
     def output(self) -> SimpleNamespace:
         """Return it as vLLM's RequestOutput."""
-        reason = "stop" if self.has_ended else "length"
-        found = {"token_ids": self.tokens, "logprobs": self.logprobs, "finish_reason": reason}
-        completion = SimpleNamespace(**found, text="", routed_experts=None)
+        completion = SimpleNamespace(
+            token_ids=self.tokens,
+            logprobs=self.logprobs,
+            finish_reason="stop" if self.has_ended else "length",
+            text="",
+            routed_experts=None,
+        )
         return SimpleNamespace(outputs=[completion], prompt_routed_experts=None)

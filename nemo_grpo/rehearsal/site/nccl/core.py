@@ -35,7 +35,8 @@ class Communicator:
 
     def __init__(self, nranks: int, rank: int, unique_id: UniqueId) -> None:
         host, port = unique_id.as_bytes.decode().split(":")
-        self.rank, self.number = rank, 0
+        self.rank = rank
+        self.num_broadcasts = 0
         self.store = torch.distributed.TCPStore(host, int(port), nranks, rank == 0, timeout=PATIENCE)
 
     @classmethod
@@ -44,13 +45,15 @@ class Communicator:
 
     def broadcast(self, sendbuf: Any, recvbuf: Any, root: int, stream: Any = None) -> None:
         """Copy the root's ``sendbuf`` into every other rank's ``recvbuf``."""
-        self.number += 1
-        key = f"broadcast{self.number}"
+        # All ranks broadcast in one order, so that the number is the same on each.
+        self.num_broadcasts += 1
+        key = f"broadcast{self.num_broadcasts}"
         if self.rank == root:
             self.store.set(key, sendbuf.detach().contiguous().view(torch.uint8).numpy().tobytes())
         else:
-            got = torch.frombuffer(bytearray(self.store.get(key)), dtype=torch.uint8)
-            recvbuf.copy_(got.view(recvbuf.dtype).view(recvbuf.shape))
+            received = torch.frombuffer(bytearray(self.store.get(key)), dtype=torch.uint8)
+            recvbuf.copy_(received.view(recvbuf.dtype).view(recvbuf.shape))
 
 
+# nccl4py has these as modules of their own, and NeMo-RL imports names from all three.
 sys.modules |= {f"{__name__}.communicator": sys.modules[__name__], f"{__name__}.utils": sys.modules[__name__]}
