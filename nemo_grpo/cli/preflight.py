@@ -64,7 +64,7 @@ def _show(rows: list[Row]) -> None:
     width = max(len(row.check) for row in rows)
     for row in rows:
         verdict = typer.style(f"{row.verdict:8}", fg=COLOURS[row.verdict])
-        typer.echo(f"{verdict} {row.check:{width}}  {row.found}")
+        typer.echo(f"{verdict} {row.check:{width}}  {row.finding}")
     num_refused = sum(row.verdict == "refused" for row in rows)
     if num_refused:
         typer.echo(f"preflight: {num_refused} of {len(rows)} checks refuse")

@@ -202,12 +202,11 @@ def token_tables(
     def table(order: Tensor, share: Tensor) -> list[list[Any]]:
         """List the frequent entries of the largest ``order``; equal ones in the order of their ids."""
         ranking = order[frequent].argsort(descending=True, stable=True)
+        top = frequent[ranking][:NUM_TOKENS]
+        columns = (entries[top].tolist(), count[top].tolist(), mean[top].tolist(), share[top].tolist())
         rows = []
-        for entry in frequent[ranking][:NUM_TOKENS].tolist():
-            text = decode(int(entries[entry]))
-            rows.append(
-                [text, int(count[entry]), round(float(mean[entry]), 4), round(float(share[entry]), 5)]
-            )
+        for token, token_count, token_mean, token_share in zip(*columns, strict=True):
+            rows.append([decode(token), token_count, round(token_mean, 4), round(token_share, 5)])
         return rows
 
     return {

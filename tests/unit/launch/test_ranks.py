@@ -26,7 +26,7 @@ def reports(*changes):
 
 
 def rows(*changes):
-    return [(row.check, row.verdict, row.found) for row in check_ranks(RECIPE, NODES, reports(*changes))]
+    return [(row.check, row.verdict, row.finding) for row in check_ranks(RECIPE, NODES, reports(*changes))]
 
 
 def refusal(*changes):
