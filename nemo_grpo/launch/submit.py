@@ -261,7 +261,7 @@ def parse_time_limit(text: str) -> timedelta | None:
         return None
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
-    units = ("minutes", "seconds")
+    units: tuple[str, ...] = ("minutes", "seconds")
     # After days, the first number counts hours, else only if there are three: 4:00 is four minutes.
     if dash or len(parts) == 3:
         units = ("hours", "minutes", "seconds")
