@@ -33,9 +33,9 @@ app = typer.Typer(
 )
 
 
-def print_version(asked: bool) -> None:
-    """Print the version and exit, if asked."""
-    if asked:
+def print_version(is_requested: bool) -> None:
+    """Print the version and exit, if it is requested."""
+    if is_requested:
         typer.echo(f"nemo-grpo {__version__}")
         raise typer.Exit
 

@@ -54,34 +54,34 @@ def check(
     Example: nemo-grpo recipe check recipes grpo.max_num_steps=2
     """
     paths, overrides = split_items(items, "check")
-    missing: list[str] = []
-    results = [_check_one(path, overrides, missing) for path in paths]
-    if missing:
+    missing_files: list[str] = []
+    results = [_check_one(path, overrides, missing_files) for path in paths]
+    if missing_files:
         from nemo_grpo.run.recipe_checks import remedies
 
-        for sentence in remedies(missing):
+        for sentence in remedies(missing_files):
             _note(sentence)
     if not all(results):
         typer.echo(f"{results.count(False)} of {len(results)} recipes are wrong", err=True)
         raise typer.Exit(EXIT_USAGE)
 
 
-def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
+def _check_one(path: Path, overrides: list[str], missing_files: list[str]) -> bool:
+    """Check a recipe or sweep and print its line; adds to ``missing_files`` the data that are not there."""
     from nemo_grpo.experiments.sweep import is_sweep
     from nemo_grpo.recipe import advice, load_recipe
     from nemo_grpo.run.recipe_checks import check_recipe
 
-    """Check a recipe or sweep and print its line; adds to ``missing`` the data files that are not there."""
     notes: list[str] = []
     try:
         if is_sweep(path):
-            summary = _sweep_summary(path, overrides, missing)
+            summary = _sweep_summary(path, overrides, missing_files)
         else:
             recipe = load_recipe(path, overrides)
             findings = check_recipe(recipe)
             # Data can be prepared later, so that a missing file does not make a recipe wrong.
             findings.refuse(missing=False)
-            missing += findings.missing
+            missing_files += findings.missing
             summary = _summary(recipe)
             notes = [*advice(recipe), *findings.notes]
     except UserError as error:
@@ -115,7 +115,7 @@ def _summary(recipe: Recipe) -> str:
     return f"{loss}, {model}, {grpo.max_num_steps} steps of {batch}{recipe.or_passes}, {layout}"
 
 
-def _sweep_summary(path: Path, overrides: list[str], missing: list[str]) -> str:
+def _sweep_summary(path: Path, overrides: list[str], missing_files: list[str]) -> str:
     from nemo_grpo.experiments.jobs import make_jobs, naming
     from nemo_grpo.experiments.sweep import load_sweep, targets, with_overrides
     from nemo_grpo.run.recipe_checks import check_recipe
@@ -129,7 +129,7 @@ def _sweep_summary(path: Path, overrides: list[str], missing: list[str]) -> str:
             with naming(job.setting):
                 checked = check_recipe(job.recipe)
                 checked.refuse(missing=False)
-            missing += checked.missing
+            missing_files += checked.missing
         name = jobs[0].setting.recipe.name
         descriptions.append(f"{name}, {len(jobs)} settings x {len(sweep.seeds)} seeds")
     return f"sweep of {'; on the cluster of '.join(descriptions)}"

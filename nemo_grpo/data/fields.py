@@ -154,9 +154,9 @@ def complete() -> Filter:
     return Filter("question and answer are not empty", "file format", lambda: is_complete)
 
 
-def levels(wanted: Iterable[str], cited: str) -> Filter:
+def levels(names: Iterable[str], cited: str) -> Filter:
     """Keep entries whose metadata's ``level`` is one of these."""
-    allowed = frozenset(wanted)
+    allowed = frozenset(names)
 
     def has_level(entry: Entry) -> bool:
         return str(entry.metadata.get("level")) in allowed

@@ -142,14 +142,14 @@ def submit_experiment(
             numbers |= _submit_array(array, out)
             write_atomically(out / SUBMITTED, json.dumps(numbers, indent=2) + "\n")
         finished = {}
-        missing = {}
+        unfinished = {}
         for job in jobs:
             if is_complete(job):
                 finished[job.name] = Status("finished", 0)
             else:
                 progress = f"step {steps_done(job)} of {job.recipe.grpo.max_num_steps}"
-                missing[job.name] = f"job {numbers[job.name]}, {progress}"
-        return write_results(jobs, finished, out, command, missing, baseline)
+                unfinished[job.name] = f"job {numbers[job.name]}, {progress}"
+        return write_results(jobs, finished, out, command, unfinished, baseline)
 
 
 def _check_submitted_recipes(jobs: Sequence[Job], out: Path, numbers: Mapping[str, str]) -> None:

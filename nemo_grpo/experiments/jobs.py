@@ -136,9 +136,9 @@ def override_key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def overlap(key: str, other: str) -> bool:
+def overlap(key: str, other_key: str) -> bool:
     """True if one key is the other, or a section that holds it."""
-    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+    return f"{key}.".startswith(f"{other_key}.") or f"{other_key}.".startswith(f"{key}.")
 
 
 def _job(setting: Setting, seed: int, out: Path, prefix: str) -> Job:

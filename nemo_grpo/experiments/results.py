@@ -80,7 +80,7 @@ class Results:
 
     Attributes:
         groups: finished runs by setting.
-        missing: unfinished run -> reason.
+        unfinished: unfinished run -> reason.
         num_jobs: of all settings and seeds.
         baseline: label of the setting that the others are compared with.
         paired: every other setting against the baseline.
@@ -88,7 +88,7 @@ class Results:
     """
 
     groups: Sequence[RunGroup]
-    missing: Mapping[str, str]
+    unfinished: Mapping[str, str]
     num_jobs: int
     baseline: str
     paired: Sequence[Paired]
@@ -101,9 +101,9 @@ class Results:
             lines = "".join(f"- {line}\n" for line in sentences(self.paired, self.baseline))
             text += f"\n{PAIRED_NOTE}\n\n{lines}\nDrawn in {PLOTS}/{FOREST}.\n"
         text += "".join(f"\nDoes not learn: {line}\n" for line in stuck_runs(self.groups))
-        if self.missing:
-            text += f"\nNot in the table, {len(self.missing)} of {self.num_jobs} runs:\n\n"
-            text += "".join(f"- {name}: {reason}\n" for name, reason in self.missing.items())
+        if self.unfinished:
+            text += f"\nNot in the table, {len(self.unfinished)} of {self.num_jobs} runs:\n\n"
+            text += "".join(f"- {name}: {reason}\n" for name, reason in self.unfinished.items())
         return text
 
 
@@ -112,7 +112,7 @@ def write_results(
     ended: Mapping[str, Status],
     out: Path,
     command: str,
-    missing: Mapping[str, str] | None = None,
+    unfinished: Mapping[str, str] | None = None,
     baseline: str | None = None,
 ) -> Results:
     """Write the files; they name unfinished runs, which enter no mean.
@@ -122,12 +122,12 @@ def write_results(
         ended: job's name -> how its last process ended.
         out: the experiment's folder.
         command: this command line, for the record.
-        missing: unfinished run -> reason; None: from ``ended``.
+        unfinished: unfinished run -> reason; None: from ``ended``.
         baseline: see `baseline_of`.
     """
-    if missing is None:
-        unfinished = [job.name for job in jobs if not _is_finished(job, ended)]
-        missing = {name: str(ended.get(name, "not started")) for name in unfinished}
+    if unfinished is None:
+        names = [job.name for job in jobs if not _is_finished(job, ended)]
+        unfinished = {name: str(ended.get(name, "not started")) for name in names}
     baseline = baseline_of(jobs, baseline)
     groups = finished_groups(jobs, ended)
     paired = compare_groups(groups, baseline)
@@ -140,13 +140,13 @@ def write_results(
         (out / REPORT).unlink(missing_ok=True)
     if not paired:
         (out / PLOTS / FOREST).unlink(missing_ok=True)
-    results = Results(groups, missing, len(jobs), baseline, paired, files)
+    results = Results(groups, unfinished, len(jobs), baseline, paired, files)
     (out / TABLE).write_text(_tables(results, jobs, command))
     record = {
         "command": command,
         "settings": records(groups),
         "paired": paired_records(paired, baseline),
-        "missing": dict(missing),
+        "missing": dict(unfinished),
     }
     (out / RESULTS).write_text(json.dumps(record, indent=2) + "\n")
     return results
