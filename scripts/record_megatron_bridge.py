@@ -20,6 +20,8 @@ import rehearsal_hooks  # noqa: E402
 
 
 def main() -> None:
+    """Write the record."""
+    # Before Megatron-Bridge is imported, which needs CUDA's libraries: the hooks stand in for them.
     rehearsal_hooks.install()
     importlib.import_module("megatron.core")
     importlib.import_module("nemo_grpo.rehearsal.megatron").prepare()
@@ -31,7 +33,12 @@ def main() -> None:
 
 
 def model_of(name: str) -> dict[str, Any]:
-    """Record a model. Returns: tensors: Megatron's pattern -> Hugging Face's.  provider: plain values."""
+    """Record a model.
+
+    Returns:
+        tensors: Megatron's pattern -> Hugging Face's.
+        provider: plain values.
+    """
     from megatron.bridge import AutoBridge
     from small_models import auto_class, small_config
 
@@ -43,20 +50,23 @@ def model_of(name: str) -> dict[str, Any]:
     config.architectures = [type(auto_class(config).from_config(config)).__name__]
     bridge = AutoBridge.from_hf_config(config)
     provider = bridge.to_megatron_provider(load_weights=False)
-    asked = model_section(family_for(config.to_dict()), DTYPES["float32"])
-    plain = {key: plain_of(getattr(provider, key, None)) for key in asked}
-    return {
-        "tensors": tensors_of(bridge),
-        "provider": {key: value for key, value in plain.items() if value is not None},
-    }
+    values = {}
+    for key in model_section(family_for(config.to_dict()), DTYPES["float32"]):
+        value = plain_of(getattr(provider, key, None))
+        # A provider holds functions and modules, too, which no run_config.yaml has.
+        if value is not None:
+            values[key] = value
+    return {"tensors": tensors_of(bridge), "provider": values}
 
 
 def tensors_of(bridge: Any) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    """Return the Hugging Face names of each Megatron name."""
+    names: dict[str, list[str]] = {}
     for mapping in bridge._model_bridge.mapping_registry():
         hf = mapping.hf_param
-        found[mapping.megatron_param] = list(hf.values()) if isinstance(hf, dict) else [hf]
-    return found
+        # Several tensors of Hugging Face's may make one of Megatron's, such as query, key and value.
+        names[mapping.megatron_param] = list(hf.values()) if isinstance(hf, dict) else [hf]
+    return names
 
 
 def plain_of(value: Any) -> Any:

@@ -13,7 +13,8 @@ import argparse
 import ast
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +26,39 @@ from nemo_grpo.support.errors import UserError
 FOLDER = Path(__file__).parents[1] / "nemo_grpo" / "recipe"
 ROOTS = ("algorithms/grpo.py", "algorithms/single_controller_utils/config.py")
 """Modules whose `MasterConfig` is a recipe."""
-ROOT, GENERATION = "MasterConfig", "GenerationConfig"
-TRAINED, SAMPLED = "policy.megatron_cfg.", "policy.generation.mcore_generation_config."
+ROOT = "MasterConfig"
+GENERATION = "GenerationConfig"
+TRAINING = "policy.megatron_cfg."
+INFERENCE = "policy.generation.mcore_generation_config."
 """Megatron-core's inference may override what its training sets (models/generation/megatron/config.py)."""
 MAPPINGS = {"dict", "Dict", "Mapping", "Any", "SchedulerMilestones"}
 KINDS = {
-    **{name: name for name in ("bool", "int", "float", "str")},
-    **{f"{sign}{name.title()}": name for sign in ("Positive", "NonNegative") for name in ("int", "float")},
-    **dict.fromkeys(("list", "List", "tuple", "Sequence"), "list"),
+    "bool": "bool",
+    "int": "int",
+    "float": "float",
+    "str": "str",
+    "PositiveInt": "int",
+    "PositiveFloat": "float",
+    "NonNegativeInt": "int",
+    "NonNegativeFloat": "float",
+    "list": "list",
+    "List": "list",
+    "tuple": "list",
+    "Sequence": "list",
     **dict.fromkeys(MAPPINGS - {"Any"}, "dict"),
 }
 """Name in an annotation -> type of values."""
 NOT_LISTED = ("loss_fn", "env")
 """The variants define the first, users the names in the second."""
 HANDED_ON = (
-    *("policy.dtensor_cfg.automodel_kwargs", "policy.generation.vllm_kwargs", "policy.optimizer"),
-    *("policy.scheduler", f"{TRAINED}checkpoint", f"{TRAINED}distributed_data_parallel_config"),
-    *(f"{TRAINED}optimizer", f"{TRAINED}scheduler"),
+    "policy.dtensor_cfg.automodel_kwargs",
+    "policy.generation.vllm_kwargs",
+    "policy.optimizer",
+    "policy.scheduler",
+    f"{TRAINING}checkpoint",
+    f"{TRAINING}distributed_data_parallel_config",
+    f"{TRAINING}optimizer",
+    f"{TRAINING}scheduler",
 )
 """Sections that go to other libraries as they are."""
 LONGEST_DOC = 100
@@ -53,45 +70,54 @@ Entry = dict[str, Any]
 class Source:
     """The configuration classes of one source folder.
 
-    Attributes: classes: by name, with the lines of their file.  roots: the `MasterConfig` of `ROOTS`.
+    Attributes:
+        folder: of the source.
+        classes: by name; without those of `roots`, which share theirs.
+        roots: the `MasterConfig` of `ROOTS`.
+        lines: class -> the lines of its file.
+        literals: name -> its ``Literal[..]``, of module-level assignments.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.classes, self.roots = folder, dict[str, ast.ClassDef](), list[ast.ClassDef]()
-        self.lines, self.literals = dict[ast.ClassDef, list[str]](), dict[str, ast.expr]()
+        self.folder = folder
+        self.classes: dict[str, ast.ClassDef] = {}
+        self.roots: list[ast.ClassDef] = []
+        self.lines: dict[ast.ClassDef, list[str]] = {}
+        self.literals: dict[str, ast.expr] = {}
         for path in sorted((folder / "nemo_rl").rglob("*.py")):
             text = path.read_text()
             body = ast.parse(text).body
-            found = [node for node in body if isinstance(node, ast.ClassDef)]
-            self.classes |= {node.name: node for node in found if node.name != ROOT}
-            self.lines |= dict.fromkeys(found, text.splitlines())
+            classes = [node for node in body if isinstance(node, ast.ClassDef)]
+            self.classes |= {node.name: node for node in classes if node.name != ROOT}
+            self.lines |= dict.fromkeys(classes, text.splitlines())
             for node in body:
                 if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Literal["):
                     self.literals[ast.unparse(node.targets[0])] = node.value
             if path.relative_to(folder / "nemo_rl").as_posix() in ROOTS:
-                self.roots += [node for node in found if node.name == ROOT]
+                self.roots += [node for node in classes if node.name == ROOT]
 
     def entries(self) -> dict[str, Entry]:
-        """Every key of the classes and of the recipes, sorted."""
-        found = dict[str, Entry]()
+        """Return every key of the classes and of the recipes, sorted."""
+        entries = dict[str, Entry]()
         for key, entry in self._of_classes():
-            found[key] = _merged(found[key], entry) if key in found else entry
+            entries[key] = _merged(entries[key], entry) if key in entries else entry
         for key, value in self._of_recipes():
-            _widen(found.setdefault(key, {"types": ["null"]}), value)
-        for entry in found.values():
+            _widen(entries.setdefault(key, {"types": ["null"]}), value)
+        for entry in entries.values():
+            # A key that is null in every recipe may hold anything else, too.
             if entry.get("types") == ["null"]:
                 del entry["types"]
-        trained = {
-            key.removeprefix(TRAINED): entry for key, entry in found.items() if key.startswith(TRAINED)
-        }
-        for name, entry in trained.items():
-            if "." not in name and "section" not in entry.get("types", ()):
-                found.setdefault(f"{SAMPLED}{name}", entry)
-        found = {key: found[key] for key in sorted(found) if key.split(".")[0] not in NOT_LISTED}
-        free = {key for key, entry in found.items() if entry.get("free")}
-        found = {key: entry for key, entry in found.items() if free.isdisjoint(parents(key))}
-        self._mark(found)
-        return found | {"env": {"types": ["dict"], "free": True}}
+        for key, entry in list(entries.items()):
+            name = key.removeprefix(TRAINING)
+            is_plain = "." not in name and "section" not in entry.get("types", ())
+            if key.startswith(TRAINING) and is_plain:
+                entries.setdefault(f"{INFERENCE}{name}", entry)
+        entries = {key: entries[key] for key in sorted(entries) if key.split(".")[0] not in NOT_LISTED}
+        free = {key for key, entry in entries.items() if entry.get("free")}
+        # What users choose below a free key is no key of NeMo-RL's.
+        entries = {key: entry for key, entry in entries.items() if free.isdisjoint(parents(key))}
+        self._mark(entries)
+        return entries | {"env": {"types": ["dict"], "free": True}}
 
     def _of_classes(self) -> Iterator[tuple[str, Entry]]:
         for root in self.roots:
@@ -104,12 +130,14 @@ class Source:
         for path in sorted((self.folder / "examples").rglob("*.yaml")):
             try:
                 tree = load_tree(path)
-            except UserError:  # its base lies elsewhere in the repository
+            except UserError:
+                # Its base lies elsewhere in the repository.
                 continue
             if {"grpo", "policy"} <= set(tree):
                 yield from leaves(tree)
 
     def _mark(self, entries: dict[str, Entry]) -> None:
+        """Mark the keys whose name no Python file has, unless they are handed on to other libraries."""
         files = [path for part in ("nemo_rl", "examples") for path in (self.folder / part).rglob("*.py")]
         words = {word for path in files for word in re.findall(r"\w+", path.read_text())}
         for key, entry in entries.items():
@@ -118,14 +146,17 @@ class Source:
                 entry["unread"] = True
 
     def _below(self, node: ast.ClassDef, prefix: str) -> Iterator[tuple[str, Entry]]:
+        """Yield the keys of a class, of its bases, and of the sections in it."""
         for base in self._bases(node):
             yield from self._below(base, prefix)
         for field, after in zip(node.body, [*node.body[1:], None], strict=True):
             if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
                 continue
-            if field.target.id.startswith("_"):  # NeMo-RL sets it
+            # NeMo-RL itself sets the private ones.
+            if field.target.id.startswith("_"):
                 continue
-            key, entry = f"{prefix}{field.target.id}", self._entry(field)
+            key = f"{prefix}{field.target.id}"
+            entry = self._entry(field)
             names = _names(field.annotation)
             below = [self.classes[name] for name in sorted(names) if self._is_section(name)]
             is_mapping = {"dict", "section"}.intersection(entry.get("types", ())) == {"dict"}
@@ -137,40 +168,32 @@ class Source:
             yield key, self._doc(node, field, after) | entry
 
     def _entry(self, field: ast.AnnAssign) -> Entry:
+        """Read types, values and default from a field's annotation and value."""
         types, values = self._types(field.annotation)
-        entry: Entry = {} if "any" in types else {"types": sorted(types)}
-        entry |= {"values": values} if values and "str" in types else {}
+        entry: Entry = {}
+        if "any" not in types:
+            entry["types"] = sorted(types)
+        if values and "str" in types:
+            entry["values"] = values
         default = field.value
         if isinstance(default, ast.Call) and ast.unparse(default.func) == "Field":
-            given = {keyword.arg: keyword.value for keyword in default.keywords}
-            default = given.get("default", default.args[0] if default.args else None)
-        try:
-            return entry if default is None else entry | {"default": ast.literal_eval(default)}
-        except ValueError:
-            return entry
+            keywords = {keyword.arg: keyword.value for keyword in default.keywords}
+            positional = default.args[0] if default.args else None
+            default = keywords.get("default", positional)
+        if default is not None:
+            # An expression that calls something is no default that JSON could hold.
+            with suppress(ValueError):
+                entry["default"] = ast.literal_eval(default)
+        return entry
 
     def _types(self, annotation: ast.expr) -> tuple[set[str], list[Any]]:
-        """The kinds of values that an annotation allows, and those of its literals."""
+        """Return the kinds of values that an annotation allows, and its literals."""
         if isinstance(annotation, ast.BinOp):
-            return self._types(ast.Tuple([annotation.left, annotation.right], ast.Load()))
+            return self._union_types([annotation.left, annotation.right])
         if isinstance(annotation, ast.Tuple):
-            found = [self._types(part) for part in annotation.elts]
-            is_open = any("str" in kinds and not values for kinds, values in found)
-            values = [] if is_open else [value for _, values in found for value in values]
-            return {kind for kinds, _ in found for kind in kinds}, values
+            return self._union_types(annotation.elts)
         if isinstance(annotation, ast.Subscript):
-            name = ast.unparse(annotation.value).rpartition(".")[2]
-            if name == "Literal":
-                given = ast.literal_eval(annotation.slice)
-                values = list(given) if isinstance(given, tuple) else [given]
-                return {kind_of(value) for value in values}, values
-            if name == "Annotated":
-                assert isinstance(annotation.slice, ast.Tuple)
-                return self._types(annotation.slice.elts[0])
-            if name in ("NotRequired", "Required", "Optional", "Union"):
-                kinds, values = self._types(annotation.slice)
-                return kinds | ({"null"} if name == "Optional" else set()), values
-            return self._types(annotation.value)
+            return self._subscript_types(annotation)
         if isinstance(annotation, ast.Constant):
             if not isinstance(annotation.value, str):
                 return {"null"}, []
@@ -180,26 +203,62 @@ class Source:
         name = ast.unparse(annotation).rpartition(".")[2]
         if name in self.literals:
             return self._types(self.literals[name])
-        return {"section" if self._is_section(name) else KINDS.get(name, "any")}, []
+        if self._is_section(name):
+            return {"section"}, []
+        return {KINDS.get(name, "any")}, []
+
+    def _union_types(self, annotations: Sequence[ast.expr]) -> tuple[set[str], list[Any]]:
+        """Join the members of a union; a member that allows any text makes the others' literals moot."""
+        kinds: set[str] = set()
+        values: list[Any] = []
+        allows_any_text = False
+        for annotation in annotations:
+            member_kinds, member_values = self._types(annotation)
+            kinds |= member_kinds
+            values += member_values
+            if "str" in member_kinds and not member_values:
+                allows_any_text = True
+        return kinds, [] if allows_any_text else values
+
+    def _subscript_types(self, annotation: ast.Subscript) -> tuple[set[str], list[Any]]:
+        name = ast.unparse(annotation.value).rpartition(".")[2]
+        if name == "Literal":
+            literal = ast.literal_eval(annotation.slice)
+            values = list(literal) if isinstance(literal, tuple) else [literal]
+            return {kind_of(value) for value in values}, values
+        if name == "Annotated":
+            assert isinstance(annotation.slice, ast.Tuple)
+            return self._types(annotation.slice.elts[0])
+        if name in ("NotRequired", "Required", "Optional", "Union"):
+            kinds, values = self._types(annotation.slice)
+            if name == "Optional":
+                kinds = kinds | {"null"}
+            return kinds, values
+        return self._types(annotation.value)
 
     def _doc(self, node: ast.ClassDef, field: ast.AnnAssign, after: ast.stmt | None) -> Entry:
-        """The first sentence of a text below a field, or of the comment beside or above it."""
-        lines = self.lines[node]
-        below = after.value if isinstance(after, ast.Expr) else None
-        if isinstance(below, ast.Constant) and isinstance(below.value, str):
-            text = below.value
-        elif "  # " in (beside := lines[(field.end_lineno or field.lineno) - 1]):
-            text = beside.partition("  # ")[2]
-        else:
-            end = start = field.lineno - 1
-            while start and lines[start - 1].strip().startswith("# "):
-                start -= 1
-            text = " ".join(line.strip("# ") for line in lines[start:end])
-        if default := re.fullmatch(r"Default: (True|False|None|-?[\d.]+)", text):
+        """Read the first sentence of a text below a field, or of the comment beside or above it."""
+        text = self._doc_text(node, field, after)
+        default = re.fullmatch(r"Default: (True|False|None|-?[\d.]+)", text)
+        if default:
             return {"default": ast.literal_eval(default[1])}
         sentence = re.split(r"(?<=[.;])\s", " ".join(text.split()))[0].rstrip(".;")
         is_short = 0 < len(sentence) <= LONGEST_DOC and sentence.isascii() and "TODO" not in sentence
         return {"doc": sentence} if is_short else {}
+
+    def _doc_text(self, node: ast.ClassDef, field: ast.AnnAssign, after: ast.stmt | None) -> str:
+        docstring = after.value if isinstance(after, ast.Expr) else None
+        if isinstance(docstring, ast.Constant) and isinstance(docstring.value, str):
+            return docstring.value
+        lines = self.lines[node]
+        last_line = lines[(field.end_lineno or field.lineno) - 1]
+        if "  # " in last_line:
+            return last_line.partition("  # ")[2]
+        end = field.lineno - 1
+        start = end
+        while start and lines[start - 1].strip().startswith("# "):
+            start -= 1
+        return " ".join(line.strip("# ") for line in lines[start:end])
 
     def _bases(self, node: ast.ClassDef) -> list[ast.ClassDef]:
         names = [name for base in node.bases for name in _names(base)]
@@ -212,20 +271,25 @@ class Source:
         if name not in self.classes:
             return False
         node = self.classes[name]
-        own = {base for expression in node.bases for base in _names(expression)}
-        return bool(own & {"TypedDict", "BaseModel"}) or any(
-            self._is_section(base.name) for base in self._bases(node)
-        )
+        bases = {base for expression in node.bases for base in _names(expression)}
+        if bases & {"TypedDict", "BaseModel"}:
+            return True
+        return any(self._is_section(base.name) for base in self._bases(node))
 
 
 def _names(annotation: ast.expr) -> set[str]:
-    """Every name in an annotation, those in quotes too."""
-    found = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
-    texts = [node.value for node in ast.walk(annotation) if isinstance(node, ast.Constant)]
-    return found | {text for text in texts if isinstance(text, str) and text.isidentifier()}
+    """Collect every name in an annotation, those in quotes too."""
+    names = set()
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            names.add(node.value)
+    return names
 
 
 def _refers(value: Any) -> bool:
+    """True for an interpolation or a missing value, whose own type is not known."""
     return any(isinstance(text, str) and ("${" in text or text == "???") for text in scalars(value))
 
 
@@ -233,7 +297,9 @@ def _widen(entry: Entry, value: Any) -> None:
     """Let a key have a recipe's value; one that no class has may be null, and any number if it is one."""
     kind = kind_of(value)
     if "types" in entry and not _refers(value) and not fits(kind, entry["types"]):
-        kind = "float" if kind == "int" and "null" in entry["types"] else kind
+        # Without a class only recipes tell the type, and they may write 1 for 1.0.
+        if kind == "int" and "null" in entry["types"]:
+            kind = "float"
         entry["types"] = sorted({*entry["types"], kind})
     if "values" in entry and isinstance(value, str) and value not in entry["values"]:
         del entry["values"]
@@ -244,17 +310,20 @@ def _merged(a: Entry, b: Entry) -> Entry:
     merged = {**b, **a}
     for name in ("types", "values"):
         merged.pop(name, None)
+        # A class without types allows any, and so do both together.
         if name in a and name in b:
-            merged[name] = [*a[name], *(value for value in b[name] if value not in a[name])]
+            merged[name] = a[name] + [value for value in b[name] if value not in a[name]]
     return merged
 
 
 def written(entries: dict[str, Entry]) -> str:
-    """Entries as JSON, one a line."""
-    return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(e)}" for key, e in entries.items()) + "\n}\n"
+    """Write the entries as JSON, one a line, so that a change of a key is one line of a diff."""
+    lines = [f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def main() -> None:
+    """Write the file of each folder on the command line."""
     parser = argparse.ArgumentParser(description="Write down the keys of NeMo-RL's recipes.")
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="source folder of NeMo-RL")
     for folder in parser.parse_args().folders:

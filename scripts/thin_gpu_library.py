@@ -18,24 +18,39 @@ ENTRY = struct.Struct("<HHIQIIII")
 
 
 def thin(library: bytearray, capability: int) -> int:
-    """Zero all other code in place. Returns: the bytes of code that stay."""
-    kept, place = 0, library.find(MAGIC)
+    """Zero the code of other GPUs in place; returns the bytes of code that stay."""
+    bytes_left = 0
+    place = library.find(MAGIC)
     while place >= 0:
-        _, version, header, size = CONTAINER.unpack_from(library, place)
-        end = place + header + size
-        if version != 1 or header != CONTAINER.size or end > len(library):  # these bytes by chance
+        _, version, header_size, size = CONTAINER.unpack_from(library, place)
+        end = place + header_size + size
+        is_container = version == 1 and header_size == CONTAINER.size and end <= len(library)
+        if is_container:
+            bytes_left += thin_entries(library, place + header_size, end, capability)
+            place = library.find(MAGIC, end)
+        else:
+            # Other data may hold the magic number by chance.
             place = library.find(MAGIC, place + 1)
-            continue
-        entry = place + header
-        while entry < end:
-            _, _, own, length, *_, found = ENTRY.unpack_from(library, entry)
-            if found == capability:
-                kept += length
-            else:
-                library[entry + own : entry + own + length] = bytes(length)
-            entry += own + length
-        place = library.find(MAGIC, end)
-    return kept
+    return bytes_left
+
+
+def thin_entries(library: bytearray, start: int, end: int, capability: int) -> int:
+    """Zero the code of other GPUs in one container; returns the bytes of code that stay."""
+    bytes_left = 0
+    entry = start
+    while entry < end:
+        fields = ENTRY.unpack_from(library, entry)
+        header_size = fields[2]
+        code_size = fields[3]
+        entry_capability = fields[-1]
+        code = entry + header_size
+        if entry_capability == capability:
+            bytes_left += code_size
+        else:
+            # Zeros of the same length: every offset in the library stays as it is.
+            library[code : code + code_size] = bytes(code_size)
+        entry = code + code_size
+    return bytes_left
 
 
 def main() -> None:
@@ -45,10 +60,11 @@ def main() -> None:
     parser.add_argument("--capability", type=int, default=90, help="90: H100 and H200")
     options = parser.parse_args()
     library = bytearray(options.library.read_bytes())
-    if not (kept := thin(library, options.capability)):
+    bytes_left = thin(library, options.capability)
+    if bytes_left == 0:
         parser.error(f"{options.library} has no code for --capability {options.capability}")
     options.target.write_bytes(library)
-    print(f"{kept} bytes of code for {options.capability} stay")
+    print(f"{bytes_left} bytes of code for {options.capability} stay")
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ app = typer.Typer(
 )
 
 
-def print_version(asked: bool) -> None:
-    """Print the version and exit, if asked."""
-    if asked:
+def print_version(is_requested: bool) -> None:
+    """Print the version and exit, if it is requested."""
+    if is_requested:
         typer.echo(f"nemo-grpo {__version__}")
         raise typer.Exit
 
@@ -51,25 +51,29 @@ def options(
 
 @app.command()
 def train(
-    file: Annotated[Path, Argument(metavar="RECIPE", help="As recipes/quickstart.yaml.")],
+    file: Annotated[Path, Argument(metavar="RECIPE", help="Recipe, such as recipes/quickstart.yaml.")],
     overrides: recipe.Overrides = None,
-    resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    resume: Annotated[
+        bool,
+        Option("--resume", help="Continue the run from its newest checkpoint, if there is one."),
+    ] = False,
 ) -> None:
     """Train a policy on this machine.
 
-    Everything of the run goes into runs/<nemo_grpo.run_name>/: metrics, samples, plots, checkpoints, and at
-    the end the model as a Hugging Face folder.
+    The run writes into runs/<nemo_grpo.run_name>/: metrics, samples, plots, checkpoints, and at the end the
+    model as a Hugging Face folder.
 
     Examples:
       nemo-grpo train recipes/quickstart.yaml
       nemo-grpo train recipes/quickstart.yaml loss_fn.variant=gpg nemo_grpo.run_name=gpg grpo.max_num_steps=20
 
-    Exit codes: 0 finished; 2 the input was refused and nothing was created; 75 stopped by SIGINT, SIGTERM or
-    SIGUSR1 with a checkpoint saved, run again with --resume; 1 anything else.
+    Exit codes: 0 finished; 2 the input was refused and nothing was created; 75 SIGINT, SIGTERM or SIGUSR1
+    stopped the run, which saved a checkpoint (repeat the command with --resume); 1 anything else.
     """
     from nemo_grpo.recipe import advice, load_recipe
 
-    loaded = load_recipe(file, overrides or [])  # before the imports below, which take seconds
+    # Before the imports below, which take seconds: a typo in the recipe should show at once.
+    loaded = load_recipe(file, overrides or [])
     for sentence in advice(loaded):
         log.warning("%s", sentence)
 
@@ -80,10 +84,12 @@ def train(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs, comparisons, sweeps.")],
-    output: Annotated[Path, Option("--output", "-o", help="HTML; plots/ beside it.")] = Path("report.html"),
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Folders of runs, comparisons or sweeps.")],
+    output: Annotated[
+        Path, Option("--output", "-o", help="HTML file to write. The plots go into plots/ beside it.")
+    ] = Path("report.html"),
 ) -> None:
-    """Compare runs in one HTML file: learning curves, diagnostics, a table over seeds.
+    """Compare runs in one HTML file: learning curves, diagnostics, and a table over seeds.
 
     Runs that differ only in their seed become one line with a band.
 
@@ -97,29 +103,31 @@ def report(
 
 @app.command()
 def doctor(
-    nemo_rl: Annotated[Path | None, Option(help="NeMo-RL's repository. Default: NEMO_RL_SRC.")] = None,
+    nemo_rl: Annotated[
+        Path | None, Option(help="Folder of NeMo-RL's clone. The default is the variable NEMO_RL_SRC.")
+    ] = None,
 ) -> None:
     """Check that a NeMo-RL tree has the names that this package calls and replaces, with their signatures.
 
-    Reads the tree's source: no import, no GPU, a few seconds. Lists each name that does not fit, with the
-    recipes that need it and the signatures expected and found.
+    The command reads the tree's source. It imports nothing, needs no GPU, and takes a few seconds. It lists
+    each name that does not fit, with the recipes that need it and the signatures expected and found.
 
     Example: nemo-grpo doctor --nemo-rl ../RL
 
-    Exit codes: 0 all names fit, or only those of the single controller do not; 1 others do not; 2 no NeMo-RL
-    in the folder.
+    Exit codes: 0 all names fit, or only those of the single controller do not; 1 others do not fit; 2 the
+    folder holds no NeMo-RL.
     """
     from nemo_grpo.nemorl.doctor import check_tree
     from nemo_grpo.nemorl.host_api import HOST_API, SINGLE_CONTROLLER, tested
 
-    default = os.environ.get("NEMO_RL_SRC")
-    root = nemo_rl or (Path(default) if default else None)
-    if root is None:
+    source = str(nemo_rl or os.environ.get("NEMO_RL_SRC") or "")
+    if not source:
         raise UserError("--nemo-rl is missing and NEMO_RL_SRC is not set; give the folder of NeMo-RL's clone")
-    misfits = check_tree(root)
+    misfits = check_tree(Path(source))
     for misfit in misfits:
         typer.echo(f"{misfit} [{misfit.name.part}]")
-    fits = all(misfit.name.part == SINGLE_CONTROLLER for misfit in misfits)  # 0.7.0 has none
+    # NeMo-RL 0.7.0 has no single controller.
+    fits = all(misfit.name.part == SINGLE_CONTROLLER for misfit in misfits)
     if not fits:
         verdict = f"NeMo-RL does not fit; tested: {tested()}"
     elif misfits:
@@ -136,9 +144,10 @@ for command in (plan.plan, rehearse.rehearse, compare.compare, compare.sweep, pr
 app.command("eval")(eval.eval_command)
 GROUPS = (recipe.app, convert.app, data.app, launch.app, launch.slurm, retriever.app, variants.app)
 for group in (app, *GROUPS):
-    for registered in group.registered_commands:  # join the lines of a paragraph; the terminal wraps them
-        text = inspect.getdoc(registered.callback) or ""
-        registered.help = re.sub(r"(?<!\n)\n(?!\n| )", " ", text)
+    for registered in group.registered_commands:
+        docstring = inspect.getdoc(registered.callback) or ""
+        # Joins the lines of a paragraph, which the terminal wraps anew; indented lines are examples.
+        registered.help = re.sub(r"(?<!\n)\n(?!\n| )", " ", docstring)
 for group in GROUPS:
     app.add_typer(group)
 
@@ -147,7 +156,8 @@ class StderrHandler(logging.StreamHandler[TextIO]):
     """Writes to the present `sys.stderr`, which rich replaces while it shows a bar, to put lines above it."""
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)  # a StreamHandler's would keep the stream of now
+        # Not StreamHandler's, which would keep the stream that is there now.
+        logging.Handler.__init__(self)
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
@@ -157,9 +167,9 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 def main(commands: typer.Typer = app) -> None:
     """Run the command line; a `UserError` becomes one line on stderr and exit code 2."""
-    leads = os.environ.get("RANK", "0") == "0"
+    is_first_rank = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(
-        level=logging.INFO if leads else logging.WARNING,
+        level=logging.INFO if is_first_rank else logging.WARNING,
         format="%(levelname)s %(name)s: %(message)s",
         handlers=[StderrHandler()],
     )

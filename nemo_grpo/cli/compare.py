@@ -24,17 +24,25 @@ if TYPE_CHECKING:
     from nemo_grpo.experiments.results import Results
     from nemo_grpo.experiments.sweep import Sweep
 
-Seeds = Annotated[str | None, Option(help="How many (3 is 0,1,2), or which, comma-separated.")]
-Out = Annotated[Path | None, Option(help="Folder of runs, table and report.")]
-Jobs = Annotated[int, Option(min=1, help="Runs at a time.")]
-Baseline = Annotated[str | None, Option(help="Setting to compare with; else grpo, or the first.")]
-DryRun = Annotated[bool, Option("--dry-run", help="Check every recipe, list the runs, start nothing.")]
+Seeds = Annotated[str | None, Option(help="Seeds: a number (3 = 0,1,2) or a list such as 0,7.")]
+Out = Annotated[
+    Path | None,
+    Option(help="Folder that gets the runs, the table and the report. The default is named after the input."),
+]
+Jobs = Annotated[int, Option(min=1, help="Number of runs that train at the same time.")]
+Baseline = Annotated[
+    str | None,
+    Option(help="Setting that the others are compared with. The default is grpo, else the first setting."),
+]
+DryRun = Annotated[bool, Option("--dry-run", help="Check every recipe and list the runs. Nothing starts.")]
 
 
 def compare(
-    recipe: Annotated[Path, Argument(help="As recipes/quickstart.yaml.")],
+    recipe: Annotated[Path, Argument(help="Recipe, such as recipes/quickstart.yaml.")],
     overrides: Overrides = None,
-    variants: Annotated[str, Option(help="Comma-separated.")] = "grpo,cw_grpo,tr_grpo,erpo,gpg",
+    variants: Annotated[
+        str, Option(help="Variants, separated by commas. `nemo-grpo variants` lists them.")
+    ] = "grpo,cw_grpo,tr_grpo,erpo,gpg",
     seeds: Seeds = "3",
     out: Out = None,
     jobs: Jobs = 1,
@@ -43,10 +51,12 @@ def compare(
 ) -> None:
     """Train several variants over seeds from one start, and compare them, paired by seed.
 
-    A variant's recipe is RECIPE-<variant>.yaml beside the recipe, else the recipe with that variant; what the
-    recipe sets of loss_fn then holds for every variant that has the parameter. Settings that differ are
-    printed, and stand in table.md. Repeat the command to continue: finished runs stay, others are resumed.
-    A run that fails does not stop the others.
+    A variant is trained by RECIPE-<variant>.yaml beside the recipe if there is such a file. Else it is
+    trained by the recipe with that variant, and keeps the recipe's loss_fn parameters, as far as it has them.
+    The command prints the settings that differ; table.md repeats them.
+
+    Repeat the command to continue. Finished runs stay, and others are resumed. A run that fails does not stop
+    the others.
 
     Examples:
       nemo-grpo compare recipes/quickstart.yaml --variants grpo,cw_grpo,tr_grpo,erpo,gpg --seeds 3 --jobs 2
@@ -58,13 +68,15 @@ def compare(
     from nemo_grpo.experiments.sweep import sweep_variants
 
     names = [name.strip() for name in variants.split(",") if name.strip()]
-    made = sweep_variants(recipe, names, parse_seeds(seeds or "3"))
-    out = out or Path("runs") / f"compare-{made.name}"
-    _run(make_runs(made, overrides, None, out), out, jobs, baseline, dry_run)
+    loaded = sweep_variants(recipe, names, parse_seeds(seeds or "3"))
+    out = out or Path("runs") / f"compare-{loaded.name}"
+    _run(make_runs(loaded, overrides, None, out), out, jobs, baseline, dry_run)
 
 
 def sweep(
-    name: Annotated[str, Argument(metavar="SWEEP", help="YAML file, or a preset in recipes/sweeps.")],
+    name: Annotated[
+        str, Argument(metavar="SWEEP", help="YAML file with the settings, or the name of a preset below.")
+    ],
     overrides: Overrides = None,
     seeds: Seeds = None,
     out: Out = None,
@@ -72,7 +84,8 @@ def sweep(
     baseline: Baseline = None,
     dry_run: DryRun = False,
     target: Annotated[
-        Literal["embedded", "cluster"], Option(help="Train here, or submit every run as `launch` does.")
+        Literal["embedded", "cluster"],
+        Option(help="embedded trains here. cluster submits every run to Slurm, as `nemo-grpo launch` does."),
     ] = "embedded",
     time: launch.Time = None,
     account: launch.Account = None,
@@ -86,43 +99,48 @@ def sweep(
     """Train one recipe under several settings over seeds: ablations and sensitivity sweeps.
 
     Presets: ablations, tr_grpo-weighting, tr_grpo-sensitivity, gpg-components, gpg-normalization,
-    gpg-group_size, gpg-threshold. With --target cluster they vary the papers' recipes: each run's recipe is
-    written to OUT/recipes and planned, and all are submitted as one Slurm array. Repeat the command to submit
-    added runs, and for table and report of the runs that are done.
+    gpg-group_size, gpg-threshold.
+
+    With --target cluster the presets vary the papers' recipes. The command plans each run, writes its recipe
+    to OUT/recipes, and submits all runs as one Slurm array. Repeat it to submit added runs, and to get the
+    table and the report of the runs that have finished.
 
     Examples:
       nemo-grpo sweep tr_grpo-weighting --seeds 3 --jobs 2
       nemo-grpo sweep tr_grpo-weighting --target cluster --time 04:00:00 --partition batch --dry-run
 
-    Exit codes and continuing: as compare.
+    Exit codes and continuing are those of compare.
     """
     from nemo_grpo.experiments.sweep import find_sweep, load_sweep
 
-    on_cluster = target == "cluster"
     loaded = load_sweep(find_sweep(name), target)
-    out = out or Path("runs") / f"sweep-{loaded.name}{'-cluster' if on_cluster else ''}"
-    runs = make_runs(loaded, overrides, seeds, out, prefix=f"{loaded.name}-" if on_cluster else "")
     options = launch.sbatch_options(time, account, partition, sbatch)
     environment = launch.job_environment(container, mounts, logs)
-    if on_cluster:
+    if target == "cluster":
         from nemo_grpo.experiments.cluster import Slurm
 
+        out = out or Path("runs") / f"sweep-{loaded.name}-cluster"
+        # A run's name is its job's, too; in Slurm's queue the sweep's name tells it from other sweeps' jobs.
+        runs = make_runs(loaded, overrides, seeds, out, prefix=f"{loaded.name}-")
         _submit(runs, out, Slurm(gpu, options, environment), baseline, dry_run)
-    elif given := [name for name, value in {**options, **environment}.items() if value is not None]:
-        raise UserError(f"--{given[0].lower()} is for jobs on Slurm; add --target cluster, or leave it out")
-    else:
-        _run(runs, out, jobs, baseline, dry_run)
+        return
+    out = out or Path("runs") / f"sweep-{loaded.name}"
+    runs = make_runs(loaded, overrides, seeds, out)
+    for option, value in {**options, **environment}.items():
+        if value is not None:
+            raise UserError(f"--{option.lower()} is for jobs on Slurm; add --target cluster, or leave it out")
+    _run(runs, out, jobs, baseline, dry_run)
 
 
 def make_runs(
-    made: Sweep, overrides: Sequence[str] | None, seeds: str | None, out: Path, prefix: str = ""
+    loaded: Sweep, overrides: Sequence[str] | None, seeds: str | None, out: Path, prefix: str = ""
 ) -> list[Job]:
     """Make the runs of a sweep with the command line's overrides and seeds."""
     from nemo_grpo.experiments.jobs import make_jobs
     from nemo_grpo.experiments.sweep import with_overrides
 
-    chosen = made.seeds if seeds is None else parse_seeds(seeds)
-    return make_jobs(with_overrides(made.settings, overrides or []), chosen, out, prefix=prefix)
+    seed_numbers = loaded.seeds if seeds is None else parse_seeds(seeds)
+    return make_jobs(with_overrides(loaded.settings, overrides or []), seed_numbers, out, prefix=prefix)
 
 
 def _submit(runs: Sequence[Job], out: Path, slurm: Slurm, baseline: str | None, dry_run: bool) -> None:
@@ -136,12 +154,14 @@ def _submit(runs: Sequence[Job], out: Path, slurm: Slurm, baseline: str | None, 
             for task, job in enumerate(array.runs):
                 typer.echo(f"{task}  {recipe_file(job, out)}")
         return
-    found = submit_experiment(runs, out, slurm, _command(), baseline)
-    show_results(found)
-    typer.echo(", ".join(map(str, (out / "recipes", out / "submitted.json", *found.files))))
+    results = submit_experiment(runs, out, slurm, _command(), baseline)
+    show_results(results)
+    files = [out / "recipes", out / "submitted.json", *results.files]
+    typer.echo(", ".join(map(str, files)))
 
 
 def _command() -> str:
+    """Write this command line, which table.md and results.json record."""
     return shlex.join(["nemo-grpo", *sys.argv[1:]])
 
 
@@ -156,9 +176,11 @@ def _run(runs: Sequence[Job], out: Path, num_parallel: int, baseline: str | None
         for job in runs:
             typer.echo(f"{job.folder}  {job.setting.recipe} {shlex.join(job.setting.overrides)}".rstrip())
         return
-    found, code = run_experiment(runs, out, num_parallel=num_parallel, command=_command(), baseline=baseline)
-    show_results(found)
-    typer.echo(", ".join(map(str, found.files)))
+    results, code = run_experiment(
+        runs, out, num_parallel=num_parallel, command=_command(), baseline=baseline
+    )
+    show_results(results)
+    typer.echo(", ".join(map(str, results.files)))
     raise typer.Exit(code)
 
 
@@ -172,36 +194,48 @@ def show_differences(runs: Sequence[Job]) -> None:
     table = Table(*head, box=None)
     for row in rows:
         table.add_row(*row)
-    if rows:  # standard output has the runs of a dry run, one a line
+    if rows:
+        # Standard output has the runs of a dry run, one a line, for a shell.
         wide_console(stderr=True).print(table, "")
 
 
-def show_results(found: Results) -> None:
+def show_results(results: Results) -> None:
     """Print the tables and the notes below them, as wide as the terminal."""
     from nemo_grpo.report.paired import paired_table
     from nemo_grpo.report.summary import table
 
     console = wide_console()
-    tables = [table(found.groups)] if found.groups else []
-    tables += [paired_table(found.paired, found.baseline)] if found.paired else []
+    tables = []
+    if results.groups:
+        tables.append(table(results.groups))
+    if results.paired:
+        tables.append(paired_table(results.paired, results.baseline))
     for head, rows in tables:
         for part in comparison(head, rows, console.width):
             console.print(part, "")
-    console.print(found.notes(), markup=False, highlight=False)
+    # Markup off: the brackets of an interval would be read as a style.
+    console.print(results.notes(), markup=False, highlight=False)
 
 
 def comparison(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
     """Lay out a row per figure and a column per setting; columns that do not fit follow in another table."""
     from rich.table import Table
 
-    widths = [max(map(len, cells)) + 2 for cells in (head, *rows)]
-    while rows:
-        total, shown = widths[0], 0
-        while shown < len(rows) and (not shown or total + widths[shown + 1] <= width):
-            shown += 1
-            total += widths[shown]
-        made = Table(head[0], *(row[0] for row in rows[:shown]), box=None)
-        for name, *cells in zip(head[1:], *(row[1:] for row in rows[:shown]), strict=True):
-            made.add_row(name, *cells)
-        yield made
-        rows, widths = rows[shown:], [widths[0], *widths[shown + 1 :]]
+    padding = 2
+    head_width = max(map(len, head)) + padding
+    settings = list(rows)
+    while settings:
+        total = head_width
+        fitting: list[Sequence[str]] = []
+        for setting in settings:
+            total += max(map(len, setting)) + padding
+            # At least one column, however narrow the terminal is.
+            if fitting and total > width:
+                break
+            fitting.append(setting)
+        settings = settings[len(fitting) :]
+        # The tables are turned: a setting is a row of the results, and a column here.
+        part = Table(head[0], *[setting[0] for setting in fitting], box=None)
+        for column, figure in enumerate(head[1:], 1):
+            part.add_row(figure, *[setting[column] for setting in fitting])
+        yield part

@@ -23,15 +23,19 @@ app = typer.Typer(
     help="Convert checkpoints between Hugging Face and Megatron: no GPU, no model, constant memory.",
 )
 
-Dtype = Annotated[str | None, Option(help="bf16, fp16 or fp32; without it nothing is rounded.")]
-Workers = Annotated[int, Option(min=1, help="Threads; each needs a few megabytes.")]
+Dtype = Annotated[
+    str | None, Option(help="Write the weights in bf16, fp16 or fp32. Without it nothing is rounded.")
+]
+Workers = Annotated[int, Option(min=1, help="Number of threads. Each needs a few megabytes.")]
 Resume = Annotated[bool, Option("--resume", help="Finish an interrupted conversion.")]
 Force = Annotated[bool, Option("--force", help="Replace an existing output, or start over.")]
-Sha256 = Annotated[bool, Option("--sha256", help="Also write SHA256SUMS (reads the result once).")]
+Sha256 = Annotated[bool, Option("--sha256", help="Also write SHA256SUMS, which reads the result once.")]
 Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
-Output = Annotated[Path, Option(help="Folder to create; it appears once complete.")]
-HFModel = Annotated[Path, Option(help="Folder with config.json and *.safetensors.")]
-Megatron = Annotated[Path, Option(help="torch_dist folder, its parent, or NeMo-RL's step_N.")]
+Output = Annotated[Path, Option(help="Folder to create. It appears when it is complete.")]
+HFModel = Annotated[Path, Option(help="Hugging Face folder with config.json and *.safetensors.")]
+Megatron = Annotated[
+    Path, Option(help="Megatron checkpoint: a torch_dist folder, its parent, or NeMo-RL's step_N.")
+]
 
 
 @app.command("hf-to-megatron")
@@ -40,7 +44,9 @@ def hf_to_megatron_command(
     output: Output,
     dtype: Dtype = None,
     workers: Workers = 2,
-    padded_vocab_size: Annotated[int | None, Option(help="Rows of the embeddings.")] = None,
+    padded_vocab_size: Annotated[
+        int | None, Option(help="Rows of the embeddings. The default is the model's vocab_size.")
+    ] = None,
     resume: Resume = False,
     force: Force = False,
     sha256: Sha256 = False,
@@ -61,14 +67,23 @@ def hf_to_megatron_command(
 def megatron_to_hf_command(
     megatron_checkpoint: Megatron,
     output: Output,
-    hf_config: Annotated[Path | None, Option(help="With config.json and tokenizer; else --base.")] = None,
-    dtype: Dtype = None,
-    max_shard_size: Annotated[str, Option(help="Largest file, such as 5GB or 500MB.")] = "5GB",
-    lora: Annotated[
-        Literal["merge", "adapter"] | None, Option(help="Merge into --base, or write a PEFT folder.")
+    hf_config: Annotated[
+        Path | None, Option(help="Folder with config.json and tokenizer. The default with --lora is --base.")
     ] = None,
-    base: Annotated[Path | None, Option(help="With --lora: the model that was adapted.")] = None,
-    lora_alpha: Annotated[float | None, Option(help="Default: from run_config.yaml.")] = None,
+    dtype: Dtype = None,
+    max_shard_size: Annotated[
+        str, Option(help="Size of the largest weight file, such as 5GB or 500MB.")
+    ] = "5GB",
+    lora: Annotated[
+        Literal["merge", "adapter"] | None,
+        Option(help="Of a LoRA checkpoint: merge adds the adapters to --base, adapter writes a PEFT folder."),
+    ] = None,
+    base: Annotated[
+        Path | None, Option(help="Model that the LoRA checkpoint adapts; needed with --lora.")
+    ] = None,
+    lora_alpha: Annotated[
+        float | None, Option(help="LoRA's alpha. The default is that of the checkpoint's run_config.yaml.")
+    ] = None,
     workers: Workers = 2,
     resume: Resume = False,
     force: Force = False,
@@ -105,11 +120,16 @@ def megatron_to_hf_command(
 def verify(
     hf_model: HFModel,
     megatron_checkpoint: Megatron,
-    logits: Annotated[bool, Option("--logits", help="Also run both models in memory.")] = False,
+    logits: Annotated[
+        bool, Option("--logits", help="Also compute logits with both models, which must fit in memory.")
+    ] = False,
     workers: Workers = 2,
     as_json: Json = False,
 ) -> None:
-    """Compare every tensor bit by bit; exit code 1 if any differs."""
+    """Compare every tensor of a Hugging Face folder and a Megatron checkpoint bit by bit.
+
+    Exit codes: 0 they are equal; 1 a tensor differs, or with --logits the logits do.
+    """
     from checkpoints_conv.verify import verify as compare
 
     if logits:
@@ -117,15 +137,21 @@ def verify(
 
         check_computed(hf_model)
     result = compare(hf_model, megatron_checkpoint, workers)
+    record = result.to_json()
+    is_different = bool(result.different)
     gap = compare_logits(hf_model, megatron_checkpoint) if logits else None
-    different = bool(result.different) or not (gap is None or gap <= LOGITS_TOLERANCE)
+    if gap is not None:
+        record["logits_gap"] = gap
+        # Not `gap > LOGITS_TOLERANCE`, which is False of NaN.
+        if not gap <= LOGITS_TOLERANCE:
+            is_different = True
     if as_json:
-        typer.echo(json.dumps(result.to_json() | ({} if gap is None else {"logits_gap": gap}), indent=2))
+        typer.echo(json.dumps(record, indent=2))
     else:
         _show_comparison(result)
         if gap is not None:
             typer.echo(f"logits differ by up to {gap:.3g} (limit {LOGITS_TOLERANCE:g})")
-    if different:
+    if is_different:
         raise typer.Exit(EXIT_DIFFERENT)
 
 
@@ -144,11 +170,11 @@ def _show_comparison(result: "Comparison") -> None:
 
 @app.command()
 def inspect(
-    path: Annotated[Path, Argument(metavar="DIR", help="Hugging Face folder or Megatron checkpoint.")],
-    tensors: Annotated[bool, Option("--tensors", help="List every tensor.")] = False,
+    path: Annotated[Path, Argument(metavar="DIR", help="Hugging Face folder, or Megatron checkpoint.")],
+    tensors: Annotated[bool, Option("--tensors", help="Also list every tensor.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a checkpoint holds, from headers alone; truncated files are found."""
+    """Show what a checkpoint holds. Only headers are read; a truncated file is an error."""
     from checkpoints_conv.inspect import summarize
 
     summary = summarize(path)
@@ -157,15 +183,22 @@ def inspect(
         return
     for label, value in summary.facts:
         typer.echo(f"{label:26} {value}")
-    for name, shape, dtype, size in summary.tensors if tensors else ():
-        typer.echo(f"{name:70} {list(shape)!s:22} {str(dtype).removeprefix('torch.'):9} {size:,}")
+    if tensors:
+        for name, shape, dtype, size in summary.tensors:
+            short_dtype = str(dtype).removeprefix("torch.")
+            typer.echo(f"{name:70} {list(shape)!s:22} {short_dtype:9} {size:,}")
 
 
 def num_bytes(text: str) -> int:
     """Read a size such as ``5GB``, ``500 MB`` or ``1GiB``."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", text, re.IGNORECASE)
-    number, prefix, binary = match.groups() if match else (0, "", "")
-    size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
-    if not size:
+    size = 0
+    if match:
+        number, prefix, binary = match.groups()
+        unit = 1024 if binary else 1000
+        exponent = " KMGT".index(prefix.upper()) if prefix else 0
+        size = int(float(number) * unit**exponent)
+    # No match, or a size below one byte.
+    if size == 0:
         raise UserError(f"--max-shard-size {text!r} is not a size; write it like 5GB or 500MB")
     return size

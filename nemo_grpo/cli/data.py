@@ -18,28 +18,42 @@ app = typer.Typer(name="data", no_args_is_help=True, help="Prepare the papers' t
 
 @app.command()
 def prepare(
-    names: Annotated[list[str], Argument(metavar="NAME...", help="See `nemo-grpo data list`.")],
-    out: Annotated[Path, Option(help="Folder of NAME.jsonl and NAME.manifest.json.")] = Path("data"),
-    revision: Annotated[str | None, Option(help="Branch, tag or commit; else pinned or newest.")] = None,
+    names: Annotated[
+        list[str], Argument(metavar="NAME...", help="Data sets; `nemo-grpo data list` shows the names.")
+    ],
+    out: Annotated[Path, Option(help="Folder that gets NAME.jsonl and NAME.manifest.json.")] = Path("data"),
+    revision: Annotated[
+        str | None,
+        Option(help="Branch, tag or commit to read. The default is the pinned one, else the newest."),
+    ] = None,
     source: Annotated[
         Path | None,
-        Option(envvar="NEMO_GRPO_DATA_SOURCE", help="Local copy, or a folder of copies by name: no network."),
+        Option(
+            envvar="NEMO_GRPO_DATA_SOURCE",
+            help="Local copy of the source, or a folder with a copy for each name. No network is used.",
+        ),
     ] = None,
-    generate: Annotated[bool, Option("--generate", help="kk-3to7, kk-3to7-test: no network.")] = False,
-    force: Annotated[bool, Option("--force", help="Prepare again even if up to date.")] = False,
-    any_count: Annotated[bool, Option("--any-count", help="Accept other numbers than the papers'.")] = False,
+    generate: Annotated[
+        bool,
+        Option("--generate", help="Generate kk-3to7 or kk-3to7-test here, in place of the published file."),
+    ] = False,
+    force: Annotated[bool, Option("--force", help="Prepare again even what is up to date.")] = False,
+    any_count: Annotated[
+        bool, Option("--any-count", help="Accept another number of problems than the paper states.")
+    ] = False,
 ) -> None:
-    """Write data sets as JSONL, with manifests of sources, rules, counts and hashes.
+    """Write data sets as JSONL files, with manifests of their sources, rules, counts and hashes.
 
     Example: nemo-grpo data prepare open-rs aime24 amc23 --out data
     """
     from nemo_grpo.data import Request, check_copies, find_source
     from nemo_grpo.data import prepare as prepare_one
 
+    # All names first: a typo in the last one should not show after an hour of downloads.
     for name in names:
-        found = find_source(name)  # a typo in any name stops it before the first download
+        data_set = find_source(name)
         if generate:
-            found.generate()
+            data_set.generate()
     request = Request(
         out=out, revision=revision, source=source, generate=generate, force=force, any_count=any_count
     )
@@ -65,8 +79,10 @@ def list_() -> None:
     from nemo_grpo.data import ALIASES, SOURCES
 
     for source in SOURCES.values():
-        also = ", ".join(alias for alias, name in ALIASES.items() if name == source.name)
-        name = f"{source.name} ({also})" if also else source.name
+        name = source.name
+        aliases = [alias for alias, target in ALIASES.items() if target == source.name]
+        if aliases:
+            name += f" ({', '.join(aliases)})"
         typer.echo(f"{name}: {source.task}, {source.use}, {source.paper}")
         count = "" if source.expected is None else f"{source.expected} problems of "
         typer.echo(f"  {count}{source.origin.label}")
@@ -76,12 +92,17 @@ def list_() -> None:
 def verify(
     folder: Annotated[Path, Argument(metavar="DIR", help="Folder of prepared files.")],
 ) -> None:
-    """Check prepared files against their manifests; exit code 2 if any differs."""
+    """Check prepared files against their manifests.
+
+    Exit codes: 0 all files are as they were written; 2 one differs.
+    """
     from nemo_grpo.data import verify as verify_folder
 
     results = verify_folder(folder)
     for name, complaint in results.items():
-        mark = typer.style("ok", fg="green") if complaint is None else typer.style("wrong", fg="red")
-        typer.echo(f"{mark}  {name}{'' if complaint is None else f': {complaint}'}")
+        if complaint is None:
+            typer.echo(f"{typer.style('ok', fg='green')}  {name}")
+        else:
+            typer.echo(f"{typer.style('wrong', fg='red')}  {name}: {complaint}")
     if any(results.values()):
         raise typer.Exit(EXIT_USAGE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,20 +16,25 @@ from nemo_grpo.support.sections import EvalOptions
 
 
 def eval_command(
-    model: Annotated[Path, Option(help="Hugging Face folder: config, weights, tokenizer.")],
-    recipe: Annotated[Path | None, Option(help="Recipe with the task, prompt and settings.")] = None,
-    out: Annotated[Path | None, Option(help="Folder of the results. Default: runs/eval-NAME.")] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace results in --out.")] = False,
+    model: Annotated[Path, Option(help="Hugging Face folder with config.json, weights and tokenizer.")],
+    recipe: Annotated[
+        Path | None, Option(help="Recipe that gives the task, the prompt and the settings.")
+    ] = None,
+    out: Annotated[Path | None, Option(help="Folder of the results. The default is runs/eval-NAME.")] = None,
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Replace results in --out that other settings made.")
+    ] = False,
     check: Annotated[bool, Option("--check", hidden=True)] = False,
     overrides: Overrides = None,
     **options: Any,
 ) -> None:
-    """Evaluate a model folder: greedy, avg@k, pass@k, maj@k, with standard errors.
+    """Evaluate a model on benchmarks: greedy, avg@k, pass@k and maj@k, with standard errors.
 
-    Benchmarks are prepared data sets, JSONL files, and "recipe", which is the held-out problems of --recipe
-    and the default. A recipe sets prompt, task parameters and settings, so that benchmarks are asked as in
-    training; options override it. Killed? Repeat the command: responses already in --out are not sampled
-    again.
+    A benchmark is a prepared data set, a JSONL file, or "recipe", the held-out problems of --recipe, which is
+    the default. With --recipe the benchmarks are asked as in its training: it sets the prompt, the task's
+    parameters and the settings. Options override the recipe.
+
+    If the command is killed, repeat it. It does not sample again the responses that are in --out.
 
     Examples:
       nemo-grpo eval --model MODEL --benchmarks aime24,math500 --k 16 --temperature 1 --top-p 0.95
@@ -40,7 +46,7 @@ def eval_command(
         raise UserError(
             f"{overrides[0]} overrides a recipe's key, but there is no --recipe; add one, or use the options"
         )
-    chosen = options_of(options)
+    eval_options = options_of(options)
     from nemo_grpo.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or []) if recipe else None
@@ -51,12 +57,15 @@ def eval_command(
     from nemo_grpo.evaluate.render import show
     from nemo_grpo.run.recipe_checks import reason_against_model
 
-    if check:  # by slurm/pipeline.sh, before there is a model whose size decides the batch
-        load_benchmarks(EvalConfig.of(model, chosen.model_copy(update={"batch_size": 1}), loaded))
+    if check:
+        # slurm/pipeline.sh asks before there is a model, whose size would decide the batch.
+        any_batch = eval_options.model_copy(update={"batch_size": 1})
+        load_benchmarks(EvalConfig.of(model, any_batch, loaded))
         return
-    if model.is_dir() and (reason := reason_against_model(model)):
+    reason = reason_against_model(model) if model.is_dir() else None
+    if reason:
         raise UserError(f"--model {model} {reason}")
-    evaluation = evaluate(model, chosen, loaded, out, overwrite=overwrite)
+    evaluation = evaluate(model, eval_options, loaded, out, overwrite=overwrite)
     show(evaluation, model)
 
 
@@ -66,13 +75,17 @@ def flag_of(name: str) -> str:
 
 
 def options_of(values: dict[str, Any]) -> EvalOptions:
-    """Check the options' ranges.  Raises: UserError: naming the option."""
+    """Check the ranges of the options.
+
+    Raises:
+        UserError: names the first option that is out of its range.
+    """
     try:
         return EvalOptions(**values)
     except ValidationError as errors:
         error = errors.errors()[0]
-        name, message = str(error["loc"][0]), error["msg"]
-        rule = message.replace("Input should be", "must be")
+        name = str(error["loc"][0])
+        rule = error["msg"].replace("Input should be", "must be")
         raise UserError(f"{flag_of(name)} {error['input']} {rule}") from None
 
 
@@ -81,12 +94,14 @@ def _with_fields(signature: inspect.Signature) -> inspect.Signature:
 
     Typer reads a command's options from its signature.
     """
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind is not Parameter.VAR_KEYWORD
+    ]
     for name, field in EvalOptions.model_fields.items():
         annotation: Any = Annotated[field.annotation, Option(flag_of(name), help=field.description)]
-        parameters.append(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        )
+        parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     return signature.replace(parameters=parameters)
 
 

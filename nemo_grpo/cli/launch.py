@@ -34,17 +34,27 @@ class LaunchGroup(TyperGroup):
 app = typer.Typer(
     name="launch",
     cls=LaunchGroup,
-    help="Recipes as Slurm jobs: `launch RECIPE --nodes N --time T` plans and submits, `launch status RUN`.",
+    help="Submit recipes as Slurm jobs: `launch RECIPE` submits one, `launch status RUN` shows its job.",
 )
 
 Time = Annotated[str | None, Option(help="Time limit of one attempt, such as 04:00:00.")]
-Account = Annotated[str | None, Option(help="Slurm account.")]
-Partition = Annotated[str | None, Option(help="Slurm partition.")]
-Gpu = Annotated[str, Option(help="GPU that the plan is for, as `nemo-grpo plan --gpu`.")]
-Container = Annotated[str | None, Option(help="Image for Pyxis. Default: CONTAINER.")]
-Mounts = Annotated[str | None, Option(help="FROM:TO,... Default: MOUNTS.")]
-LogsFolder = Annotated[Path | None, Option(help="Folder of logs. Default: LOGS, or logs.")]
-Sbatch = Annotated[list[str] | None, Option(help="Option of sbatch, as qos=high or exclusive. Repeatable.")]
+Account = Annotated[str | None, Option(help="Slurm account that is charged.")]
+Partition = Annotated[str | None, Option(help="Slurm partition that runs the job.")]
+Gpu = Annotated[str, Option(help="GPU that the plan is for; `nemo-grpo plan --help` lists them.")]
+Container = Annotated[
+    str | None, Option(help="Image that Pyxis runs the job in. The default is the variable CONTAINER.")
+]
+Mounts = Annotated[
+    str | None,
+    Option(help="Further folders of the container, FROM:TO,... The default is the variable MOUNTS."),
+]
+LogsFolder = Annotated[
+    Path | None, Option(help="Folder of logs. The default is the variable LOGS, else logs.")
+]
+Sbatch = Annotated[
+    list[str] | None,
+    Option(help="Further option of sbatch, such as qos=high or exclusive. May be repeated."),
+]
 Logs = Annotated[Path, Option(help="Folder of the jobs' logs.", envvar="LOGS")]
 
 
@@ -52,7 +62,9 @@ Logs = Annotated[Path, Option(help="Folder of the jobs' logs.", envvar="LOGS")]
 def submit(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    nodes: Annotated[int | None, Option(min=1, help="Default: the recipe's.")] = None,
+    nodes: Annotated[
+        int | None, Option(min=1, help="Number of nodes. The default is the recipe's cluster.num_nodes.")
+    ] = None,
     time: Time = None,
     account: Account = None,
     partition: Partition = None,
@@ -61,12 +73,16 @@ def submit(
     mounts: Mounts = None,
     logs: LogsFolder = None,
     sbatch: Sbatch = None,
-    rehearse: Annotated[bool, Option("--rehearse", help="Rehearse it here first.")] = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="Print the command; submit nothing.")] = False,
+    rehearse: Annotated[
+        bool, Option("--rehearse", help="Rehearse the recipe here first; submit it only if that passes.")
+    ] = False,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Print sbatch's whole command. Nothing is submitted.")
+    ] = False,
 ) -> None:
-    """Plan a recipe, then submit it; nodes, GPUs and the job's name come from the recipe.
+    """Plan a recipe, then submit it to Slurm.
 
-    `nemo-grpo launch status RUN` shows the job.
+    Nodes, GPUs and the job's name come from the recipe. `nemo-grpo launch status RUN` shows the job.
 
     Example: nemo-grpo launch recipes/gpg/gpg-qwen2.5-math-7b-zero-1n8g.yaml --time 04:00:00 --partition batch
 
@@ -78,10 +94,14 @@ def submit(
     from nemo_grpo.recipe import load_recipe
 
     recipe = recipe_for_job(recipe)
-    overrides = [*(overrides or []), *([f"cluster.num_nodes={nodes}"] if nodes is not None else [])]
+    overrides = list(overrides or [])
+    if nodes is not None:
+        overrides.append(f"cluster.num_nodes={nodes}")
     loaded = load_recipe(recipe, overrides)
-    limit = None if time is None else parse_time_limit(time)
+    limit = None
     if time is not None:
+        limit = parse_time_limit(time)
+        # Slurm reads 04:00 as four minutes, which few mean.
         typer.echo(f"time limit of an attempt: {limit or 'none'}", err=True)
     options = sbatch_options(time, account, partition, sbatch)
     _check(loaded, dry_run=dry_run)
@@ -90,20 +110,24 @@ def submit(
         raise UserError("the rehearsal failed; nothing was submitted")
     environment = job_environment(container, mounts, logs)
     submission = prepare(loaded, recipe, overrides, options, environment)
-    of_job = os.environ | {name: value for name, value in environment.items() if value is not None}
-    for sentence in container_notes(loaded, recipe, scripts_folder().parent, of_job):
+    job_variables = os.environ | {name: value for name, value in environment.items() if value is not None}
+    for sentence in container_notes(loaded, recipe, scripts_folder().parent, job_variables):
         typer.echo(f"container: {sentence}", err=True)
     if dry_run:
         typer.echo(str(submission))
         return
-    job, run = run_sbatch(submission), loaded.nemo_grpo.run_name
-    folder = str(logs or os.environ.get("LOGS") or "")
-    where = f" --logs {shlex.quote(folder)}" if folder else ""
-    driver = Path(folder or "logs") / run / "latest/driver.log"
-    typer.echo(
-        f"job {job} ({run})\n  status  nemo-grpo launch status {run}{where}\n"
-        f"  follow  tail -F {shlex.quote(str(driver))}\n  cancel  scancel {job}"
-    )
+    job = run_sbatch(submission)
+    _show_job(job, loaded.nemo_grpo.run_name, str(logs or os.environ.get("LOGS") or ""))
+
+
+def _show_job(job: str, run: str, logs: str) -> None:
+    """Print the commands with which the user follows a submitted job."""
+    logs_option = f" --logs {shlex.quote(logs)}" if logs else ""
+    driver_log = Path(logs or "logs") / run / "latest/driver.log"
+    typer.echo(f"job {job} ({run})")
+    typer.echo(f"  status  nemo-grpo launch status {run}{logs_option}")
+    typer.echo(f"  follow  tail -F {shlex.quote(str(driver_log))}")
+    typer.echo(f"  cancel  scancel {job}")
 
 
 def _plan(recipe: Recipe, gpu: str, limit: timedelta | None, signal: str | None) -> None:
@@ -128,7 +152,10 @@ def _check(recipe: Recipe, *, dry_run: bool) -> None:
     from nemo_grpo.run.recipe_checks import check_recipe, remedies
 
     checked = check_recipe(recipe, continues=True)
-    for sentence in (*remedies(checked.missing), *checked.notes, *filter(None, [checked.found])):
+    sentences = [*remedies(checked.missing), *checked.notes]
+    if checked.found:
+        sentences.append(checked.found)
+    for sentence in sentences:
         typer.echo(f"data: {sentence}", err=True)
     checked.refuse(missing=False)
     if checked.missing and not dry_run:
@@ -136,13 +163,23 @@ def _check(recipe: Recipe, *, dry_run: bool) -> None:
 
 
 def sbatch_options(
-    time: str | None, account: str | None, partition: str | None, others: list[str] | None
+    time: str | None, account: str | None, partition: str | None, further: list[str] | None
 ) -> dict[str, str | None]:
-    """Name sbatch's long options."""
+    """Collect sbatch's long options; None: not given.
+
+    Args:
+        time: --time.
+        account: --account.
+        partition: --partition.
+        further: values of --sbatch.
+    """
     from nemo_grpo.launch.submit import sbatch_option
 
-    named = {"time": time, "account": account, "partition": partition}
-    return named | dict(map(sbatch_option, others or ()))
+    options = {"time": time, "account": account, "partition": partition}
+    for option in further or []:
+        name, value = sbatch_option(option)
+        options[name] = value
+    return options
 
 
 def job_environment(container: str | None, mounts: str | None, logs: Path | None) -> dict[str, str | None]:
@@ -154,11 +191,11 @@ def job_environment(container: str | None, mounts: str | None, logs: Path | None
 
 @app.command()
 def status(
-    run: Annotated[str, Argument(help="The run's name, or a job's number.")],
+    run: Annotated[str, Argument(help="Name of the run, or number of a job.")],
     logs: Logs = Path("logs"),
-    lines: Annotated[int, Option(min=0, help="Last lines of the driver's log.")] = 5,
+    lines: Annotated[int, Option(min=0, help="Number of last lines of the driver's log to show.")] = 5,
 ) -> None:
-    """Show a run's newest job: Slurm's state, its attempts, newest checkpoint, last lines."""
+    """Show a run's newest job: state in Slurm, attempts, newest checkpoint, end of the log."""
     from nemo_grpo.launch.submit import status_of
 
     for line in status_of(run, logs, lines):
@@ -167,24 +204,30 @@ def status(
 
 @app.command(hidden=True)
 def settings(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Print where the run's folders are, for the shell of a job."""
+    """Print the run's folders as assignments, for the shell of a job."""
     from nemo_grpo.launch.preflight import shell_settings
     from nemo_grpo.recipe import load_recipe
 
     typer.echo(shell_settings(load_recipe(recipe, overrides or [])), nl=False)
 
 
-slurm = typer.Typer(name="slurm", no_args_is_help=True, help="Job scripts where there is no clone.")
-slurm.callback()(lambda: None)  # a group, so that its only command has a name
+slurm = typer.Typer(
+    name="slurm",
+    no_args_is_help=True,
+    help="Write the job scripts where the repository is not cloned.",
+)
+# Without a callback Typer would make a group of one command that command itself, without its name.
+slurm.callback()(lambda: None)
 
 
 @slurm.command()
 def scripts(
-    folder: Annotated[Path, Argument(metavar="DIR", help="New folder that all nodes share.")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="New folder, which all nodes share.")],
 ) -> None:
     """Write the job scripts, and the package's sources, which the workers of a job import from there.
 
-    Set NEMO_GRPO_ROOT to the folder for `nemo-grpo launch`, or use slurm/train.sbatch in it by hand.
+    Then set NEMO_GRPO_ROOT to the folder, and `nemo-grpo launch` uses it. By hand, submit slurm/train.sbatch
+    in it.
     """
     import checkpoints_conv
     import nemo_grpo

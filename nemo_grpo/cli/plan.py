@@ -29,27 +29,46 @@ POINT_FIELDS = ("num_gpus", "strong_overrides", "weak_overrides", "note")
 
 def plan(
     items: Annotated[
-        list[str], Argument(metavar="PATH... [KEY=VALUE]...", help="Recipes or folders; overrides for all.")
+        list[str],
+        Argument(
+            metavar="PATH... [KEY=VALUE]...",
+            help="Recipes, or folders of them, then overrides for all.",
+        ),
     ],
     gpu: Annotated[
         str | None,
-        Option(help="h100 (default), h200, b200, gb200, a100, h800, h20, l40s, cpu (this one)."),
+        Option(
+            help="GPU: h100 (default), h200, b200, gb200, a100, h800, h20, l40s, or cpu for this machine."
+        ),
     ] = None,
-    model_config: Annotated[Path | None, Option(help="config.json of an unknown model.")] = None,
-    hardware: Annotated[Path | None, Option(help="YAML file of other GPUs.")] = None,
-    lengths: Annotated[str | None, Option(help="Mean tokens of a response, or a run's *.jsonl.")] = None,
+    model_config: Annotated[
+        Path | None, Option(help="config.json of a model that the planner does not know.")
+    ] = None,
+    hardware: Annotated[Path | None, Option(help="YAML file that describes other GPUs.")] = None,
+    lengths: Annotated[
+        str | None,
+        Option(help="Mean tokens of a response, or a run's *.jsonl, from which the lengths are read."),
+    ] = None,
     prompt_length: Annotated[float, Option(help="Mean tokens of a prompt.")] = 128,
-    signal: Annotated[float, Option(help="Share of groups whose rewards differ.")] = 0.5,
-    acceptance: Annotated[float, Option(help="Share of drafted tokens that are accepted.")] = 0.87,
-    price: Annotated[float | None, Option(min=0, help="Dollars per GPU-hour.")] = None,
+    signal: Annotated[
+        float, Option(help="Share of groups whose rewards differ; dynamic sampling draws the rest again.")
+    ] = 0.5,
+    acceptance: Annotated[
+        float, Option(help="Share of drafted tokens that speculative decoding accepts.")
+    ] = 0.87,
+    price: Annotated[float | None, Option(min=0, help="Dollars per GPU-hour, to show the cost.")] = None,
     best: Annotated[bool, Option("--best", help="Search the fastest layouts that fit.")] = False,
-    scale: Annotated[str | None, Option(help="Numbers of GPUs: 8,64,512.")] = None,
-    png: Annotated[Path | None, Option(help="Draw --scale into this file.")] = None,
+    scale: Annotated[
+        str | None, Option(help="Numbers of GPUs, such as 8,64,512. Each is planned with its best layout.")
+    ] = None,
+    png: Annotated[Path | None, Option(help="PNG file into which --scale is drawn.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Estimate memory per GPU, time and cost; check divisibility; name the nearest layout that fits.
+    """Estimate memory per GPU, time and cost of recipes, and name the nearest layout that fits.
 
-    Needs neither a GPU nor NeMo-RL. Exit code 0: every recipe fits; 2: one does not, or is wrong.
+    The command needs neither a GPU nor NeMo-RL. It also checks that batches and layouts divide.
+
+    Exit codes: 0 every recipe fits; 2 a recipe does not fit, or is wrong.
 
     Examples:
       nemo-grpo plan recipes/cw_grpo/cw_grpo-qwen2.5-math-7b-instruct-1n8g.yaml --gpu h200 --price 2.5
@@ -73,22 +92,23 @@ def plan(
                 recipe = load_recipe(path, overrides)
             if recipe.nemo_grpo.target == "cluster":
                 notes += logprob_and_training_batches_match_at_high_tp(recipe)
-            others = _beside(path, overrides)
+            neighbours = _recipes_beside(path, overrides)
             kind = gpu or _default_gpu(recipe)
-            plans.append(plan_recipe(recipe, kind, model_config, hardware, assumed, others))
+            plans.append(plan_recipe(recipe, kind, model_config, hardware, assumed, neighbours))
             recipes.append(recipe)
         except UserError as error:
+            # Of many recipes, those that are right are still planned.
             if len(paths) == 1:
                 raise
             refused.append(f"{path}: {error}")
-    alone = len(plans) == 1 and plans[0].forecast is not None and not plans[0].setup.embedded
-    if (best or scale) and not alone:
+    is_single_forecast = len(plans) == 1 and plans[0].forecast is not None and not plans[0].setup.embedded
+    if (best or scale) and not is_single_forecast:
         raise UserError("--best and --scale take one recipe with target=cluster; name that one")
     if png and not scale:
         raise UserError(f"--png {png} draws --scale; give that too, such as --scale 8,64,512")
-    further = _further(recipes[0], plans[0], best, scale) if alone else {}
+    further = _further(recipes[0], plans[0], best, scale) if is_single_forecast else {}
     if as_json:
-        typer.echo(json.dumps(_machine(plans, further, price), indent=2))
+        typer.echo(json.dumps(_as_json(plans, further, price), indent=2))
     else:
         _show(wide_console(), plans, further, price, notes, _about_data(recipes))
     if png:
@@ -97,7 +117,7 @@ def plan(
         draw_scaling(further["scale"], png, f"{plans[0].name} on {plans[0].gpu}")
     for message in refused:
         typer.echo(f"error: {message}", err=True)
-    if refused or not all(one.accepted for one in plans):
+    if refused or not all(single.accepted for single in plans):
         raise typer.Exit(EXIT_USAGE)
 
 
@@ -121,15 +141,19 @@ def without_tp_check() -> Iterator[None]:
 
 
 def _default_gpu(recipe: Recipe) -> str:
-    """Choose what a recipe is planned for without --gpu; torch, which knows best, takes seconds to import."""
+    """Choose the GPU for which a recipe is planned without --gpu."""
     from nemo_grpo.plan.hardware import CPU
 
-    engine = recipe.nemo_grpo.engine
-    on_cpu = engine.device == "cpu" or (engine.device == "auto" and not Path("/dev/nvidiactl").exists())
-    return CPU if recipe.nemo_grpo.target == "embedded" and on_cpu else "h100"
+    if recipe.nemo_grpo.target != "embedded":
+        return "h100"
+    device = recipe.nemo_grpo.engine.device
+    if device == "auto":
+        # The driver's device node, because torch, which knows best, takes seconds to import.
+        device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    return CPU if device == "cpu" else "h100"
 
 
-def _beside(path: Path, overrides: list[str]) -> Iterator[Recipe]:
+def _recipes_beside(path: Path, overrides: list[str]) -> Iterator[Recipe]:
     """Load the recipes in a recipe's folder, with its overrides."""
     from nemo_grpo.recipe import load_recipe
     from nemo_grpo.support import shipped
@@ -146,23 +170,34 @@ def _about_data(recipes: list[Recipe]) -> list[str]:
     if len(recipes) > 1:
         return list(remedies(file for recipe in recipes for file in missing_files(recipe)))
     data = check_data(recipes[0])
-    return [*data.errors, *remedies(data.missing), *data.notes, *([data.found] if data.found else [])]
+    sentences = [*data.errors, *remedies(data.missing), *data.notes]
+    if data.found:
+        sentences.append(data.found)
+    return sentences
 
 
-def _lengths(given: str | None) -> float | Path | None:
+def _lengths(option: str | None) -> float | Path | None:
+    """Read --lengths: a number of tokens, or else the path of a file."""
+    if option is None:
+        return None
     try:
-        return None if given is None else float(given)
+        return float(option)
     except ValueError:
-        return Path(given or "")
+        return Path(option)
 
 
-def _further(recipe: Recipe, one: Plan, best: bool, scale: str | None) -> dict[str, Any]:
+def _further(recipe: Recipe, plan: Plan, best: bool, scale: str | None) -> dict[str, Any]:
+    """Compute what --best and --scale ask for."""
     from nemo_grpo.plan.layouts import best_layouts
     from nemo_grpo.plan.scaling import scaling
 
-    assert one.forecast is not None
-    found: dict[str, Any] = {"best": best_layouts(recipe, one.forecast)} if best else {}
-    return found | ({"scale": scaling(recipe, one.forecast, scale)} if scale else {})
+    assert plan.forecast is not None
+    further: dict[str, Any] = {}
+    if best:
+        further["best"] = best_layouts(recipe, plan.forecast)
+    if scale:
+        further["scale"] = scaling(recipe, plan.forecast, scale)
+    return further
 
 
 def _show(
@@ -180,11 +215,13 @@ def _show(
         console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
 
     first = plans[0]
-    if len(plans) == 1:
+    is_single = len(plans) == 1
+    if is_single:
         console.print(tables.memory_table(first))
-    for text, style in tables.overview(plans, price) if len(plans) > 1 else ():
-        line(text, style)
-    if len(plans) == 1 and first.forecast:
+    else:
+        for text, style in tables.overview(plans, price):
+            line(text, style)
+    if is_single and first.forecast:
         console.print(tables.time_table(first.forecast))
         for sentence in tables.sentences(first.forecast, price):
             line(sentence)
@@ -195,53 +232,56 @@ def _show(
     if "scale" in further:
         console.print(tables.scale_table(further["scale"], price))
         line(own_layout(further["scale"]))
-    if len(plans) == 1 and first.setup.embedded:
+    if is_single and first.setup.embedded:
         line("time: predicted for the cluster engine alone; the embedded engine shows it after a step")
     for sentence in notes:
         line(f"note: {sentence}")
     for sentence in data:
         line(f"data: {sentence}")
-    for sentence in dict.fromkeys(sentence for one in plans for sentence in one.approximated):
+    # Recipes of one model share their approximations; a dict says each once, in order.
+    for sentence in dict.fromkeys(sentence for plan in plans for sentence in plan.approximated):
         line(f"approximated: {sentence}")
-    for one in (one for one in plans if not one.accepted):
-        for problem in one.problems:
-            line(f"{one.name}: {problem}", "red")
-        if one.nearest:
-            line(f"  nearest that fits: {' '.join(one.nearest)}")
+    for plan in plans:
+        if plan.accepted:
+            continue
+        for problem in plan.problems:
+            line(f"{plan.name}: {problem}", "red")
+        if plan.nearest:
+            line(f"  nearest that fits: {' '.join(plan.nearest)}")
 
 
-def _machine(plans: list[Plan], further: dict[str, Any], price: float | None) -> dict[str, Any]:
+def _as_json(plans: list[Plan], further: dict[str, Any], price: float | None) -> dict[str, Any]:
+    """Convert to JSON's types what `_show` prints as tables."""
     from nemo_grpo.plan.forecast import Forecast, as_dict
 
     def time(forecast: Forecast | None) -> Any:
-        return forecast and as_dict(forecast, price)
+        return None if forecast is None else as_dict(forecast, price)
 
-    found: dict[str, Any] = {
-        "recipes": [
-            {
-                "num_gpus": one.setup.num_nodes * one.setup.gpus_per_node,
-                "fits": one.accepted,
-                "training_bytes": {row.part: row.num_bytes for row in one.rows},
-                "peak_bytes": one.peaks,
-                "time": time(one.forecast),
-            }
-            | {name: getattr(one, name) for name in PLAN_FIELDS}
-            for one in plans
-        ]
-    }
+    recipes = []
+    for plan in plans:
+        record = {
+            "num_gpus": plan.setup.num_nodes * plan.setup.gpus_per_node,
+            "fits": plan.accepted,
+            "training_bytes": {row.part: row.num_bytes for row in plan.rows},
+            "peak_bytes": plan.peaks,
+            "time": time(plan.forecast),
+        }
+        record |= {name: getattr(plan, name) for name in PLAN_FIELDS}
+        recipes.append(record)
+    document: dict[str, Any] = {"recipes": recipes}
     if "best" in further:
-        found["best"] = [
+        document["best"] = [
             {
-                "overrides": one.overrides,
-                "step_seconds": one.forecast.step.seconds,
-                "layout": asdict(one.forecast.setup.layout),
+                "overrides": layout.overrides,
+                "step_seconds": layout.forecast.step.seconds,
+                "layout": asdict(layout.forecast.setup.layout),
             }
-            for one in further["best"]
+            for layout in further["best"]
         ]
     if "scale" in further:
-        found["scale"] = [
-            {name: getattr(point, name) for name in POINT_FIELDS}
-            | {name: time(getattr(point, name)) for name in ("own", "strong", "weak")}
-            for point in further["scale"]
-        ]
-    return found
+        document["scale"] = []
+        for point in further["scale"]:
+            record = {name: getattr(point, name) for name in POINT_FIELDS}
+            record |= {name: time(getattr(point, name)) for name in ("own", "strong", "weak")}
+            document["scale"].append(record)
+    return document

@@ -31,30 +31,33 @@ def _table(title: str, columns: Sequence[str], texts: Sequence[str]) -> Table:
     return table
 
 
-def memory_table(one: Plan) -> Table:
+def memory_table(plan: Plan) -> Table:
     """List the memory of one recipe by part and phase."""
-    setup = one.setup
-    place = f"{setup.num_nodes} x {setup.gpus_per_node} {one.gpu}"
-    if one.gpu == CPU:
+    setup = plan.setup
+    place = f"{setup.num_nodes} x {setup.gpus_per_node} {plan.gpu}"
+    if plan.gpu == CPU:
         place = f"this machine's CPUs, {setup.gpus_per_node} ranks"
-    # a folder's path would widen the table
-    model = Path(one.shape.name).name if Path(one.shape.name).is_absolute() else one.shape.name
-    title = f"{one.name}: {model} on {place}"
+    model = plan.shape.name
+    # A folder's path would widen the table.
+    if Path(model).is_absolute():
+        model = Path(model).name
+    title = f"{plan.name}: {model} on {place}"
+    usable = f"{plan.usable_bytes / GIB:.1f}"
+    verdict = "fits" if plan.accepted else "does not fit"
     table = _table(title, ("per GPU", "GiB", "how"), ("per GPU", "how"))
     table.caption = (
-        f"{_sizes(setup)} DP{one.data_parallel_size}; {one.num_stage_parameters / 1e9:.2f} of "
-        f"{one.num_parameters / 1e9:.2f} B parameters per GPU; usable {one.usable_bytes / GIB:.1f} GiB; "
-        + ("fits" if one.accepted else "does not fit")
+        f"{_sizes(setup)} DP{plan.data_parallel_size}; {plan.num_stage_parameters / 1e9:.2f} of "
+        f"{plan.num_parameters / 1e9:.2f} B parameters per GPU; usable {usable} GiB; {verdict}"
     )
-    for row in one.rows:
+    for row in plan.rows:
         table.add_row(row.part, f"{row.num_bytes / GIB:.1f}", row.how)
-    for number, (phase, size) in enumerate(one.peaks.items()):
-        how = f"of {one.usable_bytes / GIB:.1f} usable" if phase != "rollout weights" else ""
-        if number == 0:
-            table.add_section()
+    if plan.peaks:
+        table.add_section()
+    for phase, size in plan.peaks.items():
+        how = "" if phase == "rollout weights" else f"of {usable} usable"
         table.add_row(f"[bold]{phase}[/bold]", f"[bold]{size / GIB:.1f}[/bold]", how)
-    if one.cache_tokens:
-        table.add_row("KV cache", "", _cache(one))
+    if plan.cache_tokens:
+        table.add_row("KV cache", "", _cache(plan))
     return table
 
 
@@ -63,34 +66,45 @@ def overview(plans: list[Plan], price: float | None) -> Iterator[tuple[str, str 
     usable = {plan.gpu: f"{plan.usable_bytes / GIB:.1f} usable on {plan.gpu}" for plan in plans}
     yield f"GiB per GPU, of {', '.join(usable.values())}", "bold"
     yield OVERVIEW.format("  layout", *_PHASES, "KV cache", "s/step", "GPU-hours"), "bold"
-    for one in plans:
-        yield f"{one.name}: {'fits' if one.accepted else 'refused'}", None if one.accepted else "red"
-        sizes = [f"{one.peaks[key] / GIB:.1f}" if key in one.peaks else "-" for key in _PHASES]
-        times = ("-", "-")
-        if one.forecast:
-            times = (seconds_of(one.forecast.step.seconds), cost(one.forecast, price))
-        layout = f"  {_sizes(one.setup)} DP{one.data_parallel_size}"
-        yield OVERVIEW.format(layout, *sizes, _cache(one), *times), None
+    for plan in plans:
+        verdict = "fits" if plan.accepted else "refused"
+        yield f"{plan.name}: {verdict}", None if plan.accepted else "red"
+        sizes = [f"{plan.peaks[phase] / GIB:.1f}" if phase in plan.peaks else "-" for phase in _PHASES]
+        seconds = "-"
+        gpu_hours = "-"
+        if plan.forecast:
+            seconds = seconds_of(plan.forecast.step.seconds)
+            gpu_hours = cost(plan.forecast, price)
+        layout = f"  {_sizes(plan.setup)} DP{plan.data_parallel_size}"
+        yield OVERVIEW.format(layout, *sizes, _cache(plan), seconds, gpu_hours), None
 
 
-def _cache(one: Plan) -> str:
-    return (
-        f"{one.cache_tokens / one.setup.max_length:.0f} x {one.setup.max_length}" if one.cache_tokens else "-"
-    )
+def _cache(plan: Plan) -> str:
+    """Write how many sequences of the longest length the cache holds."""
+    if not plan.cache_tokens:
+        return "-"
+    length = plan.setup.max_length
+    return f"{plan.cache_tokens / length:.0f} x {length}"
 
 
-def time_table(found: Forecast) -> Table:
+def time_table(forecast: Forecast) -> Table:
     """List the seconds of one step, phase by phase."""
-    step, work = found.step, found.work
-    sequence = sum(step.phases.values())
+    step = forecast.step
+    work = forecast.work
+    all_phases = sum(step.phases.values())
     table = _table("one step", ("phase", "s", "share"), ("phase",))
     for name, seconds in step.phases.items():
         if not seconds:
             continue
-        times = f" x {work.num_draws:.1f} draws" if name in ROLLOUT and work.num_draws > 1 else ""
-        times = f" x {work.scoring_passes}" if name == "scoring" and work.scoring_passes > 1 else times
-        table.add_row(name + times, seconds_of(seconds, step.seconds), f"{seconds / sequence:.0%}")
+        label = name
+        # Dynamic sampling draws again until enough groups have signal.
+        if name in ROLLOUT and work.num_draws > 1:
+            label += f" x {work.num_draws:.1f} draws"
+        if name == "scoring" and work.scoring_passes > 1:
+            label += f" x {work.scoring_passes}"
+        table.add_row(label, seconds_of(seconds, step.seconds), f"{seconds / all_phases:.0%}")
     table.add_section()
+    # Asynchronous rollouts overlap the training, so that the step is shorter than the sum of its phases.
     note = f"rollouts {step.rollout:.0f} s beside training {step.training:.0f} s" if step.age else ""
     table.add_row("[bold]step[/bold]", f"[bold]{seconds_of(step.seconds)}[/bold]", note)
     return table
@@ -98,36 +112,47 @@ def time_table(found: Forecast) -> Table:
 
 def seconds_of(part: float, step: float | None = None) -> str:
     """Write the seconds of a step, or of a part of one; steps below 10 s get milliseconds."""
-    return f"{part:.{1 if step else 0}f}" if (step or part) >= 10 else f"{part:.3f}"
+    whole = step or part
+    if whole < 10:
+        return f"{part:.3f}"
+    return f"{part:.1f}" if step else f"{part:.0f}"
 
 
-def sentences(found: Forecast, price: float | None) -> list[str]:
+def sentences(forecast: Forecast, price: float | None) -> list[str]:
     """Describe lengths, throughput, the run, the bottleneck, and the numbers' uncertainty."""
-    step, work = found.step, found.work
-    drafts = found.setup.draft_tokens
-    kept, error = kept_tokens(drafts, work.acceptance), found.error
-    low, high = map(seconds_of, error.around(step.seconds))
-    accepted = f"accepted with {work.acceptance:.0%}: {kept:.1f} tokens per pass"
-    return [
+    step = forecast.step
+    work = forecast.work
+    error = forecast.error
+    lines = [
         f"responses per step: {work.num_samples}, on average {work.lengths.mean:.0f} tokens long "
-        f"({work.lengths.source})",
-        *([f"drafts: {drafts} per pass, {accepted}"] if drafts else []),
-        f"throughput: {step.tokens_per_second_per_gpu:.0f} tokens/s/GPU, MFU of the update {step.mfu:.0%}",
-        _run(found, price),
-        f"bottleneck: {found.bottleneck}",
+        f"({work.lengths.source})"
+    ]
+    drafts = forecast.setup.draft_tokens
+    if drafts:
+        tokens_per_pass = kept_tokens(drafts, work.acceptance)
+        accepted = f"accepted with {work.acceptance:.0%}: {tokens_per_pass:.1f} tokens per pass"
+        lines.append(f"drafts: {drafts} per pass, {accepted}")
+    lines.append(
+        f"throughput: {step.tokens_per_second_per_gpu:.0f} tokens/s/GPU, MFU of the update {step.mfu:.0%}"
+    )
+    lines.append(_run(forecast, price))
+    lines.append(f"bottleneck: {forecast.bottleneck}")
+    low, high = map(seconds_of, error.around(step.seconds))
+    lines.append(
         f"uncertainty: with these lengths {low} to {high} s per step; such intervals hold "
         f"{error.covered:.0%} of {error.num_steps} {error.what}, predicted with a median error of "
-        f"{error.median:.0%}, {error.worst:.0%} at worst",
-    ]
+        f"{error.median:.0%}, {error.worst:.0%} at worst"
+    )
+    return lines
 
 
-def _run(found: Forecast, price: float | None) -> str:
+def _run(forecast: Forecast, price: float | None) -> str:
     """Describe the whole run, or 100 steps of a run whose end the size of NeMo-RL's own data decides."""
-    work = found.work
+    work = forecast.work
     if not work.or_passes:
-        takes = f"{_duration(found.run_seconds)}, {cost(found, price)} GPU-hours"
+        takes = f"{_duration(forecast.run_seconds)}, {cost(forecast, price)} GPU-hours"
         return f"run: {work.num_steps} steps, validations and checkpoints take {takes}"
-    part = found.of_steps(min(work.num_steps, 100))
+    part = forecast.of_steps(min(work.num_steps, 100))
     takes = f"{_duration(part.run_seconds)}, {cost(part, price)} GPU-hours"
     return (
         f"run: {work.num_steps} steps{work.or_passes}, whichever ends first; every {part.work.num_steps} "
@@ -139,26 +164,29 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
 
 
-def cost(found: Forecast, price: float | None) -> str:
+def cost(forecast: Forecast, price: float | None) -> str:
     """Write a run's GPU-hours as ``"1,234"``, or with a price as ``"1,234 ($3,085)"``.
 
     It is ``"-"`` for a run whose end is not known.
     """
-    if found.work.or_passes:
+    if forecast.work.or_passes:
         return "-"
-    dollars = f" (${found.gpu_hours * price:,.0f})" if price is not None else ""
-    return f"{found.gpu_hours:,.0f}{dollars}"
+    gpu_hours = f"{forecast.gpu_hours:,.0f}"
+    if price is None:
+        return gpu_hours
+    return f"{gpu_hours} (${forecast.gpu_hours * price:,.0f})"
 
 
-def best_table(base: Forecast, found: Sequence[Found]) -> Table:
+def best_table(base: Forecast, layouts: Sequence[Found]) -> Table:
     """List the fastest layouts."""
     title = f"fastest layouts that fit; the recipe's takes {base.step.seconds:.0f} s per step"
     table = _table(title, ("s/step", "gain", "tokens/s/GPU", "overrides"), ("overrides",))
-    for one in found:
-        step = one.forecast.step
+    for layout in layouts:
+        step = layout.forecast.step
         gain = base.step.seconds / step.seconds - 1
-        text = " ".join(one.overrides) or "as it is"
-        table.add_row(f"{step.seconds:.0f}", f"{gain:+.0%}", f"{step.tokens_per_second_per_gpu:.0f}", text)
+        overrides = " ".join(layout.overrides) or "as it is"
+        throughput = f"{step.tokens_per_second_per_gpu:.0f}"
+        table.add_row(f"{step.seconds:.0f}", f"{gain:+.0%}", throughput, overrides)
     return table
 
 
@@ -169,7 +197,8 @@ def scale_table(points: Sequence[Point], price: float | None) -> Table:
     table = _table("other numbers of GPUs, each with its best layout", (*numbers, *texts), texts)
     for point in points:
         if point.strong is None or point.weak is None:
-            table.add_row(str(point.num_gpus), *"-" * 7, point.note)
+            num_dashes = len(numbers) + len(texts) - 2
+            table.add_row(str(point.num_gpus), *["-"] * num_dashes, point.note)
             continue
         table.add_row(
             str(point.num_gpus),
@@ -187,13 +216,18 @@ def scale_table(points: Sequence[Point], price: float | None) -> Table:
 
 def _sizes(setup: PlanInput) -> str:
     layout = setup.layout
-    sizes = {"TP": layout.tensor, "PP": layout.pipeline, "CP": layout.context, "EP": layout.expert}
-    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "TP")
+    words = [f"TP{layout.tensor}"]
+    for name, size in (("PP", layout.pipeline), ("CP", layout.context), ("EP", layout.expert)):
+        if size > 1:
+            words.append(f"{name}{size}")
+    return " ".join(words)
 
 
 def layout_text(setup: PlanInput) -> str:
     """Write a layout as ``"TP4 PP2 CP2, vLLM TP8, recomputed, 16 GPUs only sample"``."""
     parts = [_sizes(setup), f"vLLM TP{setup.vllm_tensor}"]
-    parts += ["recomputed"] if setup.recompute else []
-    parts += [f"{setup.num_rollout_gpus} GPUs only sample"] if setup.num_rollout_gpus else []
+    if setup.recompute:
+        parts.append("recomputed")
+    if setup.num_rollout_gpus:
+        parts.append(f"{setup.num_rollout_gpus} GPUs only sample")
     return ", ".join(parts)

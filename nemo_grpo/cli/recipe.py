@@ -28,10 +28,13 @@ app = typer.Typer(
 )
 WIDTH = 200
 """Columns of tables where there is no terminal."""
-RecipeFile = Annotated[Path, Argument(help="Recipe.")]
+RecipeFile = Annotated[Path, Argument(help="Recipe: a file, or the name of a shipped one.")]
 Overrides = Annotated[
     list[str] | None,
-    Argument(metavar="[KEY=VALUE]...", help="key=value, ++key=value or ~key (remove); values are YAML"),
+    Argument(
+        metavar="[KEY=VALUE]...",
+        help="Changes of the recipe: key=value sets, ++key=value adds, ~key removes. Values are YAML.",
+    ),
 ]
 
 
@@ -40,44 +43,53 @@ def check(
     items: Annotated[
         list[str],
         Argument(
-            metavar="PATH... [KEY=VALUE]...", help="Recipes, sweeps or folders, then overrides for all."
+            metavar="PATH... [KEY=VALUE]...",
+            help="Recipes, sweeps or folders, then overrides for all.",
         ),
     ],
 ) -> None:
-    """Validate recipes and sweeps (every setting of one): one line each, exit code 2 if any is wrong.
+    """Validate recipes, and every setting of sweeps. The command prints a line for each.
+
+    Exit codes: 0 all are right; 2 one is wrong.
 
     Example: nemo-grpo recipe check recipes grpo.max_num_steps=2
     """
     paths, overrides = split_items(items, "check")
-    missing: list[str] = []
+    missing_files: list[str] = []
     with trial_imports():
-        results = [_check_one(path, overrides, missing) for path in paths]
-    if missing:
+        results = [_check_one(path, overrides, missing_files) for path in paths]
+    if missing_files:
         from nemo_grpo.run.recipe_checks import remedies
 
-        for sentence in remedies(missing):
+        for sentence in remedies(missing_files):
             _note(sentence)
     if not all(results):
         typer.echo(f"{results.count(False)} of {len(results)} recipes are wrong", err=True)
         raise typer.Exit(EXIT_USAGE)
 
 
-def _check_one(path: Path, overrides: list[str], missing: list[str]) -> bool:
+def _check_one(path: Path, overrides: list[str], missing_files: list[str]) -> bool:
+    """Check a recipe or sweep and print its line; adds to ``missing_files`` the data that are not there."""
     from nemo_grpo.experiments.sweep import is_sweep
     from nemo_grpo.recipe import advice, load_recipe
     from nemo_grpo.run.recipe_checks import check_recipe
 
+    notes: list[str] = []
     try:
         if is_sweep(path):
-            summary, notes = _sweep_summary(path, overrides, missing), []
+            summary = _sweep_summary(path, overrides, missing_files)
         else:
             recipe = load_recipe(path, overrides)
-            found = check_recipe(recipe)
-            found.refuse(missing=False)
-            missing += found.missing
-            summary, notes = _summary(recipe), [*advice(recipe), *found.notes]
+            findings = check_recipe(recipe)
+            # Data can be prepared later, so that a missing file does not make a recipe wrong.
+            findings.refuse(missing=False)
+            missing_files += findings.missing
+            summary = _summary(recipe)
+            notes = [*advice(recipe), *findings.notes]
     except UserError as error:
-        typer.echo(f"{typer.style('error', fg='red')}  {path}: {str(error).removeprefix(f'{path}: ')}")
+        # Some errors begin with the path that stands in the line already.
+        message = str(error).removeprefix(f"{path}: ")
+        typer.echo(f"{typer.style('error', fg='red')}  {path}: {message}")
         return False
     typer.echo(f"{typer.style('ok', fg='green')}     {path}: {summary}")
     for sentence in notes:
@@ -90,44 +102,50 @@ def _note(sentence: str) -> None:
 
 
 def _summary(recipe: Recipe) -> str:
-    m = recipe.policy.megatron_cfg
+    """Describe a recipe on one line: loss, model, steps, layout."""
+    megatron = recipe.policy.megatron_cfg
+    grpo = recipe.grpo
+    loss = recipe.loss_fn.variant or recipe.loss_fn.title
     model = recipe.policy.model_name or "new model"
     if Path(model).is_absolute():
         model = Path(model).name
-    return (
-        f"{recipe.loss_fn.variant or recipe.loss_fn.title}, {model}, "
-        f"{recipe.grpo.max_num_steps} steps of {recipe.grpo.num_prompts_per_step} x "
-        f"{recipe.grpo.num_generations_per_prompt}{recipe.or_passes}, TP {m.tensor_model_parallel_size} "
-        f"PP {m.pipeline_model_parallel_size} CP {m.context_parallel_size} DP {recipe.data_parallel_size}"
+    batch = f"{grpo.num_prompts_per_step} x {grpo.num_generations_per_prompt}"
+    layout = (
+        f"TP {megatron.tensor_model_parallel_size} PP {megatron.pipeline_model_parallel_size} "
+        f"CP {megatron.context_parallel_size} DP {recipe.data_parallel_size}"
     )
+    return f"{loss}, {model}, {grpo.max_num_steps} steps of {batch}{recipe.or_passes}, {layout}"
 
 
-def _sweep_summary(path: Path, overrides: list[str], missing: list[str]) -> str:
+def _sweep_summary(path: Path, overrides: list[str], missing_files: list[str]) -> str:
     from nemo_grpo.experiments.jobs import make_jobs, naming
     from nemo_grpo.experiments.sweep import load_sweep, targets, with_overrides
     from nemo_grpo.run.recipe_checks import check_recipe
 
-    found = {}
+    descriptions = []
     for target in targets(path):
         sweep = load_sweep(path, target)
+        # One seed of each setting: the others differ in nothing that is checked.
         jobs = make_jobs(with_overrides(sweep.settings, overrides), sweep.seeds[:1], Path("runs"))
         for job in jobs:
             with naming(job.setting):
                 checked = check_recipe(job.recipe)
                 checked.refuse(missing=False)
-            missing += checked.missing
+            missing_files += checked.missing
         name = jobs[0].setting.recipe.name
-        found[target] = f"{name}, {len(jobs)} settings x {len(sweep.seeds)} seeds"
-    return f"sweep of {'; on the cluster of '.join(found.values())}"
+        descriptions.append(f"{name}, {len(jobs)} settings x {len(sweep.seeds)} seeds")
+    return f"sweep of {'; on the cluster of '.join(descriptions)}"
 
 
 @app.command()
 def resolve(path: RecipeFile, overrides: Overrides = None) -> None:
     """Print a recipe as it will run: bases merged, overrides applied, every default written out.
 
-    An invalid recipe is shown with what is wrong above each key; exit code 2.
+    Of an invalid recipe the command prints what is wrong above each key.
 
     Example: nemo-grpo recipe resolve recipes/quickstart.yaml loss_fn.variant=gpg
+
+    Exit codes: 0 the recipe is right; 2 it is wrong.
     """
     from nemo_grpo.recipe.recipe import as_text
 
@@ -150,43 +168,63 @@ def _settings(path: Path, overrides: Iterable[str] = ()) -> tuple[Resolved, list
 
 def annotated(lines: Iterable[str], errors: Iterable[str]) -> Iterator[str]:
     """Put each message as a comment above its key's line; messages without a line come first."""
-    left, shown, place = list(errors), list[str](), list[str]()
+    unplaced = list(errors)
+    annotated_lines: list[str] = []
+    keys: list[str] = []  # of the sections around a line, and its own
     for line in lines:
-        if key := re.match(r"( *)([^\s#-][^\s]*):(?= |$)", line):
-            place = [*place[: len(key[1]) // 2], key[2].strip("'\"")]
-            about = [error for error in left if _is_about(error, ".".join(place))]
-            shown += [typer.style(f"{key[1]}# wrong: {error}", fg="red") for error in about]
-            left = [error for error in left if error not in about]
-        shown.append(line)
-    yield from (typer.style(f"# wrong: {error}", fg="red") for error in left)
-    yield from shown
+        match = re.match(r"(?P<indent> *)(?P<key>[^\s#-][^\s]*):(?= |$)", line)
+        if match:
+            depth = len(match["indent"]) // 2
+            keys = [*keys[:depth], match["key"].strip("'\"")]
+            dotted_key = ".".join(keys)
+            errors_of_key = [error for error in unplaced if _is_about(error, dotted_key)]
+            for error in errors_of_key:
+                annotated_lines.append(_as_comment(error, match["indent"]))
+            # A key may stand in the text twice, in a section and in a value; the first place is enough.
+            unplaced = [error for error in unplaced if error not in errors_of_key]
+        annotated_lines.append(line)
+    for error in unplaced:
+        yield _as_comment(error)
+    yield from annotated_lines
+
+
+def _as_comment(error: str, indent: str = "") -> str:
+    return typer.style(f"{indent}# wrong: {error}", fg="red")
 
 
 def _is_about(error: str, key: str) -> bool:
+    """True if a message begins with the key, and not with a longer one."""
     return re.match(rf"(unknown key )?{re.escape(key)}(?![\w.])", error) is not None
 
 
 @app.command()
 def diff(
-    first: Annotated[Path, Argument(metavar="A", help="Recipe.")],
-    second: Annotated[Path, Argument(metavar="B", help="Recipe.")],
+    first: Annotated[Path, Argument(metavar="A", help="First recipe.")],
+    second: Annotated[Path, Argument(metavar="B", help="Second recipe.")],
 ) -> None:
     """Show which keys differ between two resolved recipes: - only in A, + only in B, ~ in both.
 
-    What is wrong with an invalid one is said below; exit code 2.
+    Of an invalid recipe the errors follow below.
 
     Example: nemo-grpo recipe diff recipes/quickstart.yaml recipes/quickstart-cw_grpo.yaml
+
+    Exit codes: 0 both recipes are right; 2 one is wrong.
     """
     from nemo_grpo.recipe.loader import merge
     from nemo_grpo.support.dotted import leaves
 
-    (settings_a, wrong_a), (settings_b, wrong_b) = _settings(first), _settings(second)
-    a, b = dict(leaves(merge(*settings_a))), dict(leaves(merge(*settings_b)))
+    settings_a, errors_a = _settings(first)
+    settings_b, errors_b = _settings(second)
+    a = dict(leaves(merge(*settings_a)))
+    b = dict(leaves(merge(*settings_b)))
     lines = [line for key in sorted(a | b) for line in difference(key, a, b)]
-    typer.echo("\n".join(lines) or f"{first} and {second} resolve to the same recipe")
-    for path, error in [(first, error) for error in wrong_a] + [(second, error) for error in wrong_b]:
-        typer.echo(f"{typer.style('error', fg='red')}  {path}: {error}", err=True)
-    if wrong_a or wrong_b:
+    if not lines:
+        lines.append(f"{first} and {second} resolve to the same recipe")
+    typer.echo("\n".join(lines))
+    for path, errors in ((first, errors_a), (second, errors_b)):
+        for error in errors:
+            typer.echo(f"{typer.style('error', fg='red')}  {path}: {error}", err=True)
+    if errors_a or errors_b:
         raise typer.Exit(EXIT_USAGE)
 
 
@@ -200,30 +238,33 @@ def prompt(path: RecipeFile, overrides: Overrides = None) -> None:
     from nemo_grpo.tasks import encode_prompt
 
     recipe = load_recipe(path, overrides or ())
-    own, named, task = recipe.nemo_grpo, recipe.policy.tokenizer, recipe.task.build()
-    if own.target == "cluster" and (named.chat_template != "default" or named.chat_template_kwargs):
+    section = recipe.nemo_grpo
+    tokenizer_section = recipe.policy.tokenizer
+    has_template = tokenizer_section.chat_template != "default" or tokenizer_section.chat_template_kwargs
+    if section.target == "cluster" and has_template:
         raise UserError(
             "policy.tokenizer.chat_template: NeMo-RL puts it in the place of the tokenizer's; look at "
             "train_data_step1.jsonl of a rehearsal (nemo-grpo rehearse)"
         )
-    if own.new_model is not None:
+    task = recipe.task.build()
+    if section.new_model is not None:
         from nemo_grpo.engine.task_tokenizer import build_tokenizer
 
-        tokenizer = build_tokenizer(task, own.new_model.vocab_size, own.new_model.seed)
+        tokenizer = build_tokenizer(task, section.new_model.vocab_size, section.new_model.seed)
     else:
         from nemo_grpo.support.hf_folder import load_tokenizer
 
-        tokenizer = load_tokenizer(Path(named.name or ""))
-    problem, has_images = task.train_problem(0, recipe.grpo.seed), task.config.needs_images
-    tokens = encode_prompt(tokenizer, own.prompt, problem, with_images=has_images)
+        tokenizer = load_tokenizer(Path(tokenizer_section.name or ""))
+    problem = task.train_problem(0, recipe.grpo.seed)
+    tokens = encode_prompt(tokenizer, section.prompt, problem, with_images=task.config.needs_images)
     typer.echo(tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 @app.command("list")
 def list_recipes(
-    pattern: Annotated[str, Argument(help="Part of a name.")] = "",
+    pattern: Annotated[str, Argument(help="Only recipes whose name contains this text are listed.")] = "",
 ) -> None:
-    """List the recipes that come with the package; every command takes their names for a file.
+    """List the recipes that come with the package. Every command takes such a name in place of a file.
 
     Example: nemo-grpo recipe list quickstart
     """
@@ -238,10 +279,12 @@ def list_recipes(
 
 @app.command()
 def copy(
-    name: Annotated[str, Argument(help="A shipped recipe, see list.")],
-    target: Annotated[Path | None, Argument(help="File to write. Default: its name, here.")] = None,
+    name: Annotated[str, Argument(help="Shipped recipe; `nemo-grpo recipe list` shows the names.")],
+    target: Annotated[
+        Path | None, Argument(help="File or folder for the copy. The default is this folder.")
+    ] = None,
 ) -> None:
-    """Copy a shipped recipe here, to be changed; its bases stay the shipped ones.
+    """Copy a shipped recipe, so that you can change it. Its bases stay the shipped ones.
 
     Example: nemo-grpo recipe copy quickstart my.yaml
     """
@@ -249,20 +292,25 @@ def copy(
     if source is None:
         near = did_you_mean(name, shipped.recipe_names())
         raise UserError(f"{name} is no name of a shipped recipe{near}; `nemo-grpo recipe list` shows them")
-    written = Path(source.name) if target is None else target / source.name if target.is_dir() else target
+    path = Path() if target is None else target
+    if path.is_dir():
+        path = path / source.name
     try:
-        with written.open("x", encoding="utf-8") as file:
+        # Mode x: an existing file may hold somebody's changes.
+        with path.open("x", encoding="utf-8") as file:
             file.write(shipped.portable(source))
     except FileExistsError:
-        raise UserError(f"{written} exists; name another file") from None
+        raise UserError(f"{path} exists; name another file") from None
     except OSError as error:
-        raise UserError(f"{written} cannot be written: {error.strerror}") from None
-    typer.echo(f"{written}: a copy of {name}; change nemo_grpo.run_name in it")
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+    typer.echo(f"{path}: a copy of {name}; change nemo_grpo.run_name in it")
 
 
 @app.command()
 def rules() -> None:
-    """Print the tables of rules, one a line: scope, condition, rule and reason, where {key} is a value.
+    """Print the rules for recipes, one a line: scope, condition, rule and reason.
+
+    {key} in a line stands for the value of that key.
 
     Example: nemo-grpo recipe rules | grep sequence_packing
     """
@@ -282,11 +330,13 @@ def rules() -> None:
 
 def difference(key: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Show in a coloured line how ``key`` differs, or nothing."""
-    if key in a and key in b:
-        changed = typer.style(f"~ {key}: {shown(a[key])} -> {shown(b[key])}", fg="yellow")
-        return [changed] if a[key] != b[key] else []
-    sign, tree, colour = ("-", a, "red") if key in a else ("+", b, "green")
-    return [typer.style(f"{sign} {key}: {shown(tree[key])}", fg=colour)]
+    if key not in b:
+        return [typer.style(f"- {key}: {shown(a[key])}", fg="red")]
+    if key not in a:
+        return [typer.style(f"+ {key}: {shown(b[key])}", fg="green")]
+    if a[key] == b[key]:
+        return []
+    return [typer.style(f"~ {key}: {shown(a[key])} -> {shown(b[key])}", fg="yellow")]
 
 
 def split_items(items: list[str], verb: str) -> tuple[list[Path], list[str]]:
@@ -308,6 +358,7 @@ def wide_console(*, stderr: bool = False) -> Console:
 
 def is_override(item: str) -> bool:
     """True for an override, False for a path."""
+    # A path may contain "=", as those of sweeps' runs do.
     return item.startswith(("~", "++")) or ("=" in item and not Path(item).exists())
 
 

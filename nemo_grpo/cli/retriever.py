@@ -11,18 +11,27 @@ from typer import Option
 from nemo_grpo.support.errors import UserError
 
 app = typer.Typer(name="retriever", no_args_is_help=True, help="Serve passages to tasks that search.")
-app.callback()(lambda: None)  # a group, so that its only command has a name
+# Without a callback Typer would make a group of one command that command itself, without its name.
+app.callback()(lambda: None)
 
 
 @app.command()
 def serve(
-    corpus: Annotated[Path, Option(help="JSONL file of passages: id, title, text.")],
-    cache: Annotated[Path | None, Option(help="Folder of the index; else CORPUS.bm25.")] = None,
-    host: Annotated[str, Option(help="0.0.0.0 admits every machine that reaches this one.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0: a free one.")] = 8765,
-    top_k: Annotated[int, Option(min=1, max=100, help="Passages, if a request does not say.")] = 3,
+    corpus: Annotated[Path, Option(help="JSONL file of passages with the keys id, title and text.")],
+    cache: Annotated[
+        Path | None, Option(help="Folder that keeps the index. The default is CORPUS.bm25.")
+    ] = None,
+    host: Annotated[
+        str, Option(help="Address to listen on. 0.0.0.0 admits every machine that reaches this one.")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on. 0 chooses a free one.")] = 8765,
+    top_k: Annotated[
+        int, Option(min=1, max=100, help="Number of passages for a request that does not name it.")
+    ] = 3,
 ) -> None:
-    """Build the BM25 index, or read it from its folder, and answer Search-R1's POST /retrieve until Ctrl-C.
+    """Answer Search-R1's POST /retrieve until Ctrl-C, from a BM25 index of the corpus.
+
+    The first call builds the index; later calls read it from --cache.
 
     Example: nemo-grpo retriever serve --corpus wiki.jsonl --port 8765
     """

@@ -28,7 +28,9 @@ app = typer.Typer(name="variants", cls=_NameOrCommand, invoke_without_command=Tr
 
 @app.callback()
 def variants(ctx: typer.Context) -> None:
-    """List the algorithms: paper, what each needs, parameters with defaults (the recipe's loss_fn keys).
+    """List the algorithms with their papers, their needs, and the parameters that differ from GRPO's.
+
+    A parameter is a key of the recipe's section loss_fn.
 
     Examples:
       nemo-grpo variants
@@ -48,7 +50,7 @@ def variants(ctx: typer.Context) -> None:
 
 
 @app.command()
-def show(name: Annotated[str, Argument(help="Variant, or FILE:CLASS.")]) -> None:
+def show(name: Annotated[str, Argument(help="Variant, or FILE:CLASS for a loss of your own.")]) -> None:
     """Show a variant: its equations, where it departs from its paper and why, and all parameters.
 
     Example: nemo-grpo variants tr_grpo
@@ -60,21 +62,26 @@ def show(name: Annotated[str, Argument(help="Variant, or FILE:CLASS.")]) -> None
 
     from nemo_grpo.variants import variant_class
 
-    variant, console = variant_class(name, "variants"), Console()
-    if text := getdoc(sys.modules[variant.__module__]):
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    variant = variant_class(name, "variants")
+    console = Console()
+    # The equations stand in the docstring of the variant's module.
+    equations = getdoc(sys.modules[variant.__module__])
+    if equations:
+        console.print(equations, markup=False, highlight=False, soft_wrap=True)
     console.print(parameters(name, variant))
 
 
 @app.command()
 def check(
-    name: Annotated[str, Argument(help="Variant, or FILE:CLASS.")],
-    settings: Annotated[list[str] | None, Argument(help="Its loss_fn keys, as punishment=0.3.")] = None,
+    name: Annotated[str, Argument(help="Variant, or FILE:CLASS for a loss of your own.")],
+    settings: Annotated[
+        list[str] | None, Argument(help="Parameters of the loss, such as punishment=0.3.")
+    ] = None,
 ) -> None:
-    """Check a loss on small made-up steps: splits, order, padding, masks, gradient, finite values.
+    """Check a loss on small invented steps: splits, order, padding, masks, gradient, finite values.
 
-    These are the package's own tests of its variants. `train`, `compare`, `sweep`, `rehearse` and
-    `recipe check` run their quick part on a user's own loss.
+    These checks are the tests of the package's own variants. `train`, `compare`, `sweep`, `rehearse` and
+    `recipe check` run the quick ones on a loss of your own.
 
     Example: nemo-grpo variants check my_loss.py:Mine punishment=0.3
 
@@ -86,29 +93,30 @@ def check(
     from nemo_grpo.variants.checking import CHECKS, FIRST, check_variant
     from nemo_grpo.variants.checking.declarations import GAINS, undeclared
 
-    given = dict(parse_override(text) for text in settings or [])
+    loss_keys = dict(parse_override(setting) for setting in settings or [])
     if "max_response_length" in variant_class(name, "variants check").model_fields:
-        given = {"max_response_length": 8} | given  # usually set by a recipe; aggregation=constant needs it
-    config = parse_loss_fn({"variant": name, **given})
-    failed = dict(check_variant(config))
-    was_ended = False  # by one of the first checks, without which the others say nothing
-    for each in CHECKS:
-        if was_ended:
-            typer.echo(f"not run {each}")
-        elif each in failed:
-            typer.echo(f"{typer.style('failed', fg='red')}  {each}: {failed[each]}")
-            was_ended = each in FIRST
+        # A recipe usually sets it; aggregation=constant needs it.
+        loss_keys = {"max_response_length": 8} | loss_keys
+    config = parse_loss_fn({"variant": name, **loss_keys})
+    failures = dict(check_variant(config))
+    has_ended = False
+    for check_name in CHECKS:
+        if has_ended:
+            typer.echo(f"not run {check_name}")
+        elif check_name in failures:
+            typer.echo(f"{typer.style('failed', fg='red')}  {check_name}: {failures[check_name]}")
+            # Without one of the first checks the others say nothing.
+            has_ended = check_name in FIRST
         else:
-            typer.echo(f"{typer.style('ok    ', fg='green')}  {each}")
-    if failed:
+            typer.echo(f"{typer.style('ok    ', fg='green')}  {check_name}")
+    if failures:
         raise typer.Exit(1)
-    for name, safe in SAFE_DECLARATIONS.items():
-        if getattr(config, name) != safe:
-            typer.echo(f"has     {name} = {not safe}: {GAINS[name]}")
-    for name, value in undeclared(config).items():
-        typer.echo(
-            f"could   declare {name} = {value} in its class, if that holds for any step: {GAINS[name]}"
-        )
+    for declaration, safe_value in SAFE_DECLARATIONS.items():
+        if getattr(config, declaration) != safe_value:
+            typer.echo(f"has     {declaration} = {not safe_value}: {GAINS[declaration]}")
+    for declaration, value in undeclared(config).items():
+        condition = "in its class, if that holds for any step"
+        typer.echo(f"could   declare {declaration} = {value} {condition}: {GAINS[declaration]}")
 
 
 def overview(configs: dict[str, type[VariantConfig]]) -> Table:
@@ -121,8 +129,12 @@ def overview(configs: dict[str, type[VariantConfig]]) -> Table:
     table.add_column("needs")
     table.add_column("differs from grpo in", overflow="fold")
     for name, config in configs.items():
-        own = [f"{key}={as_yaml(v)}" for key, v in _defaults(config).items() if common.get(key, ...) != v]
-        table.add_row(f"[bold]{name}[/bold]", config.paper, _needs(config), "\n".join(own) or "-")
+        different = []
+        for key, default in _defaults(config).items():
+            # GRPO may lack a key, and its default may be None.
+            if key not in common or common[key] != default:
+                different.append(f"{key}={as_yaml(default)}")
+        table.add_row(f"[bold]{name}[/bold]", config.paper, _needs(config), "\n".join(different) or "-")
     return table
 
 
@@ -141,14 +153,20 @@ def parameters(name: str, config: type[VariantConfig]) -> Table:
 
 
 def _needs(config: type[VariantConfig]) -> str:
-    built = config.model_construct()  # not validated: some need a value that only a recipe has
-    needs = ["entropy"] * built.needs_entropy + ["reference"] * built.needs_reference
-    if not built.needs_reference and "reference_policy_kl_penalty" in config.model_fields:
+    # Not validated, because some variants need a value that only a recipe has.
+    defaults = config.model_construct()
+    needs = []
+    if defaults.needs_entropy:
+        needs.append("entropy")
+    if defaults.needs_reference:
+        needs.append("reference")
+    elif "reference_policy_kl_penalty" in config.model_fields:
         needs.append("(reference)")
     return "\n".join(needs) or "-"
 
 
 def _defaults(config: type[VariantConfig]) -> dict[str, object]:
-    if config.learns_from_demonstrations:  # its inherited keys are for rollouts, and refused
+    # Supervised training inherits the keys of rollouts, and refuses them.
+    if config.learns_from_demonstrations:
         return {}
     return {key: field.default for key, field in config.model_fields.items() if key != "variant"}

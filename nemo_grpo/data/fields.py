@@ -1,5 +1,6 @@
 """Mappings from a published row to an entry (question, answer, metadata), and filters of entries."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,25 +44,34 @@ def columns(
     keep: Sequence[str] = (),
     read: Literal["text", "boxed", "tagged"] = "text",
 ) -> Entry:
-    r"""Map one column to the question and one to the answer; columns of ``keep`` go to the metadata.
+    r"""Map one column to the question and one to the answer.
 
-    Args: read: part of the answer column: all; the last complete ``\boxed{..}`` (or ``\fbox``), else nothing;
-                the text inside ``<answer>`` tags, else all.
+    Args:
+        row: published.
+        question: column of the question.
+        answer: column of the answer.
+        keep: columns that go to the metadata.
+        read: part of the answer column. text: all of it. boxed: the last complete ``\boxed{..}`` (or
+            ``\fbox``), else nothing. tagged: the text inside ``<answer>`` tags, else all.
     """
-    asked, final = text(row[question]), text(row[answer])
+    problem = text(row[question])
+    final = text(row[answer])
     if read == "boxed":
         final = last_boxed(row[answer]) or ""
     elif read == "tagged":
         final = final.rpartition("<answer>")[2].partition("</answer>")[0].strip()
     metadata = {key: row[key] for key in keep if row.get(key) not in (None, "")}
-    return Entry(asked, final, metadata)
+    return Entry(problem, final, metadata)
 
 
 def chat_row(row: Row, *, prefix: str = "", suffix: str = "", keep: Sequence[str] = ()) -> Entry:
     """Map a row for verl: ``prompt`` is a conversation, ``reward_model.ground_truth`` the answer.
 
-    Args: prefix, suffix: instructions around the question, removed if present.
-          keep: keys of ``extra_info`` that go to the metadata.
+    Args:
+        row: published.
+        prefix: instructions before the question, removed if present.
+        suffix: instructions after the question, removed if present.
+        keep: keys of ``extra_info`` that go to the metadata.
     """
     question = text(row["prompt"][-1]["content"])
     question = question.removeprefix(prefix.strip()).removesuffix(suffix.strip()).strip()
@@ -90,7 +100,8 @@ def short_answers(row: Row) -> Entry:
 
 def puzzle(row: Row) -> Entry:
     """Map a puzzle of knights and knaves; the numbered identities are the answer."""
-    names, solution = list(row["names"]), [bool(value) for value in row["solution"]]
+    names = list(row["names"])
+    solution = [bool(value) for value in row["solution"]]
     metadata = {"names": names, "solution": solution, "num_people": len(names)}
     return Entry(text(row["quiz"]), text(row["solution_text_format"]), metadata)
 
@@ -123,8 +134,10 @@ Keep = Callable[[Entry], bool]
 class Filter:
     """A rule over entries in their order, with the passage of a paper that asks for it.
 
-    Attributes: rule, cited: the rule and the passage, for the manifest.
-                build: makes the test; called once per run, so that the test may keep state.
+    Attributes:
+        rule: in words, for the manifest.
+        cited: the passage, for the manifest.
+        build: makes the test; called once per run, so that the test may keep state.
     """
 
     rule: str
@@ -141,40 +154,50 @@ def complete() -> Filter:
     return Filter("question and answer are not empty", "file format", lambda: is_complete)
 
 
-def levels(wanted: Iterable[str], cited: str) -> Filter:
+def levels(names: Iterable[str], cited: str) -> Filter:
     """Keep entries whose metadata's ``level`` is one of these."""
-    kept = frozenset(wanted)
-    rule = f"level is one of {', '.join(sorted(kept))}"
-    return Filter(rule, cited, lambda: lambda entry: str(entry.metadata.get("level")) in kept)
+    allowed = frozenset(names)
+
+    def has_level(entry: Entry) -> bool:
+        return str(entry.metadata.get("level")) in allowed
+
+    return Filter(f"level is one of {', '.join(sorted(allowed))}", cited, lambda: has_level)
 
 
 def short_solution(max_words: int, cited: str) -> Filter:
     """Keep entries whose metadata's ``solution`` has at most ``max_words`` words separated by white space."""
 
-    def keep(entry: Entry) -> bool:
-        return len(str(entry.metadata.get("solution", "")).split()) <= max_words
+    def is_short(entry: Entry) -> bool:
+        solution = str(entry.metadata.get("solution", ""))
+        return len(solution.split()) <= max_words
 
-    return Filter(f"solution has at most {max_words} words", cited, lambda: keep)
+    return Filter(f"solution has at most {max_words} words", cited, lambda: is_short)
 
 
 def one_image(cited: str) -> Filter:
     """Keep entries with one image."""
-    return Filter("one image", cited, lambda: lambda entry: len(entry.images) == 1)
+
+    def has_one_image(entry: Entry) -> bool:
+        return len(entry.images) == 1
+
+    return Filter("one image", cited, lambda: has_one_image)
 
 
 def unique_questions(cited: str) -> Filter:
     """Keep the first of several entries with the same images and the same question, white space aside."""
 
     def build() -> Keep:
-        seen: set[object] = set()
+        earlier_keys: set[object] = set()
 
-        def keep(entry: Entry) -> bool:
+        def is_new(entry: Entry) -> bool:
+            # The text of the images, as records of them cannot be hashed.
             key = (" ".join(entry.question.split()), repr(entry.images))
-            new = key not in seen
-            seen.add(key)
-            return new
+            if key in earlier_keys:
+                return False
+            earlier_keys.add(key)
+            return True
 
-        return keep
+        return is_new
 
     return Filter("first of equal questions", cited, build)
 
@@ -183,8 +206,12 @@ def first(count: int, cited: str) -> Filter:
     """Keep the first ``count`` entries."""
 
     def build() -> Keep:
-        left = iter(range(count))
-        return lambda entry: next(left, None) is not None
+        numbers = itertools.count()
+
+        def is_among_the_first(_entry: Entry) -> bool:
+            return next(numbers) < count
+
+        return is_among_the_first
 
     return Filter(f"first {count}", cited, build)
 

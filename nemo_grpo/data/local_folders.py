@@ -32,15 +32,15 @@ def reason_seg(folder: Path, split: str) -> Rows:
     if not images:
         raise FileNotFoundError(f"{folder / split} has no *.jpg")
     for image in images:
-        notes = json.loads(image.with_suffix(".json").read_text(encoding="utf-8", errors="replace"))
-        query = notes["text"][0] if isinstance(notes["text"], list) else notes["text"]
-        target = polygons(notes["shapes"], "target")
+        annotation = json.loads(image.with_suffix(".json").read_text(encoding="utf-8", errors="replace"))
+        queries = annotation["text"]
+        target = polygons(annotation["shapes"], "target")
         yield {
-            "query": query,
+            "query": queries[0] if isinstance(queries, list) else queries,
             "box": box_around(target),
             "image": {"path": str(image)},
             "target": target,
-            "ignore": polygons(notes["shapes"], "ignore"),
+            "ignore": polygons(annotation["shapes"], "ignore"),
         }
 
 
@@ -82,13 +82,16 @@ def classification_test(folder: Path, split: str) -> Rows:
     import torch
 
     names = (folder / f"{split}.txt").read_text(encoding="utf-8").splitlines()
-    listed = torch.load(_present(folder / f"{split}.pth"), weights_only=True)  # tensors; runs no code
-    files = {path.name: path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg")}
+    # weights_only: the file comes from the internet, and a pickle could run any code.
+    rows = torch.load(_present(folder / f"{split}.pth"), weights_only=True)
+    pictures = {path.name: path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg")}
     kind, what = CLASSIFICATION[split]
     question = QUESTION.format(kind=kind, what=what, thing=kind.split()[-1])
-    for row in listed:
+    for row in rows:
         for path, entry in row.items():
-            image = _present(files.get(Path(path).name, folder / Path(path).name))
+            # The paths are those of the authors' machine, of which only the last part is of use.
+            file_name = Path(path).name
+            image = _present(pictures.get(file_name, folder / file_name))
             label = names[int(entry["label"])].strip()
             yield {"question": question, "label": label, "image": {"path": str(image)}}
 
@@ -108,7 +111,15 @@ READERS: dict[str, Callable[[Path, str], Rows]] = {
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A split of a folder that one of `READERS` reads; ``download``: files that the user puts into it."""
+    """A split of a folder that the user assembles.
+
+    Attributes:
+        reader: a name in `READERS`.
+        split: name of a folder or files in it.
+        label: address, for people.
+        download: files that the user puts into it, for the instructions.
+        revision: none; a folder has no commits.
+    """
 
     reader: str
     split: str

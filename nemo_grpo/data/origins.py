@@ -48,7 +48,9 @@ class Hub:
     """A data set repository of the Hugging Face hub.
 
     Attributes:
-        splits: read one after the other.  config: the subset; None: the default.
+        repository: OWNER/NAME.
+        splits: read one after the other.
+        config: the subset; None: the default.
         files: patterns of the files of these splits, for a download by hand.
         num_rows: read only the first rows; None: all.
     """
@@ -93,8 +95,10 @@ class Hub:
         """Find path, config and split of a copy by its card (README.md), else by its folders and files."""
         if (folder / "README.md").is_file() or self.config is None:
             return folder, self.config, split
-        inner = folder / self.config
-        return (inner if inner.is_dir() else folder), None, {"dev": "validation"}.get(split, split)
+        # Without a card `datasets` knows no subsets, and calls the split of a file named dev "validation".
+        config_folder = folder / self.config
+        split_by_file_name = "validation" if split == "dev" else split
+        return (config_folder if config_folder.is_dir() else folder), None, split_by_file_name
 
 
 @dataclass(frozen=True)
@@ -107,12 +111,15 @@ class GitFiles:
 
     @property
     def label(self) -> str:
-        what = self.paths[0] if len(self.paths) == 1 else f"{self.paths[0]} and {len(self.paths) - 1} more"
-        return f"github.com/{self.repository}: {what}"
+        files = self.paths[0]
+        if len(self.paths) > 1:
+            files += f" and {len(self.paths) - 1} more"
+        return f"github.com/{self.repository}: {files}"
 
     def instructions(self, revision: str | None) -> str:
-        urls = zip(self.paths, self._urls(self.resolve(revision)), strict=True)
-        commands = (f"curl -fL --create-dirs -o DIR/{path} {url}" for path, url in urls)
+        commands = []
+        for path, url in zip(self.paths, self._urls(self.resolve(revision)), strict=True):
+            commands.append(f"curl -fL --create-dirs -o DIR/{path} {url}")
         return f"run `{'; '.join(commands)}`"
 
     def resolve(self, revision: str | None) -> str:
@@ -133,9 +140,11 @@ class GitFiles:
 
     def _found(self, folder: Path, path: str) -> Path:
         """Find the copy of a file by its whole path or, if that is unambiguous, by its last part."""
-        names = [Path(other).name for other in self.paths]
-        alone = names.count(Path(path).name) == 1
-        for candidate in (path, Path(path).name) if alone else (path,):
+        name = Path(path).name
+        candidates = [path]
+        if [Path(listed).name for listed in self.paths].count(name) == 1:
+            candidates.append(name)
+        for candidate in candidates:
             if (folder / candidate).is_file():
                 return folder / candidate
         raise FileNotFoundError(f"{folder} has no {path}")
@@ -149,7 +158,11 @@ class GitFiles:
 class Generated:
     """Training or held-out problems of the task `logic`, always the same.
 
-    Attributes: people: sizes of the puzzles, equally often.
+    Attributes:
+        num_problems: in all.
+        held_out: the task's held-out problems, else its training problems.
+        people: sizes of the puzzles, equally often.
+        revision: none; the seed decides.
     """
 
     num_problems: int
@@ -159,7 +172,8 @@ class Generated:
 
     @property
     def label(self) -> str:
-        return f"generated (logic, {'held-out' if self.held_out else f'seed {SEED}'})"
+        problems = "held-out" if self.held_out else f"seed {SEED}"
+        return f"generated (logic, {problems})"
 
     def instructions(self, revision: str | None) -> str:
         return "generate it here"
@@ -175,17 +189,18 @@ class Generated:
 
     def _training(self, task: Task) -> list[Problem]:
         """Draw distinct problems, each size equally often."""
-        wanted = self.num_problems // len(self.people)
-        found: dict[str, Problem] = {}
+        num_of_size = self.num_problems // len(self.people)
+        problems: dict[str, Problem] = {}
         sizes: Counter[int] = Counter()
         indices = count()
-        while len(found) < wanted * len(self.people):
+        while len(problems) < num_of_size * len(self.people):
             problem = task.train_problem(next(indices), SEED)
             size = problem.metadata["num_people"]
-            if problem.id not in found and sizes[size] < wanted:
-                found[problem.id] = problem
+            # The stream is endless and repeats small puzzles, of which there are few.
+            if problem.id not in problems and sizes[size] < num_of_size:
+                problems[problem.id] = problem
                 sizes[size] += 1
-        return list(found.values())
+        return list(problems.values())
 
 
 def generated(row: Row) -> Entry:
@@ -205,7 +220,8 @@ def _load(path: str, config: str | None, **options: Any) -> Iterable[Row]:
     """Load rows with images as their files' bytes, not decoded, so that they can be written unchanged."""
     from datasets import Image, Sequence, disable_progress_bars, load_dataset
 
-    disable_progress_bars()  # of the conversion; downloads have bars of their own
+    # Those of the conversion; downloads have bars of their own.
+    disable_progress_bars()
     dataset = load_dataset(path, config, **options)
     for name, feature in dataset.features.items():
         if isinstance(feature, Image):

@@ -27,9 +27,11 @@ class Request:
     """Options of a preparation.
 
     Attributes:
-        out: folder of the files.  revision: branch, tag or commit; None: the table's pin, or the newest.
+        out: folder of the files.
+        revision: branch, tag or commit; None: the table's pin, or the newest.
         source: local copy of the repository, or a folder that holds such copies by data set name.
-        generate: make problems here, if the data set has a generator.  force: prepare again if up to date.
+        generate: make problems here, if the data set has a generator.
+        force: prepare again what is up to date.
         any_count: accept another number of problems than the paper or publisher states.
     """
 
@@ -46,10 +48,14 @@ class Request:
             return None
         if (self.source / source.name).is_dir():
             return self.source / source.name
-        strangers = (other for other in SOURCES.values() if _repository(other) != _repository(source))
-        if others := [other.name for other in strangers if (self.source / other.name).is_dir()]:
+        # A folder of copies by name is no copy itself. Data sets of one repository may share its copy.
+        copies = []
+        for candidate in SOURCES.values():
+            if _repository(candidate) != _repository(source) and (self.source / candidate.name).is_dir():
+                copies.append(candidate.name)
+        if copies:
             raise UserError(
-                f"--source {self.source} holds copies by name ({', '.join(others)}) and none of "
+                f"--source {self.source} holds copies by name ({', '.join(copies)}) and none of "
                 f"{source.name}; put one into {self.source / source.name}, or give its folder alone"
             )
         return self.source
@@ -63,9 +69,11 @@ def check_copies(names: Sequence[str], request: Request) -> None:
     """Refuse one folder as the copy of several repositories."""
     if request.source is None or request.generate:
         return
-    alike = [s for s in map(find_source, names) if request.copy_of(s) == request.source]
-    if len(set(map(_repository, alike))) > 1:
-        listed = " and ".join(source.name for source in alike)
+    sources = [find_source(name) for name in names]
+    same_copy = [source for source in sources if request.copy_of(source) == request.source]
+    repositories = {_repository(source) for source in same_copy}
+    if len(repositories) > 1:
+        listed = " and ".join(source.name for source in same_copy)
         raise UserError(
             f"--source {request.source} would be the copy of {listed}, which are in different repositories; "
             f"put copies into {request.source}/NAME, or prepare one at a time"
@@ -74,7 +82,13 @@ def check_copies(names: Sequence[str], request: Request) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The prepared data set. ``fresh``: written by this call."""
+    """The prepared data set.
+
+    Attributes:
+        path: of the JSONL file.
+        manifest: of that file.
+        fresh: written by this call, and not found up to date.
+    """
 
     path: Path
     manifest: dict[str, Any]
@@ -98,18 +112,21 @@ def prepare(name: str, request: Request) -> Prepared:
 def _prepare(source: Source, request: Request) -> Prepared:
     path = request.out / f"{source.name}.jsonl"
     folder = request.copy_of(source)
-    wanted = _wanted(source, request, folder)
+    conditions = _conditions(source, request, folder)
     existing = read_manifest(path) or {}
-    is_current = all(existing.get(key) == value for key, value in wanted.items()) and path.is_file()
+    is_current = all(existing.get(key) == value for key, value in conditions.items()) and path.is_file()
+    # The hash last: it reads the whole file, which somebody may have edited.
     if is_current and not request.force and sha256_of(path) == existing.get("sha256"):
         _check_count(source, request, existing["num_problems"])
         return Prepared(path, existing, fresh=False)
-    revision = wanted["requested_revision"] or "unknown (local copy)"
-    try:
-        if folder is None:
-            revision = source.origin.resolve(wanted["requested_revision"])
-    except Exception as error:  # exceptions differ between versions of the client libraries
-        raise _unreachable(source, wanted["requested_revision"], None, error) from error
+    requested = conditions["requested_revision"]
+    revision = requested or "unknown (local copy)"
+    if folder is None:
+        try:
+            revision = source.origin.resolve(requested)
+        # Exceptions differ between versions of the client libraries.
+        except Exception as error:
+            raise _unreachable(source, requested, None, error) from error
     try:
         request.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -120,7 +137,7 @@ def _prepare(source: Source, request: Request) -> Prepared:
     manifest = {
         "name": source.name,
         "file": path.name,
-        **wanted,
+        **conditions,
         "revision": revision,
         "filters": counts,
         "num_problems": counts[-1]["after"],
@@ -132,7 +149,7 @@ def _prepare(source: Source, request: Request) -> Prepared:
     return Prepared(path, manifest, fresh=True)
 
 
-def _wanted(source: Source, request: Request, folder: Path | None) -> dict[str, Any]:
+def _conditions(source: Source, request: Request, folder: Path | None) -> dict[str, Any]:
     """Return the parts of the manifest that are known in advance and determine the file's content."""
     return {
         "format": FORMAT,
@@ -154,7 +171,9 @@ def _rows(source: Source, request: Request, revision: str, folder: Path | None) 
 
 
 def _unreachable(source: Source, revision: str | None, folder: Path | None, error: Exception) -> UserError:
-    reason = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+    reason = type(error).__name__
+    if str(error):
+        reason += f": {first_line(error)}"
     place = f"in --source {folder}" if folder else "from here"
     return UserError(
         f"{source.name}: {source.origin.label} cannot be read {place} ({reason}); on a machine with a "
@@ -179,40 +198,54 @@ SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF
 def write_problems(
     source: Source, path: Path, rows: Iterable[Row], check: Callable[[int], None]
 ) -> tuple[list[dict[str, Any]], int]:
-    """Write the file under a temporary name, then rename it; returns the filters' counts, number of images.
+    """Write the file under a temporary name, then rename it.
 
-    Args: check: called with the number of problems before the file is renamed; raises to refuse it.
+    Args:
+        source: the data set.
+        path: of the file; its images go into a folder beside it.
+        rows: published ones.
+        check: called with the number of problems before the file is renamed; raises to refuse it.
+
+    Returns:
+        The filters' counts, and the number of images.
     """
-    temporary, images = path.with_suffix(".jsonl.tmp"), path.with_suffix(".images")
-    new_images = path.with_suffix(".images.tmp")
-    shutil.rmtree(new_images, ignore_errors=True)
+    temporary = path.with_suffix(".jsonl.tmp")
+    images = path.with_suffix(".images")
+    temporary_images = path.with_suffix(".images.tmp")
+    # A killed command may have left some.
+    shutil.rmtree(temporary_images, ignore_errors=True)
     num_images = 0
     chain = _Chain(source.filters)
     try:
         with temporary.open("w", encoding="utf-8") as file:
             for number, entry in chain.run(_entries(source.name, source.mapping, rows)):
-                names = [
-                    _write_image(image, new_images, f"{number:06d}-{i}")
-                    for i, image in enumerate(entry.images)
-                ]
-                num_images += len(names)
-                where = {"images": [f"{images.name}/{name}" for name in names]} if names else {}
-                content = entry.question, entry.answer, {**entry.metadata, **where}
-                file.write(as_line(Problem(f"{source.name}-{number}", *content)))
+                metadata = dict(entry.metadata)
+                paths = []
+                for image_number, image in enumerate(entry.images):
+                    name = _write_image(image, temporary_images, f"{number:06d}-{image_number}")
+                    paths.append(f"{images.name}/{name}")
+                if paths:
+                    metadata["images"] = paths
+                num_images += len(paths)
+                problem = Problem(f"{source.name}-{number}", entry.question, entry.answer, metadata)
+                file.write(as_line(problem))
         check(chain.counts()[-1]["after"])
         flush(temporary)
+    # Also Ctrl-C, which is no Exception.
     except BaseException:
         temporary.unlink(missing_ok=True)
-        shutil.rmtree(new_images, ignore_errors=True)
+        shutil.rmtree(temporary_images, ignore_errors=True)
         raise
     shutil.rmtree(images, ignore_errors=True)
     if num_images:
-        new_images.rename(images)
+        temporary_images.rename(images)
+    # The file last: when it is there, its images are, too.
     temporary.replace(path)
     return chain.counts(), num_images
 
 
 def _entries(name: str, mapping: FieldMapping, rows: Iterable[Row]) -> Iterator[tuple[int, Entry]]:
+    """Map the rows; a row keeps its number, of which problems get their ids, whatever the filters drop."""
     for number, row in enumerate(rows):
         try:
             yield number, mapping(row)
@@ -228,24 +261,32 @@ class _Chain:
 
     def __init__(self, filters: tuple[Filter, ...]) -> None:
         self._filters = filters
-        self._keeps = [filter.build() for filter in filters]
-        self._met = [0] * (len(filters) + 1)
+        self._tests = [filter.build() for filter in filters]
+        # Entries that have reached each filter; the last number is of those that have passed all.
+        self._num_reached = [0] * (len(filters) + 1)
 
     def run(self, entries: Iterable[tuple[int, Entry]]) -> Iterator[tuple[int, Entry]]:
+        """Yield the numbered entries that pass all filters."""
         for number, entry in entries:
-            for index, keep in enumerate(self._keeps):
-                self._met[index] += 1
-                if not keep(entry):
-                    break
-            else:
-                self._met[-1] += 1
+            if self._passes(entry):
                 yield number, entry
 
+    def _passes(self, entry: Entry) -> bool:
+        for index, test in enumerate(self._tests):
+            self._num_reached[index] += 1
+            if not test(entry):
+                return False
+        self._num_reached[-1] += 1
+        return True
+
     def counts(self) -> list[dict[str, Any]]:
-        return [
-            {"rule": filter.rule, "cited": filter.cited, "before": before, "after": after}
-            for filter, before, after in zip(self._filters, self._met, self._met[1:], strict=False)
-        ]
+        """Return each filter's rule, with the entries before and after it."""
+        counts = []
+        for index, filter in enumerate(self._filters):
+            before = self._num_reached[index]
+            after = self._num_reached[index + 1]
+            counts.append({"rule": filter.rule, "cited": filter.cited, "before": before, "after": after})
+        return counts
 
 
 def _write_image(image: Any, folder: Path, stem: str) -> str:
@@ -254,9 +295,11 @@ def _write_image(image: Any, folder: Path, stem: str) -> str:
         content = image.get("bytes") or Path(image["path"]).read_bytes()
     else:
         content = bytes(image)
-    suffix = next((end for start, end in SUFFIXES.items() if content.startswith(start)), None)
-    if suffix is None:
+    # By the content, because a record's path may be missing or without a suffix.
+    suffixes = [suffix for magic, suffix in SUFFIXES.items() if content.startswith(magic)]
+    if not suffixes:
         raise UserError(f"{folder.stem}: image {stem} is neither PNG, JPEG, GIF, WebP nor BMP")
+    name = f"{stem}{suffixes[0]}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{stem}{suffix}").write_bytes(content)
-    return f"{stem}{suffix}"
+    (folder / name).write_bytes(content)
+    return name

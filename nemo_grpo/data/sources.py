@@ -19,7 +19,10 @@ ORIGINS: dict[str, Callable[..., Origin]] = {"hub": Hub, "git": GitFiles, "folde
 class Expected:
     """Expected number of problems.
 
-    Attributes: stated: the text that states it.  within: fraction by which a count may differ, if it rounds.
+    Attributes:
+        count: the number.
+        stated: the text that states it.
+        within: fraction by which a count may differ, if the text rounds.
     """
 
     count: int
@@ -27,7 +30,7 @@ class Expected:
     within: float = 0.0
 
     def __str__(self) -> str:
-        return f"{'about ' if self.within else ''}{self.count}"
+        return f"about {self.count}" if self.within else str(self.count)
 
     def matches(self, count: int) -> bool:
         return abs(count - self.count) <= self.count * self.within
@@ -38,10 +41,16 @@ class Source:
     """One data set.
 
     Attributes:
-        task: the task that scores it.  paper: papers that use it, with the passage.
+        name: of the files, too.
+        use: in the paper.
+        task: the task that scores it.
+        paper: papers that use it, with the passage.
         schema: source of the columns' names. ``files``: the published files; ``readers``: public programs or
             cards that read them.
+        origin: of its rows.
+        mapping: converts a row to an entry.
         filters: `complete`, then the set's own, in order.
+        expected: number of problems that a text states; None: no text does.
         made_here: generator of the same kind of problems, for `generate`.
     """
 
@@ -59,28 +68,36 @@ class Source:
     def generate(self) -> Self:
         """Return the data set with `made_here` as its origin."""
         if self.made_here is None:
-            able = ", ".join(source.name for source in SOURCES.values() if source.made_here)
-            raise UserError(f"{self.name} cannot be generated; --generate is for {able}")
+            names = [source.name for source in SOURCES.values() if source.made_here]
+            raise UserError(f"{self.name} cannot be generated; --generate is for {', '.join(names)}")
+        # The filters choose from published problems; those made here need only be complete.
         return replace(self, origin=self.made_here, mapping=generated, filters=self.filters[:1])
 
 
 def _source(name: str, entry: dict[str, Any]) -> Source:
-    (origin,) = (make(**_tuples(entry.pop(key))) for key, make in ORIGINS.items() if key in entry)
-    (mapping,) = (partial(read, **entry.pop(key)) for key, read in MAPPINGS.items() if key in entry)
-    own = [FILTERS[key](**options) for key, options in entry.pop("filters", {}).items()]
-    expected, made_here = entry.pop("expected", None), entry.pop("made_here", None)
+    """Build a data set from its entry in `sources.yaml`, which has one origin and one mapping."""
+    [origin_kind] = [key for key in ORIGINS if key in entry]
+    origin = ORIGINS[origin_kind](**_tuples(entry.pop(origin_kind)))
+    [mapping_name] = [key for key in MAPPINGS if key in entry]
+    mapping = partial(MAPPINGS[mapping_name], **entry.pop(mapping_name))
+    filters = [complete()]
+    for filter_name, options in entry.pop("filters", {}).items():
+        filters.append(FILTERS[filter_name](**options))
+    expected = entry.pop("expected", None)
+    made_here = entry.pop("made_here", None)
     return Source(
         name,
         origin=origin,
         mapping=mapping,
-        filters=(complete(), *own),
-        expected=expected and Expected(**expected),
-        made_here=made_here and Generated(**_tuples(made_here)),
+        filters=tuple(filters),
+        expected=None if expected is None else Expected(**expected),
+        made_here=None if made_here is None else Generated(**_tuples(made_here)),
         **entry,
     )
 
 
 def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Make lists tuples, as the fields of frozen classes are."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
 
 

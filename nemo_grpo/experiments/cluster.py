@@ -20,12 +20,19 @@ from nemo_grpo.support.files import write_atomically
 
 log = logging.getLogger(__name__)
 
-RECIPES, SUBMITTED = "recipes", "submitted.json"
+RECIPES = "recipes"
+SUBMITTED = "submitted.json"
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """Options of `nemo_grpo.launch.submit.prepare`, and the GPU to plan for."""
+    """Options of `nemo_grpo.launch.submit.prepare`, and the GPU to plan for.
+
+    Attributes:
+        gpu: a name of the planner's.
+        options: long options of sbatch; None: not given.
+        environment: variables of the job scripts; None: as in this process.
+    """
 
     gpu: str
     options: Mapping[str, str | None]
@@ -36,7 +43,10 @@ class Slurm:
 class ArrayJob:
     """Runs that are submitted as one Slurm array.
 
-    Attributes: runs: in the order of the array's tasks.  recipes: file with their recipes, one a line.
+    Attributes:
+        runs: in the order of the array's tasks.
+        recipes: file with their recipes, one a line.
+        submission: the command.
     """
 
     runs: Sequence[Job]
@@ -47,12 +57,19 @@ class ArrayJob:
 def prepare_array(jobs: Sequence[Job], out: Path, slurm: Slurm, *, dry_run: bool = False) -> ArrayJob | None:
     """Check all jobs as `nemo-grpo launch` does, and make the command for the new ones; writes nothing.
 
-    Args:    dry_run: accept missing data files.
-    Returns: None if all jobs are submitted already.
+    Args:
+        jobs: of all settings and seeds.
+        out: the experiment's folder.
+        slurm: options of the submission.
+        dry_run: accept missing data files.
+
+    Returns:
+        None if all jobs are submitted already.
     """
-    submitted, limit = _read(out / SUBMITTED), slurm.options.get("time")
-    time = None if limit is None else parse_time_limit(limit)
+    submitted = _read(out / SUBMITTED)
     new = [job for job in jobs if job.name not in submitted]
+    limit = slurm.options.get("time")
+    time = None if limit is None else parse_time_limit(limit)
     for job in one_per_setting(jobs):
         for sentence in _refusals(job.recipe, slurm, time):
             raise UserError(f"{job.setting.label}: {sentence}")
@@ -65,12 +82,13 @@ def prepare_array(jobs: Sequence[Job], out: Path, slurm: Slurm, *, dry_run: bool
     if not new:
         return None
     first = new[0]
+    expected_nodes = _nodes_of(first)
     for job in new:
-        nodes, expected = _nodes_of(job), _nodes_of(first)
-        if nodes != expected:
+        nodes = _nodes_of(job)
+        if nodes != expected_nodes:
             raise UserError(
-                f"{job.setting.label} needs {nodes}, and {first.setting.label} {expected}: the runs are "
-                "tasks of one Slurm array; make cluster.num_nodes and cluster.gpus_per_node equal"
+                f"{job.setting.label} needs {nodes}, and {first.setting.label} {expected_nodes}: the runs "
+                "are tasks of one Slurm array; make cluster.num_nodes and cluster.gpus_per_node equal"
             )
     # Named after its first run: an array that waits in the queue still reads the list of an earlier command.
     recipes = (out / RECIPES / f"from-{first.name}.txt").absolute()
@@ -109,40 +127,60 @@ def submit_experiment(
     The runs are tasks of one Slurm array. ``out/submitted.json`` lists each run's task, and is written at
     once, so that a repeated command submits only what is new.
 
-    Args:    command: this command line, for the record.  baseline: see `results.baseline_of`.
+    Args:
+        jobs: of all settings and seeds.
+        out: the experiment's folder.
+        slurm: options of the submission.
+        command: this command line, for the record.
+        baseline: see `results.baseline_of`.
     """
     array = prepare_array(jobs, out, slurm)
     with only_one(out):
         numbers = _read(out / SUBMITTED)
-        for job in (job for job in jobs if job.name in numbers):
-            path = recipe_file(job, out)
-            if path.is_file() and path.read_text() != job.recipe.to_yaml():
-                raise UserError(
-                    f"{job.name} was submitted as job {numbers[job.name]} with the recipe {path}, which is "
-                    "another one now; choose another --out"
-                )
+        _check_submitted_recipes(jobs, out, numbers)
         if array is not None:
-            (out / RECIPES).mkdir(exist_ok=True)
-            for job in array.runs:
-                write_atomically(recipe_file(job, out), job.recipe.to_yaml())
-            paths = "".join(f"{recipe_file(job, out)}\n" for job in array.runs)
-            write_atomically(array.recipes, paths)
-            number = submit(array.submission)
-            numbers |= {job.name: f"{number}_{task}" for task, job in enumerate(array.runs)}
+            numbers |= _submit_array(array, out)
             write_atomically(out / SUBMITTED, json.dumps(numbers, indent=2) + "\n")
-            log.info("job %s: %d runs", number, len(array.runs))
-        finished = {job.name: Status("finished", 0) for job in jobs if is_complete(job)}
-        missing = {
-            job.name: f"job {numbers[job.name]}, step {steps_done(job)} of {job.recipe.grpo.max_num_steps}"
-            for job in jobs
-            if job.name not in finished
-        }
-        return write_results(jobs, finished, out, command, missing, baseline)
+        finished = {}
+        unfinished = {}
+        for job in jobs:
+            if is_complete(job):
+                finished[job.name] = Status("finished", 0)
+            else:
+                progress = f"step {steps_done(job)} of {job.recipe.grpo.max_num_steps}"
+                unfinished[job.name] = f"job {numbers[job.name]}, {progress}"
+        return write_results(jobs, finished, out, command, unfinished, baseline)
+
+
+def _check_submitted_recipes(jobs: Sequence[Job], out: Path, numbers: Mapping[str, str]) -> None:
+    """Refuse a command whose recipes differ from those of jobs that wait, run, or have run."""
+    for job in jobs:
+        path = recipe_file(job, out)
+        if job.name not in numbers or not path.is_file():
+            continue
+        if path.read_text() != job.recipe.to_yaml():
+            raise UserError(
+                f"{job.name} was submitted as job {numbers[job.name]} with the recipe {path}, which is "
+                "another one now; choose another --out"
+            )
+
+
+def _submit_array(array: ArrayJob, out: Path) -> dict[str, str]:
+    """Write the recipes and submit the array; returns the Slurm task of each run."""
+    (out / RECIPES).mkdir(exist_ok=True)
+    for job in array.runs:
+        write_atomically(recipe_file(job, out), job.recipe.to_yaml())
+    lines = [f"{recipe_file(job, out)}\n" for job in array.runs]
+    write_atomically(array.recipes, "".join(lines))
+    number = submit(array.submission)
+    log.info("job %s: %d runs", number, len(array.runs))
+    return {job.name: f"{number}_{task}" for task, job in enumerate(array.runs)}
 
 
 def _read(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     remedy = "correct it, or choose another --out: it is not known what was submitted"
+    # AttributeError: valid JSON that is no object has no items.
     with reading(path, "a JSON object of job numbers", remedy, AttributeError):
         return {str(name): str(number) for name, number in json.loads(path.read_text()).items()}

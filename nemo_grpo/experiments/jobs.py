@@ -37,7 +37,14 @@ VALIDATION = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of the table.  Attributes: varied: keys that differ between the settings."""
+    """One line of the table.
+
+    Attributes:
+        label: unique name.
+        recipe: file.
+        overrides: of the recipe, without seed and names.
+        varied: keys that differ between the settings.
+    """
 
     label: str
     recipe: Path
@@ -62,7 +69,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Status:
-    """State of a run: its last process's exit code, and the last error of a failed run."""
+    """State of a run.
+
+    Attributes:
+        state: how its last process ended.
+        exit_code: of that process.
+        error: last error line of a failed run.
+    """
 
     state: Literal["finished", "failed", "interrupted"]
     exit_code: int
@@ -75,24 +88,33 @@ class Status:
 def make_jobs(settings: Sequence[Setting], seeds: Sequence[int], out: Path, *, prefix: str = "") -> list[Job]:
     """Make the runs, seed by seed, so that early results already compare all settings.
 
-    Args:    out: the experiment's folder; the runs go to ``out/runs``.
-             prefix: of the runs' names, which are also the names of cluster jobs.
+    Args:
+        settings: at least one.
+        seeds: at least one; a repeated seed counts once.
+        out: the experiment's folder; the runs go to ``out/runs``.
+        prefix: of the runs' names, which are also the names of cluster jobs.
     """
+    override_keys = {override_key(override) for setting in settings for override in setting.overrides}
     for key, remedy in OWN_KEYS.items():
-        if any(key == override_key(override) for setting in settings for override in setting.overrides):
+        if key in override_keys:
             raise UserError(f"{key} cannot be set for all runs of an experiment; {remedy}")
     if not settings or not seeds:
         raise UserError("nothing to run; name at least one setting and one seed")
     jobs = [_job(setting, seed, out, prefix) for seed in dict.fromkeys(seeds) for setting in settings]
-    for what in ("folder", "checkpoints"):
-        places = [job.folder if what == "folder" else job.recipe.checkpoint_dir for job in jobs]
-        if len(set(places)) < len(places):
-            raise UserError(
-                f"several runs would share the {what} {max(places, key=places.count)}; give the settings "
-                "different labels, and the recipe no checkpointing.checkpoint_dir"
-            )
+    _check_unshared("folder", [job.folder for job in jobs])
+    _check_unshared("checkpoints", [job.recipe.checkpoint_dir for job in jobs])
     _check_alike(jobs)
     return jobs
+
+
+def _check_unshared(kind: str, folders: Sequence[Path]) -> None:
+    """Refuse runs that would write into one folder."""
+    # Labels that differ in special characters alone give equal names.
+    if len(set(folders)) < len(folders):
+        raise UserError(
+            f"several runs would share the {kind} {max(folders, key=folders.count)}; give the settings "
+            "different labels, and the recipe no checkpointing.checkpoint_dir"
+        )
 
 
 @contextmanager
@@ -114,16 +136,22 @@ def override_key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def overlap(key: str, other: str) -> bool:
+def overlap(key: str, other_key: str) -> bool:
     """True if one key is the other, or a section that holds it."""
-    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+    return f"{key}.".startswith(f"{other_key}.") or f"{other_key}.".startswith(f"{key}.")
 
 
 def _job(setting: Setting, seed: int, out: Path, prefix: str) -> Job:
-    name = f"{prefix}{re.sub(r'[^A-Za-z0-9_.=+-]+', '-', setting.label)}-s{seed}"
-    runs_dir = json.dumps(str(out / RUNS), ensure_ascii=False)  # a folder may be called "runs #1"
-    own = (f"grpo.seed={seed}", f"nemo_grpo.runs_dir={runs_dir}", f"nemo_grpo.run_name={name}")
-    overrides = (*setting.overrides, *own)
+    label = re.sub(r"[^A-Za-z0-9_.=+-]+", "-", setting.label)
+    name = f"{prefix}{label}-s{seed}"
+    # Quoted, because an override's value is YAML: of a folder called "runs #1" YAML reads "runs".
+    runs_dir = json.dumps(str(out / RUNS), ensure_ascii=False)
+    overrides = (
+        *setting.overrides,
+        f"grpo.seed={seed}",
+        f"nemo_grpo.runs_dir={runs_dir}",
+        f"nemo_grpo.run_name={name}",
+    )
     with naming(setting):
         recipe = load_recipe(setting.recipe, overrides)
     return Job(setting, seed, name, overrides, recipe)
@@ -134,13 +162,16 @@ def _check_alike(jobs: Sequence[Job]) -> None:
     first = jobs[0]
     for job in jobs:
         for key in (*VALIDATION, *START):
-            value, expected = value_of(job.recipe, key), value_of(first.recipe, key)
+            value = value_of(job.recipe, key)
+            expected = value_of(first.recipe, key)
             varied = (*job.setting.varied, *first.setting.varied)
-            if value != expected and not any(overlap(key, other) for other in varied):
-                rule = "starts from one model on one task; make them equal"
-                if key in VALIDATION:
-                    rule = f"validates all runs alike; add {key}={expected}, or another value for all"
-                raise UserError(
-                    f"{key} of {job.setting.label} ({value}) differs from that of {first.setting.label} "
-                    f"({expected}): a comparison {rule}"
-                )
+            is_varied = any(overlap(key, varied_key) for varied_key in varied)
+            if value == expected or is_varied:
+                continue
+            rule = "starts from one model on one task; make them equal"
+            if key in VALIDATION:
+                rule = f"validates all runs alike; add {key}={expected}, or another value for all"
+            raise UserError(
+                f"{key} of {job.setting.label} ({value}) differs from that of {first.setting.label} "
+                f"({expected}): a comparison {rule}"
+            )

@@ -16,12 +16,14 @@ from nemo_grpo.report.paired import (
     sentences,
 )
 from nemo_grpo.report.report import PLOTS, write_group_report
-from nemo_grpo.report.runs import METRICS_FILE, NOT_A_SETTING, RunGroup, json_lines, read_run
+from nemo_grpo.report.runs import METRICS_FILE, NOT_A_SETTING, RunGroup, RunLog, json_lines, read_run
 from nemo_grpo.report.summary import markdown, markdown_table, note, records, stuck_runs
 from nemo_grpo.support.dotted import leaves
 from nemo_grpo.support.errors import UserError, did_you_mean, shown
 
-REPORT, TABLE, RESULTS = "report.html", "table.md", "results.json"
+REPORT = "report.html"
+TABLE = "table.md"
+RESULTS = "results.json"
 
 
 def steps_done(job: Job) -> int:
@@ -35,16 +37,20 @@ def is_complete(job: Job) -> bool:
     last_step = steps_done(job)
     if last_step >= job.recipe.grpo.max_num_steps:
         return True
+    # A start that reaches the goal before any step is no finished training.
+    if last_step == 0:
+        return False
     rows = json_lines(job.folder / METRICS_FILE)
-    return last_step > 0 and any(job.recipe.grpo.is_goal(row) for row in rows)
+    return any(job.recipe.grpo.is_goal(row) for row in rows)
 
 
 def finished_groups(jobs: Sequence[Job], ended: Mapping[str, Status]) -> list[RunGroup]:
     """Group the finished runs by setting, seeds in order; settings without any are left out."""
-    labels = dict.fromkeys(job.setting.label for job in jobs)
-    done = [job for job in sorted(jobs, key=lambda job: job.seed) if _is_finished(job, ended)]
-    runs = {label: [read_run(job.folder) for job in done if job.setting.label == label] for label in labels}
-    return [RunGroup(label, tuple(found)) for label, found in runs.items() if found]
+    runs_by_label: dict[str, list[RunLog]] = {job.setting.label: [] for job in jobs}
+    for job in sorted(jobs, key=lambda job: job.seed):
+        if _is_finished(job, ended):
+            runs_by_label[job.setting.label].append(read_run(job.folder))
+    return [RunGroup(label, tuple(runs)) for label, runs in runs_by_label.items() if runs]
 
 
 def _is_finished(job: Job, ended: Mapping[str, Status]) -> bool:
@@ -72,12 +78,17 @@ def settings_that_differ(jobs: Sequence[Job]) -> tuple[list[str], list[list[str]
 class Results:
     """Results of an experiment so far.
 
-    Attributes: groups: finished runs by setting.  missing: unfinished run -> reason.
-                paired: every other setting against the baseline.
+    Attributes:
+        groups: finished runs by setting.
+        unfinished: unfinished run -> reason.
+        num_jobs: of all settings and seeds.
+        baseline: label of the setting that the others are compared with.
+        paired: every other setting against the baseline.
+        files: written ones, the report first.
     """
 
     groups: Sequence[RunGroup]
-    missing: Mapping[str, str]
+    unfinished: Mapping[str, str]
     num_jobs: int
     baseline: str
     paired: Sequence[Paired]
@@ -90,9 +101,9 @@ class Results:
             lines = "".join(f"- {line}\n" for line in sentences(self.paired, self.baseline))
             text += f"\n{PAIRED_NOTE}\n\n{lines}\nDrawn in {PLOTS}/{FOREST}.\n"
         text += "".join(f"\nDoes not learn: {line}\n" for line in stuck_runs(self.groups))
-        if self.missing:
-            text += f"\nNot in the table, {len(self.missing)} of {self.num_jobs} runs:\n\n"
-            text += "".join(f"- {name}: {reason}\n" for name, reason in self.missing.items())
+        if self.unfinished:
+            text += f"\nNot in the table, {len(self.unfinished)} of {self.num_jobs} runs:\n\n"
+            text += "".join(f"- {name}: {reason}\n" for name, reason in self.unfinished.items())
         return text
 
 
@@ -101,47 +112,66 @@ def write_results(
     ended: Mapping[str, Status],
     out: Path,
     command: str,
-    missing: Mapping[str, str] | None = None,
+    unfinished: Mapping[str, str] | None = None,
     baseline: str | None = None,
 ) -> Results:
     """Write the files; they name unfinished runs, which enter no mean.
 
-    Args:    command: this command line, for the record.
-             missing: unfinished run -> reason; None: from ``ended``.
-             baseline: see `baseline_of`.
+    Args:
+        jobs: of all settings and seeds.
+        ended: job's name -> how its last process ended.
+        out: the experiment's folder.
+        command: this command line, for the record.
+        unfinished: unfinished run -> reason; None: from ``ended``.
+        baseline: see `baseline_of`.
     """
-    if missing is None:
-        unfinished = (job.name for job in jobs if not _is_finished(job, ended))
-        missing = {name: str(ended.get(name, "not started")) for name in unfinished}
-    groups, baseline = finished_groups(jobs, ended), baseline_of(jobs, baseline)
-    files = [*([out / REPORT] if groups else []), out / TABLE, out / RESULTS]
-    found = Results(groups, missing, len(jobs), baseline, compare_groups(groups, baseline), files)
-    if found.groups:
-        write_group_report(found.groups, out / REPORT, found.paired, baseline)
+    if unfinished is None:
+        names = [job.name for job in jobs if not _is_finished(job, ended)]
+        unfinished = {name: str(ended.get(name, "not started")) for name in names}
+    baseline = baseline_of(jobs, baseline)
+    groups = finished_groups(jobs, ended)
+    paired = compare_groups(groups, baseline)
+    files = [out / TABLE, out / RESULTS]
+    if groups:
+        write_group_report(groups, out / REPORT, paired, baseline)
+        files.insert(0, out / REPORT)
     else:
-        (out / REPORT).unlink(missing_ok=True)  # an old report, of runs that are to be repeated
-    if not found.paired:
+        # What an earlier command drew is of runs that are to be repeated.
+        (out / REPORT).unlink(missing_ok=True)
+    if not paired:
         (out / PLOTS / FOREST).unlink(missing_ok=True)
-    table = f"{markdown(found.groups)}\n" if found.groups else ""
-    table += f"{markdown_table(*paired_table(found.paired, baseline))}\n" if found.paired else ""
-    head, rows = settings_that_differ(jobs)
-    settings = f"\n{markdown_table(head, rows)}" if rows else ""
-    (out / TABLE).write_text(f"```\n{command}\n```\n\n{table}{found.notes()}{settings}")
-    results = {
+    results = Results(groups, unfinished, len(jobs), baseline, paired, files)
+    (out / TABLE).write_text(_tables(results, jobs, command))
+    record = {
         "command": command,
-        "settings": records(found.groups),
-        "paired": paired_records(found.paired, baseline),
-        "missing": dict(missing),
+        "settings": records(groups),
+        "paired": paired_records(paired, baseline),
+        "missing": dict(unfinished),
     }
-    (out / RESULTS).write_text(json.dumps(results, indent=2) + "\n")
-    return found
+    (out / RESULTS).write_text(json.dumps(record, indent=2) + "\n")
+    return results
 
 
-def baseline_of(jobs: Sequence[Job], given: str | None = None) -> str:
+def _tables(results: Results, jobs: Sequence[Job], command: str) -> str:
+    """Write table.md: the command, both tables, the notes, the settings that differ."""
+    parts = [f"```\n{command}\n```\n\n"]
+    if results.groups:
+        parts.append(f"{markdown(results.groups)}\n")
+    if results.paired:
+        head, rows = paired_table(results.paired, results.baseline)
+        parts.append(f"{markdown_table(head, rows)}\n")
+    parts.append(results.notes())
+    head, rows = settings_that_differ(jobs)
+    if rows:
+        parts.append(f"\n{markdown_table(head, rows)}")
+    return "".join(parts)
+
+
+def baseline_of(jobs: Sequence[Job], label: str | None = None) -> str:
     """Choose the setting that the others are compared with: the given label, else grpo, else the first."""
     labels = [job.setting.label for job in jobs]
-    if given is None:
+    if label is None:
         return "grpo" if "grpo" in labels else labels[0]
-    if given not in labels:
-        raise UserError(f"--baseline {given} is not one of the settings{did_you_mean(given, set(labels))}")
-    return given
+    if label not in labels:
+        raise UserError(f"--baseline {label} is not one of the settings{did_you_mean(label, set(labels))}")
+    return label

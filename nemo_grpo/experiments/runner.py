@@ -31,21 +31,34 @@ def run_experiment(
 ) -> tuple[Results, int]:
     """Run the jobs and write the results.
 
-    Args:    out: folder of everything.  command: this command line, for the record.
-             baseline: see `results.baseline_of`.
-    Returns: the results; exit code 0 if every run is finished, 75 if Ctrl-C stopped some, else 1.
-    Raises:  UserError: before any run starts.
+    Args:
+        jobs: of all settings and seeds.
+        out: folder of everything.
+        num_parallel: runs at a time.
+        command: this command line, for the record.
+        baseline: see `results.baseline_of`.
+
+    Returns:
+        The results, and the exit code: 0 if every run is finished, 75 if Ctrl-C stopped some, else 1.
+
+    Raises:
+        UserError: before any run starts.
     """
+    # Everything that can be refused is refused now, not after hours of training.
     baseline = baseline_of(jobs, baseline)
-    if missing := check_settings(jobs):
-        raise UserError("; ".join(remedies(missing)))
+    missing_files = check_settings(jobs)
+    if missing_files:
+        raise UserError("; ".join(remedies(missing_files)))
     check_unchanged(jobs)
     ended = run_jobs(jobs, out, num_parallel)
     results = write_results(jobs, ended, out, command, baseline=baseline)
-    states = {ended[job.name].state if job.name in ended else "interrupted" for job in jobs}
+    states = [status.state for status in ended.values()]
     if "failed" in states:
         return results, 1
-    return results, EXIT_INTERRUPTED if "interrupted" in states else 0
+    # A run without a status was not started when Ctrl-C came.
+    if "interrupted" in states or len(ended) < len(jobs):
+        return results, EXIT_INTERRUPTED
+    return results, 0
 
 
 def check_settings(jobs: Sequence[Job]) -> list[str]:
@@ -53,14 +66,14 @@ def check_settings(jobs: Sequence[Job]) -> list[str]:
 
     Returns: missing files, see `recipe_checks.remedies`.
     """
-    missing = list[str]()
+    missing_files = list[str]()
     for job in one_per_setting(jobs):
         with naming(job.setting):
             check_machine(job.recipe)
-            found = check_recipe(job.recipe, continues=False)
-            found.refuse(missing=False)
-        missing += found.missing
-    return missing
+            findings = check_recipe(job.recipe, continues=False)
+            findings.refuse(missing=False)
+        missing_files += findings.missing
+    return missing_files
 
 
 def train_command(job: Job) -> list[str]:
@@ -78,21 +91,26 @@ def run_jobs(
     Ctrl-C reaches the runs, too, as they are in the terminal's process group: they save and end, and no other
     starts. If this process is ended otherwise, they notice (`cli.child`).
 
-    Args:    jobs: accepted by `check_unchanged`.
-             command: makes the command of a job; exit codes as of ``nemo-grpo train``.
-    Returns: job's name -> status, in the order of ``jobs``; without jobs that were not started.
+    Args:
+        jobs: accepted by `check_unchanged`.
+        out: the experiment's folder.
+        num_parallel: runs at a time.
+        command: makes the command of a job; exit codes as of ``nemo-grpo train``.
+
+    Returns:
+        Job's name -> status, in the order of ``jobs``; without jobs that were not started.
     """
     with only_one(out):
         ended = {job.name: Status("finished", 0) for job in jobs if is_complete(job)}
         if ended:
             log.info("%d of %d runs are already finished", len(ended), len(jobs))
         log_files = {job.name: out / LOGS / f"{job.name}.log" for job in jobs}
+        # Threads, as each only waits for the process that it has started.
         executor = ThreadPoolExecutor(num_parallel)
-        runs: dict[Future[int], str] = {
-            executor.submit(_run, command(job), log_files[job.name]): job.name
-            for job in jobs
-            if job.name not in ended
-        }
+        runs: dict[Future[int], str] = {}
+        for job in jobs:
+            if job.name not in ended:
+                runs[executor.submit(_run, command(job), log_files[job.name])] = job.name
         try:
             with progress("runs", len(jobs), done=len(ended)) as advance:
                 for run in as_completed(runs):
@@ -103,10 +121,13 @@ def run_jobs(
             log.warning("no other run starts; those that run save a checkpoint and end")
             executor.shutdown(cancel_futures=True)
             for run, name in runs.items():
-                if name not in ended and not run.cancelled():  # however a run ends that was starting
-                    code = run.result()
-                    ended[name] = Status("interrupted", code) if code else Status("finished", 0)
+                if name in ended or run.cancelled():
+                    continue
+                code = run.result()
+                # A run that was still starting when Ctrl-C came ends with any code, and has not failed.
+                ended[name] = Status("finished", 0) if code == 0 else Status("interrupted", code)
         finally:
+            # Also after an error, else the runs that have not started would start.
             executor.shutdown(cancel_futures=True)
         return {job.name: ended[job.name] for job in jobs if job.name in ended}
 
@@ -125,20 +146,29 @@ def _status(name: str, code: int, log_file: Path) -> Status:
         return Status("finished", 0)
     if code == EXIT_INTERRUPTED:
         return Status("interrupted", code)
-    lines = [line.strip() for line in log_file.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error:")]
-    error = (errors or lines or ["no output"])[-1]
+    error = _last_error(log_file)
     log.error("%s failed (%s): %s", name, how_ended(code), error)
     return Status("failed", code, error)
 
 
+def _last_error(log_file: Path) -> str:
+    """Find the last line of a log that begins with ``error:``, else the last line."""
+    lines = [line.strip() for line in log_file.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if line]
+    if not lines:
+        return "no output"
+    errors = [line for line in lines if line.startswith("error:")]
+    return errors[-1] if errors else lines[-1]
+
+
 def check_unchanged(jobs: Sequence[Job]) -> None:
     """Refuse runs that were trained or validated differently before, because a mean needs like runs."""
-    model_of = cache(model_files)  # logs the files that it skips once
+    # Cached, because the runs share a model, and it logs the files that it skips at every call.
+    files_of_model = cache(model_files)
     for job in jobs:
         check_same_run(job.recipe, job.folder / RECIPE_FILE, ANOTHER_OUT, may_extend=False)
         if job.recipe.policy.model_name is not None:
-            check_inputs(job.folder, model_of(Path(job.recipe.policy.model_name)), ANOTHER_OUT)
+            check_inputs(job.folder, files_of_model(Path(job.recipe.policy.model_name)), ANOTHER_OUT)
 
 
 @contextmanager
@@ -150,6 +180,7 @@ def only_one(out: Path) -> Iterator[None]:
         lock = (out / ".lock").open("w")
     except OSError as error:
         raise UserError(f"--out {out} cannot be written ({error.strerror}); choose another folder") from None
+    # Two commands that train the same runs would write into the same folders.
     with lock:
         refusal = f"--out {out} is in use by another process; wait for it or end it"
         hold_lock(lock, refusal, per_process=True)

@@ -32,7 +32,9 @@ from nemo_grpo.variants import variant_class
 from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 
 FOLDER = Path("recipes") / "sweeps"
-SECTION, LABEL = "sweep", "label"
+SECTION = "sweep"
+LABEL = "label"
+"""Key of a setting that names it in the tables; it changes nothing in the recipe."""
 VARIANT = "loss_fn.variant"
 Target = Literal["embedded", "cluster"]
 
@@ -55,15 +57,22 @@ class _SweepFile(_OneSweep):
     cluster: _OneSweep | None = None
 
     def of(self, target: Target) -> _OneSweep:
+        """Return the settings of a target."""
         if target == "embedded" or self.cluster is None:
             return self
-        return self.model_copy(
-            update={key: getattr(self.cluster, key) for key in self.cluster.model_fields_set}
-        )
+        # Keys that the file leaves out have defaults here, which must not replace the embedded target's.
+        written = {key: getattr(self.cluster, key) for key in self.cluster.model_fields_set}
+        return self.model_copy(update=written)
 
 
 class Sweep(NamedTuple):
-    """A sweep file, read for one target.  Attributes: name: its stem."""
+    """A sweep file, read for one target.
+
+    Attributes:
+        name: the file's stem.
+        settings: one for each line of the table.
+        seeds: of every setting.
+    """
 
     name: str
     settings: list[Setting]
@@ -74,8 +83,10 @@ def is_sweep(path: Path) -> bool:
     """True for a YAML file whose only section is ``sweep``."""
     try:
         text = path.read_text()
+        # Most YAML files are recipes, which need not be parsed here.
         tree = yaml.safe_load(text) if SECTION in text else None
-    except (*UNREADABLE, yaml.YAMLError):  # the recipe loader reports the error
+    except (*UNREADABLE, yaml.YAMLError):
+        # The recipe loader reports the error.
         return False
     return isinstance(tree, dict) and list(tree) == [SECTION]
 
@@ -83,7 +94,8 @@ def is_sweep(path: Path) -> bool:
 def find_sweep(name: str) -> Path:
     """Find the file for ``name``: a path, or a preset's name in recipes/sweeps."""
     folders = (FOLDER, shipped.folder("recipes") / "sweeps")
-    for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
+    candidates = [Path(name)] + [folder / f"{name}.yaml" for folder in folders]
+    for path in candidates:
         if path.is_file():
             return path
     presets = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
@@ -99,12 +111,10 @@ def load_sweep(path: Path, target: Target = "embedded") -> Sweep:
     """Read a sweep file for a target; `make_jobs` loads the settings' recipes."""
     file = _read(path).of(target)
     common = tuple(_override(key, value) for key, value in file.overrides.items())
-    grids = (
-        dict(zip(grid, values, strict=True))
-        for grid in file.grids
-        for values in itertools.product(*grid.values())
-    )
-    points = [*file.settings, *grids]
+    points = list(file.settings)
+    for grid in file.grids:
+        for values in itertools.product(*grid.values()):
+            points.append(dict(zip(grid, values, strict=True)))
     if not points:
         raise UserError(f"{path}: nothing is varied; set sweep.settings or sweep.grids")
     recipe = shipped.beside(path, file.recipe)
@@ -126,13 +136,15 @@ def _settings(
     settings: dict[str, Setting] = {}
     for point in points:
         varied = {key: value for key, value in point.items() if key != LABEL}
-        words = (f"{key.rpartition('.')[2]}={value}" for key, value in varied.items())
+        words = [f"{key.rpartition('.')[2]}={value}" for key, value in varied.items()]
         label = str(point.get(LABEL, " ".join(words)))
         if label in settings:
             raise UserError(f"{source}: the setting {label!r} is repeated; name it once")
-        own, replaced = _recipe_of(varied.get(VARIANT), recipe)
-        changes = (_override(key, value) for key, value in varied.items() if key != VARIANT)
-        settings[label] = Setting(label, own, (*replaced, *common, *changes), tuple(varied))
+        variant_recipe, variant_overrides = _recipe_of(varied.get(VARIANT), recipe)
+        changes = [_override(key, value) for key, value in varied.items() if key != VARIANT]
+        # In this order: what a setting varies replaces what is common to all.
+        overrides = (*variant_overrides, *common, *changes)
+        settings[label] = Setting(label, variant_recipe, overrides, tuple(varied))
     return list(settings.values())
 
 
@@ -144,11 +156,10 @@ def _read(path: Path) -> _SweepFile:
     except ValidationError as error:
         detail = error.errors()[0]
         key = ".".join([SECTION, *map(str, detail["loc"])])
-        near = did_you_mean(key.rpartition(".")[2], _SweepFile.model_fields)
-        rule = (
-            f" is not a key of a sweep{near}" if detail["type"] == "extra_forbidden" else f": {detail['msg']}"
-        )
-        raise UserError(f"{path}: {key}{rule}") from None
+        if detail["type"] == "extra_forbidden":
+            near = did_you_mean(key.rpartition(".")[2], _SweepFile.model_fields)
+            raise UserError(f"{path}: {key} is not a key of a sweep{near}") from None
+        raise UserError(f"{path}: {key}: {detail['msg']}") from None
 
 
 def _recipe_of(variant: str | None, recipe: Path) -> tuple[Path, tuple[str, ...]]:
@@ -169,16 +180,22 @@ def _recipe_of(variant: str | None, recipe: Path) -> tuple[Path, tuple[str, ...]
         return overlay, ()
     try:
         parameters = set(variant_class(variant, VARIANT).model_fields)
-    except UserError:  # `make_jobs` refuses it by the setting's name
+    except UserError:
+        # `make_jobs` refuses the variant, and names the setting.
         return recipe, (f"{VARIANT}={variant}",)
-    if keeps_its_data(tree):  # a recipe of NeMo-RL's: `host` converts its own loss's keys
+    # In a recipe of NeMo-RL's, `recipe.host` converts the keys of its loss.
+    if keeps_its_data(tree):
         parameters |= NeMoRLLoss.keys().keys()
+    # Parameters that the variant does not have would be errors in its recipe.
     removals = [f"~loss_fn.{key}" for key in loss if key not in parameters]
     return recipe, (*removals, f"{VARIANT}={variant}")
 
 
 def _override(key: str, value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    """Write a key and its value as on a command line, where the value is YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+    # After a scalar PyYAML marks the document's end.
+    text = text.removesuffix("...\n").strip()
     return f"{key}={text}"
 
 
@@ -186,8 +203,7 @@ def with_overrides(settings: list[Setting], overrides: Sequence[str]) -> list[Se
     """Add overrides to all settings; refuses those that would undo what the settings vary."""
     varied = sorted({key for setting in settings for key in setting.varied})
     for override in overrides:
-        given = override_key(override)
         for key in varied:
-            if overlap(key, given):
+            if overlap(key, override_key(override)):
                 raise UserError(f"{override}: {key} is what the settings vary; leave the override out")
     return [replace(setting, overrides=(*setting.overrides, *overrides)) for setting in settings]

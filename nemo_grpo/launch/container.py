@@ -18,7 +18,10 @@ SEPARATORS = re.compile(r"[\s,:]")
 def check_paths(root: Path, environment: Mapping[str, str], run_name: str) -> None:
     """Refuse a container whose image or mounts Pyxis would read as other paths; nothing without a container.
 
-    Args: root: folder of the job scripts' repository.  environment: the job's CONTAINER, MOUNTS, LOGS.
+    Args:
+        root: folder of the job scripts' repository.
+        environment: the job's CONTAINER, MOUNTS and LOGS.
+        run_name: of the run, whose logs lie in a folder of that name.
     """
     image = environment.get("CONTAINER")
     if not image:
@@ -49,15 +52,23 @@ def hidden_files(
 ) -> Iterator[tuple[str, Path]]:
     """Find what a job in this container reads or writes outside the folders that are mounted.
 
-    Args:   file: the recipe.  root, environment: see `check_paths`.
-    Yields: description, path with links resolved.
+    Args:
+        recipe: of the job.
+        file: the recipe's.
+        root: see `check_paths`.
+        environment: see `check_paths`.
+
+    Yields:
+        A description, and the path with links resolved.
     """
     visible = [root.resolve(), Path.cwd().resolve(), _logs(environment).resolve()]
     for entry in _entries(environment):
         source, target = entry.split(":")[:2]
+        # Under another name in the container, a folder does not hold the paths that the recipe names.
         if source == target:
             visible.append(Path(source).resolve())
-    for name, path in _used(recipe, file):
+    for name, path in _paths_of(recipe, file):
+        # A mount does not follow links that leave it.
         resolved = path.resolve()
         if not any(resolved.is_relative_to(folder) for folder in visible):
             yield name, resolved
@@ -68,21 +79,24 @@ def hidden_cache(recipe: Recipe, environment: Mapping[str, str]) -> bool:
 
     The home folder, with Hugging Face's default cache, is not mounted.
     """
-    model, cache = recipe.policy.model_name, os.environ.get("HF_HOME")
+    model = recipe.policy.model_name
     if model is None or Path(model).is_dir():
         return False
+    cache = os.environ.get("HF_HOME")
+    if cache is None:
+        return True
     targets = [entry.split(":")[1] for entry in _entries(environment)]
-    return cache is None or not any(Path(cache).is_relative_to(target) for target in targets)
+    return not any(Path(cache).is_relative_to(target) for target in targets)
 
 
 def notes(recipe: Recipe, file: Path, root: Path, environment: Mapping[str, str]) -> list[str]:
     """Describe what a job in this container would not find, one sentence each with the remedy."""
     if not environment.get("CONTAINER"):
         return []
-    sentences = [
-        f"{name} {path} is not mounted: add --mounts {path.parent}:{path.parent}, unless the image has it"
-        for name, path in hidden_files(recipe, file, root, environment)
-    ]
+    sentences = []
+    for name, path in hidden_files(recipe, file, root, environment):
+        mount = f"{path.parent}:{path.parent}"
+        sentences.append(f"{name} {path} is not mounted: add --mounts {mount}, unless the image has it")
     if hidden_cache(recipe, environment):
         sentences.append(
             f"policy.model_name={recipe.policy.model_name} is read through Hugging Face's cache, and the "
@@ -100,11 +114,12 @@ def _entries(environment: Mapping[str, str]) -> list[str]:
     return [entry for entry in environment.get("MOUNTS", "").split(",") if entry]
 
 
-def _used(recipe: Recipe, file: Path) -> Iterator[tuple[str, Path]]:
-    """List the files and folders of a recipe; those of the package come with it."""
+def _paths_of(recipe: Recipe, file: Path) -> Iterator[tuple[str, Path]]:
+    """List the files and folders that a recipe's job reads or writes."""
     package = shipped.folder("recipes").resolve()
-    written_in = {Path(name) for name in recipe.source.origins.values() if name != OVERRIDE}
-    for path in sorted(written_in | {file.resolve()}):
+    bases = {Path(name) for name in recipe.source.origins.values() if name != OVERRIDE}
+    for path in sorted(bases | {file.resolve()}):
+        # The package brings its own recipes into the container.
         if not path.is_relative_to(package):
             yield "recipe", path
     model = recipe.policy.model_name

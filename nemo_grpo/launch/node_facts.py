@@ -22,7 +22,10 @@ PACKAGES = ("nemo-grpo", "torch", "ray", "megatron-core", "vllm")
 def collect() -> dict[str, Any]:
     """Return this node's facts.
 
-    Returns: node: Slurm's name, or the host's.  gpus: names of the GPUs.  versions: of Python and `PACKAGES`.
+    Returns:
+        node: Slurm's name, or the host's.
+        gpus: names of the GPUs.
+        versions: of Python and of the installed `PACKAGES`.
     """
     return {
         "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
@@ -36,11 +39,13 @@ def find_gpus() -> list[str]:
 
     Empty if nvidia-smi fails or hangs, as it does when a GPU is lost: the node is unusable.
     """
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        # A driver that has lost a GPU may let nvidia-smi hang for ever.
         listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         return listed.stdout.split("\n")[:-1]
     except OSError:
+        # There is no nvidia-smi, so that Slurm's count is all that is known.
         return ["gpu"] * int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
     except subprocess.SubprocessError as error:
         sys.stderr.write(f"nvidia-smi: {getattr(error, 'stdout', None) or ''}{error}\n")
@@ -48,11 +53,12 @@ def find_gpus() -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
+        # In NeMo-RL's container, megatron-core and vLLM lie in the workers' own environments.
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def main(folder: Path) -> int:
@@ -60,6 +66,7 @@ def main(folder: Path) -> int:
     facts = collect()
     target = folder / f"{facts['node']}.json"
     try:
+        # By a rename, so that nobody reads half a file.
         temporary = target.with_suffix(".tmp")
         temporary.write_text(json.dumps(facts, indent=1) + "\n")
         temporary.rename(target)

@@ -17,11 +17,17 @@ from nemo_grpo.support.files import existing_parent
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one check.  Attributes: found: rule, value and remedy, unless the verdict is ok."""
+    """Result of one check.
+
+    Attributes:
+        check: name, for the table.
+        verdict: ``note`` does not keep a job from starting.
+        finding: what was measured; of a refusal the rule, value and remedy.
+    """
 
     check: str
     verdict: Literal["ok", "note", "refused"]
-    found: str
+    finding: str
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,10 @@ def plan(recipe: Recipe, job: Job) -> Iterator[Row]:
     kinds = {kind_of(name) for name in names}
     kind = kinds.pop() if len(kinds) == 1 else None
     if recipe.nemo_grpo.target == "cluster" and kind is None:
-        yield Row("plan", "note", f"not made for {', '.join(sorted(names)) or 'a node without GPUs'}")
+        place = ", ".join(sorted(names)) if names else "a node without GPUs"
+        yield Row("plan", "note", f"not made for {place}")
         return
+    # The planner knows few models. One that it does not know may still fit, so its error is a note.
     try:
         accepted, sentence = plan_verdict(recipe, kind or "h100")
         yield Row("plan", "ok" if accepted else "refused", sentence)
@@ -66,43 +74,60 @@ def plan(recipe: Recipe, job: Job) -> Iterator[Row]:
 def recipe_and_data(recipe: Recipe, _job: Job) -> Iterator[Row]:
     """Check recipe and data as `nemo-grpo recipe check` and `launch` do."""
     checked = check_recipe(recipe, continues=True)
-    yield from (Row("recipe", "refused", sentence) for sentence in checked.errors)
-    yield from (Row("data", "refused", sentence) for sentence in remedies(checked.missing))
-    yield from (Row("data", "note", sentence) for sentence in checked.notes)
+    for sentence in checked.errors:
+        yield Row("recipe", "refused", sentence)
+    for sentence in remedies(checked.missing):
+        yield Row("data", "refused", sentence)
+    for sentence in checked.notes:
+        yield Row("data", "note", sentence)
     if checked.found:
         yield Row("data", "ok", checked.found)
 
 
 def shared_folder(_recipe: Recipe, job: Job) -> Iterator[Row]:
     """Check that every node's report has arrived in the log folder."""
-    missing = ", ".join(sorted(set(job.nodes) - {facts["node"] for facts in job.facts}))
-    wrong = missing and (
-        f"{missing} did not write into the log folder; it must be on a filesystem that all nodes share "
-        "(LOGS), and the interpreter must be there (PYTHON); see nodes.log"
-    )
-    yield judged("shared folder", wrong, f"written by {', '.join(job.nodes)}")
+    # A report that arrived proves more than any look at the mounts: the folder is shared and can be written.
+    silent_nodes = sorted(set(job.nodes) - {facts["node"] for facts in job.facts})
+    if silent_nodes:
+        finding = (
+            f"{', '.join(silent_nodes)} did not write into the log folder; it must be on a filesystem that "
+            "all nodes share (LOGS), and the interpreter must be there (PYTHON); see nodes.log"
+        )
+        yield Row("shared folder", "refused", finding)
+    else:
+        yield Row("shared folder", "ok", f"written by {', '.join(job.nodes)}")
 
 
 def num_nodes(recipe: Recipe, job: Job) -> Iterator[Row]:
     """Check that the job has the recipe's number of nodes."""
-    wanted, got = recipe.cluster.num_nodes, len(job.nodes)
-    wrong = f"cluster.num_nodes={wanted}, the job has {got}; use sbatch --nodes={wanted} or that override"
-    yield judged("nodes", wrong if wanted != got else "", str(got))
+    expected = recipe.cluster.num_nodes
+    allocated = len(job.nodes)
+    if allocated == expected:
+        yield Row("nodes", "ok", str(allocated))
+    else:
+        remedy = f"use sbatch --nodes={expected} or that override"
+        yield Row("nodes", "refused", f"cluster.num_nodes={expected}, the job has {allocated}; {remedy}")
 
 
 def gpus(recipe: Recipe, job: Job) -> Iterator[Row]:
     """Check that every node has the recipe's number of GPUs; the embedded engine also runs on CPUs alone."""
-    wanted = recipe.cluster.gpus_per_node
+    expected = recipe.cluster.gpus_per_node
     counts = {facts["node"]: len(facts["gpus"]) for facts in job.facts}
     if recipe.nemo_grpo.target == "embedded" and not any(counts.values()):
         yield Row("GPUs", "note", "none: this is a run on CPUs")
         return
-    short = [f"{node} has {count}" for node, count in sorted(counts.items()) if count < wanted]
-    remedy = f"ask Slurm for --gpus-per-node={wanted}"
-    wrong = f"cluster.gpus_per_node={wanted}, but {', '.join(short)}; {remedy}" if short else ""
+    short_nodes = [f"{node} has {count}" for node, count in sorted(counts.items()) if count < expected]
+    if short_nodes:
+        remedy = f"ask Slurm for --gpus-per-node={expected}"
+        finding = f"cluster.gpus_per_node={expected}, but {', '.join(short_nodes)}; {remedy}"
+        yield Row("GPUs", "refused", finding)
+        return
     kinds = sorted({name for facts in job.facts for name in facts["gpus"]})
-    found = f"{wanted} per node, {'of several kinds: ' * (len(kinds) > 1)}{', '.join(kinds)}"
-    yield Row("GPUs", "note", found) if len(kinds) > 1 and not wrong else judged("GPUs", wrong, found)
+    # Several kinds train, at the pace of the slowest.
+    if len(kinds) > 1:
+        yield Row("GPUs", "note", f"{expected} per node, of several kinds: {', '.join(kinds)}")
+    else:
+        yield Row("GPUs", "ok", f"{expected} per node, {', '.join(kinds)}")
 
 
 def free_space(recipe: Recipe, _job: Job) -> Iterator[Row]:
@@ -110,41 +135,43 @@ def free_space(recipe: Recipe, _job: Job) -> Iterator[Row]:
     if not recipe.checkpointing.enabled:
         return
     folder = existing_parent(recipe.checkpoint_dir)
-    free, needed = shutil.disk_usage(folder).free, checkpoint_bytes(recipe)
+    free = shutil.disk_usage(folder).free
+    required = checkpoint_bytes(recipe)
     room = f"{gib(free)} in {folder}"
-    if needed is None:
+    if required is None:
         yield Row("free space", "note", f"{room}; the size of a checkpoint is not known here")
-    elif free < needed and recipe.policy.megatron_cfg.lora_in_use:
-        found = f"{room}; the whole model would need {gib(needed)}, its adapters less"
-        yield Row("free space", "note", found)
+    elif free >= required:
+        yield Row("free space", "ok", f"{room}, a checkpoint needs {gib(required)}")
+    elif recipe.policy.megatron_cfg.lora_in_use:
+        # The bound is that of the whole model, of which adapters are a small part.
+        finding = f"{room}; the whole model would need {gib(required)}, its adapters less"
+        yield Row("free space", "note", finding)
     else:
-        found = f"{room}, a checkpoint needs {gib(needed)}"
-        wrong = f"{found}; make room, or choose another checkpointing.checkpoint_dir"
-        yield judged("free space", wrong if free < needed else "", found)
+        remedy = "make room, or choose another checkpointing.checkpoint_dir"
+        yield Row("free space", "refused", f"{room}, a checkpoint needs {gib(required)}; {remedy}")
 
 
 def versions(_recipe: Recipe, job: Job) -> Iterator[Row]:
     """Check that all nodes run the same packages."""
+    if not job.facts:
+        return
     different = differing({facts["node"]: facts["versions"] for facts in job.facts})
-    wrong = different and f"{different}; use one environment on all nodes"
-    if job.facts:
-        same = ", ".join(f"{name} {version}" for name, version in job.facts[0]["versions"].items())
-        yield judged("versions", wrong, same)
-
-
-def judged(check: str, wrong: str, right: str) -> Row:
-    """Make a check's row: refused if anything is wrong."""
-    return Row(check, "refused" if wrong else "ok", wrong or right)
+    if different:
+        yield Row("versions", "refused", f"{different}; use one environment on all nodes")
+    else:
+        same = [f"{name} {version}" for name, version in job.facts[0]["versions"].items()]
+        yield Row("versions", "ok", ", ".join(same))
 
 
 def differing(tables: dict[str, dict[str, str]]) -> str:
     """List as ``"KEY: n1 a, n2 b"`` the keys whose value is not the same in all tables."""
-    found = []
+    lines = []
     for key in sorted({key for table in tables.values() for key in table}):
         values = {node: table.get(key, "unset") for node, table in sorted(tables.items())}
         if len(set(values.values())) > 1:
-            found.append(f"{key}: " + ", ".join(f"{node} {value}" for node, value in values.items()))
-    return "; ".join(found)
+            nodes = [f"{node} {value}" for node, value in values.items()]
+            lines.append(f"{key}: {', '.join(nodes)}")
+    return "; ".join(lines)
 
 
 def gib(num_bytes: float) -> str:
@@ -164,6 +191,7 @@ def shell_settings(recipe: Recipe) -> str:
         "MODEL": folder_of(recipe.policy.model_name or ""),
         "LORA": "merge" if recipe.policy.megatron_cfg.lora_in_use else "",
     }
+    # Quoted, because a folder's name may hold spaces, or characters that a shell would run.
     return "".join(f"{name}={shlex.quote(str(value))}\n" for name, value in values.items())
 
 
@@ -171,6 +199,7 @@ def folder_of(model: str) -> str:
     """Find a Hub model's local folder; folders and models that are not downloaded are returned unchanged."""
     if not model or Path(model).is_dir():
         return model
+    # Imported here: it takes a second, which commands that need no model should not.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -65,16 +65,31 @@ def lets_the_job_save(signal: str) -> bool:
     return int(parsed["lead"] or SIGNAL_LEAD) > spare_seconds()
 
 
+def _names_no_gpu(value: str) -> bool:
+    return "gpu" not in value
+
+
 ALLOWED: dict[str, Callable[[str], bool]] = {
     "signal": lets_the_job_save,
-    "gpus-per-node": lambda value: value == "0",  # where Slurm does not manage GPUs
+    # Where Slurm does not manage GPUs.
+    "gpus-per-node": lambda value: value == "0",
     "export": lambda value: value.split(",")[0] == "ALL",
-    **dict.fromkeys(("gres", "tres-per-task"), lambda value: "gpu" not in value),
+    "gres": _names_no_gpu,
+    "tres-per-task": _names_no_gpu,
 }
 """Values of these options that contradict nothing."""
 FLAGS = (
-    *("contiguous", "exclusive", "hold", "no-kill", "no-requeue", "overcommit", "oversubscribe", "reboot"),
-    *("requeue", "spread-job", "use-min-nodes"),
+    "contiguous",
+    "exclusive",
+    "hold",
+    "no-kill",
+    "no-requeue",
+    "overcommit",
+    "oversubscribe",
+    "reboot",
+    "requeue",
+    "spread-job",
+    "use-min-nodes",
 )
 """Options of sbatch without a value."""
 
@@ -91,10 +106,10 @@ class Submission:
 
     def __str__(self) -> str:
         """Write a command line for any shell and folder, with the variables that a job inherits."""
-        added = {name: os.environ[name] for name in INHERITED if os.environ.get(name)} | self.environment
-        return " ".join(
-            [*(f"{name}={shlex.quote(value)}" for name, value in added.items()), shlex.join(self.command)]
-        )
+        variables = {name: os.environ[name] for name in INHERITED if os.environ.get(name)}
+        variables |= self.environment
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        return " ".join([*assignments, shlex.join(self.command)])
 
 
 def scripts_folder() -> Path:
@@ -108,15 +123,14 @@ def scripts_folder() -> Path:
     return root / "slurm"
 
 
-def recipe_for_job(given: Path) -> Path:
-    """Find the file that the job will read; for a shipped recipe, the copy beside the job scripts.
-
-    A container does not have the folder in which pip installed the package.
-    """
-    file, own = shipped.recipe_file(given), shipped.folder("recipes").resolve()
-    if not file.resolve().is_relative_to(own):
+def recipe_for_job(name: Path) -> Path:
+    """Find the file that the job will read; for a shipped recipe, the copy beside the job scripts."""
+    file = shipped.recipe_file(name)
+    package = shipped.folder("recipes").resolve()
+    if not file.resolve().is_relative_to(package):
         return file.absolute()
-    copy = scripts_folder().parent / "recipes" / file.resolve().relative_to(own)
+    # A container does not have the folder in which pip installed the package.
+    copy = scripts_folder().parent / "recipes" / file.resolve().relative_to(package)
     if not copy.is_file():
         raise UserError(
             f"NEMO_GRPO_ROOT: {copy} is missing; `nemo-grpo slurm scripts DIR` writes the recipes, too; then "
@@ -139,65 +153,87 @@ def prepare(
 ) -> Submission:
     """Build the command that submits a recipe; nodes and GPUs are the recipe's, the name is the run's.
 
-    Args: path, overrides: source of the recipe.
-          options: long options of sbatch; None: not given, "": without a value.
-          environment: CONTAINER, MOUNTS, LOGS...; None: as it is.
+    Args:
+        recipe: as loaded.
+        path: the recipe's file.
+        overrides: of the recipe, which the job repeats.
+        options: long options of sbatch; None: not given, "": without a value.
+        environment: CONTAINER, MOUNTS, LOGS...; None: as it is.
     """
-    target, cluster = recipe.nemo_grpo.target, recipe.cluster
+    target = recipe.nemo_grpo.target
+    cluster = recipe.cluster
     if target == "embedded" and cluster.num_nodes > 1:
         raise UserError(
             f"cluster.num_nodes={cluster.num_nodes}: the embedded engine runs on one node; set "
             "nemo_grpo.target=cluster, or cluster.num_nodes=1"
         )
-    given = {
+    all_options = {
         "job-name": recipe.nemo_grpo.run_name,
-        "chdir": str(Path.cwd()),  # the recipe's paths are relative to it, wherever the command is typed
+        # The recipe's paths are relative to it, wherever the command is typed.
+        "chdir": str(Path.cwd()),
         "nodes": str(cluster.num_nodes),
     }
     if target == "cluster" or recipe.nemo_grpo.engine.device == "cuda":
-        given["gpus-per-node"] = str(cluster.gpus_per_node)
-    given |= {name: value for name, value in options.items() if value is not None}
-    inherited_signal = os.environ.get("SBATCH_SIGNAL")  # which sbatch prefers to the script's own
-    if inherited_signal and "signal" not in given:
+        all_options["gpus-per-node"] = str(cluster.gpus_per_node)
+    all_options |= {name: value for name, value in options.items() if value is not None}
+    # sbatch prefers the variable to the script's own line, so that it is checked like an option.
+    inherited_signal = os.environ.get("SBATCH_SIGNAL")
+    if inherited_signal and "signal" not in all_options:
         name, value = sbatch_option(f"signal={inherited_signal}")
-        given[name] = value
-    shown = (f"--{name}={value}" if value else f"--{name}" for name, value in given.items())
-    command = ("sbatch", *shown, str(scripts_folder() / SCRIPTS[target]), str(path), *overrides)
+        all_options[name] = value
+    words = [f"--{name}={value}" if value else f"--{name}" for name, value in all_options.items()]
+    command = ("sbatch", *words, str(scripts_folder() / SCRIPTS[target]), str(path), *overrides)
     added = {name: value for name, value in environment.items() if value is not None}
-    of_job = {**os.environ, **added}
-    check_paths(scripts_folder().parent, of_job, recipe.nemo_grpo.run_name)
-    if not of_job.get("CONTAINER") and "PYTHON" not in os.environ:
+    job_variables = {**os.environ, **added}
+    check_paths(scripts_folder().parent, job_variables, recipe.nemo_grpo.run_name)
+    # A container has a Python of its own.
+    if not job_variables.get("CONTAINER") and "PYTHON" not in os.environ:
         added["PYTHON"] = sys.executable
     return Submission(command, added)
 
 
-def sbatch_option(given: str) -> tuple[str, str]:
+def sbatch_option(option: str) -> tuple[str, str]:
     """Split ``name=value`` of sbatch, or one of `FLAGS`, into (name, value or ""); refuses contradictions."""
-    name, equals, value = given.lstrip("-").partition("=")
-    if not (value if equals else name in FLAGS):
+    name, equals, value = option.lstrip("-").partition("=")
+    is_complete = bool(value) if equals else name in FLAGS
+    if not is_complete:
         raise UserError(
-            f"--sbatch {given!r} must be name=value, such as qos=high, or one of {', '.join(FLAGS)}"
+            f"--sbatch {option!r} must be name=value, such as qos=high, or one of {', '.join(FLAGS)}"
         )
-    reasons = {known: reason for names, reason in SET_BY_LAUNCH.items() for known in names.split()}
-    meant = [name] if name in reasons else [known for known in reasons if known.startswith(name)]
-    if not meant:
+    reasons = {}
+    for names, reason in SET_BY_LAUNCH.items():
+        for contradicting_name in names.split():
+            reasons[contradicting_name] = reason
+    full_names = [name]
+    if name not in reasons:
+        # sbatch takes abbreviations, too.
+        full_names = [full_name for full_name in reasons if full_name.startswith(name)]
+    if not full_names:
         return name, value
-    full_name = meant[0]  # sbatch takes abbreviations, too
+    full_name = full_names[0]
     if full_name not in ALLOWED or not ALLOWED[full_name](value):
         reason = reasons[full_name].format(spare_seconds=spare_seconds())
-        raise UserError(f"--sbatch {given}: {reason}")
+        raise UserError(f"--sbatch {option}: {reason}")
     return full_name, value
 
 
 def signal_lead(target: str, signal: str | None) -> int:
     """Find how many seconds before its time limit a job is told to save and stop.
 
-    Args: signal: the option of sbatch, accepted by `lets_the_job_save`; None: the script's own.
+    Args:
+        target: nemo_grpo.target, which chooses the script.
+        signal: the option of sbatch, accepted by `lets_the_job_save`; None: the script's own.
     """
-    inherited = os.environ.get("SBATCH_SIGNAL")
-    script = (scripts_folder() / SCRIPTS[target]).read_text().partition("#SBATCH --signal=")[2]
-    parsed = SIGNAL.match(signal or inherited or script)
-    return int(parsed["lead"] or SIGNAL_LEAD) if parsed else SIGNAL_LEAD
+    # In sbatch's order: an option, the variable, the line of the script.
+    if not signal:
+        signal = os.environ.get("SBATCH_SIGNAL")
+    if not signal:
+        script = (scripts_folder() / SCRIPTS[target]).read_text()
+        signal = script.partition("#SBATCH --signal=")[2]
+    parsed = SIGNAL.match(signal)
+    if parsed is None or parsed["lead"] is None:
+        return SIGNAL_LEAD
+    return int(parsed["lead"])
 
 
 def submit(submission: Submission) -> str:
@@ -225,14 +261,19 @@ def parse_time_limit(text: str) -> timedelta | None:
         return None
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
-    units = ("hours", "minutes", "seconds") if dash or len(parts) == 3 else ("minutes", "seconds")
+    units: tuple[str, ...] = ("minutes", "seconds")
+    # After days, the first number counts hours, else only if there are three: 4:00 is four minutes.
+    if dash or len(parts) == 3:
+        units = ("hours", "minutes", "seconds")
     numbers = [days, *parts] if dash else parts
     if len(parts) > len(units) or not all(map(str.isdecimal, numbers)):
         raise UserError(
             f"--time={text}: Slurm reads minutes, hours:minutes:seconds or days-hours:minutes:seconds, such "
             "as 04:00:00"
         )
-    limit = timedelta(int(days or 0), **dict(zip(units, map(int, parts), strict=False)))
+    # Slurm lets the last units be left out.
+    by_unit = {unit: int(part) for unit, part in zip(units, parts, strict=False)}
+    limit = timedelta(days=int(days or 0), **by_unit)
     return limit or None
 
 
@@ -244,24 +285,30 @@ ATTEMPT = "  attempt {}, ended {}: {}, exit code {}, checkpoints {} -> {}, {}"
 def status_of(run: str, logs: Path, num_lines: int = 5) -> list[str]:
     """Describe the newest job of a run: Slurm's state, attempts, newest checkpoint, end of the log.
 
-    Args: run: the job's name, or its number.  logs: folder of all logs.  num_lines: of the driver's log.
+    Args:
+        run: the job's name, or its number.
+        logs: folder of all logs.
+        num_lines: of the driver's log.
     """
     if not re.fullmatch(FOLDER_NAME, run, re.ASCII):
         raise UserError(f"{run!r} is no name of a run, and no number of a job")
-    folder, queued = _find(run, logs), _queued(run)
+    folder = _find(run, logs)
+    queued = _queued(run)
     job = folder.parent.name if folder else ""
+    # Numbers of jobs grow, so that a queued job with a greater number has not started yet.
     if queued and int(queued) > int(job or 0):
         return [_state_of(queued), "  logs: none yet"]
     if folder is None:
-        known = [path.parent.name for path in logs.glob("*/latest")]
+        runs_with_logs = [path.parent.name for path in logs.glob("*/latest")]
         raise UserError(
             f"no job of {run!r} has logs in {logs}, nor is one queued; name the folder by --logs"
-            f"{did_you_mean(run, known)}"
+            f"{did_you_mean(run, runs_with_logs)}"
         )
     return [_state_of(job), *_attempts(folder), *_newest_step(folder), *_end_of_log(folder, num_lines)]
 
 
 def _find(run: str, logs: Path) -> Path | None:
+    """Find the log folder of a run's newest attempt."""
     if run.isdigit():
         attempts = [path for path in logs.glob(f"*/{run}/attempt-*") if path.is_dir()]
         if attempts:
@@ -271,43 +318,67 @@ def _find(run: str, logs: Path) -> Path | None:
 
 
 def _queued(run: str) -> str | None:
+    """Find the newest job of that name or number in Slurm's queue."""
     queue = _slurm("squeue", "--me", "--noheader", "--format=%A|%j")
-    rows = (line.split("|", 1) for line in queue.splitlines())
-    return max((job for job, name in rows if run in (job, name)), key=int, default=None)
+    jobs = []
+    for line in queue.splitlines():
+        job, name = line.split("|", 1)
+        if run in (job, name):
+            jobs.append(job)
+    return max(jobs, key=int, default=None)
 
 
 def _state_of(job: str) -> str:
-    lines = _slurm("scontrol", "show", "job", job, "-o").splitlines()
-    # For the number of an array, which is its last task's, Slurm shows every task.
-    shown = next((line.split() for line in lines if line.startswith(f"JobId={job} ")), [])
-    pairs = [item.split("=", 1) for item in shown if "=" in item]
-    known = [f"{key} {value}" for key, value in pairs if key in FIELDS and value not in ("", "None")]
-    return f"job {job}: {', '.join(known) or 'Slurm does not know it'}"
+    """Write Slurm's fields of a job on one line."""
+    fields = []
+    for line in _slurm("scontrol", "show", "job", job, "-o").splitlines():
+        # For the number of an array, which is its last task's, Slurm shows every task.
+        if not line.startswith(f"JobId={job} "):
+            continue
+        for item in line.split():
+            key, _, value = item.partition("=")
+            if key in FIELDS and value not in ("", "None"):
+                fields.append(f"{key} {value}")
+    if not fields:
+        fields.append("Slurm does not know it")
+    return f"job {job}: {', '.join(fields)}"
 
 
 def _attempts(folder: Path) -> Iterator[str]:
     table = folder.parent / "attempts.tsv"
-    for row in table.read_text().splitlines() if table.exists() else ():
+    if not table.exists():
+        return
+    for row in table.read_text().splitlines():
         yield ATTEMPT.format(*row.split("\t"))
 
 
 def _newest_step(folder: Path) -> Iterator[str]:
+    """Write the newest checkpoint, once the job has passed its preflight, which writes settings.sh."""
     settings = folder / "settings.sh"
-    found = re.search(r"^CHECKPOINT_DIR=(.*)$", settings.read_text(), re.M) if settings.exists() else None
-    if found is not None:
-        names = [path.name.removeprefix("step_") for path in Path(shlex.split(found[1])[0]).glob("step_*")]
-        step = max((int(name) for name in names if name.isdigit()), default=0)
-        yield f"  newest checkpoint: {f'step {step}' if step else 'none'}"
+    if not settings.exists():
+        return
+    assignment = re.search(r"^CHECKPOINT_DIR=(.*)$", settings.read_text(), re.M)
+    if assignment is None:
+        return
+    checkpoints = Path(shlex.split(assignment[1])[0])
+    names = [path.name.removeprefix("step_") for path in checkpoints.glob("step_*")]
+    step = max((int(name) for name in names if name.isdigit()), default=0)
+    newest = f"step {step}" if step else "none"
+    yield f"  newest checkpoint: {newest}"
 
 
 def _end_of_log(folder: Path, num_lines: int) -> Iterator[str]:
     yield f"  logs: {folder}"
     driver = folder / "driver.log"
-    lines = driver.read_text(errors="replace").splitlines() if driver.exists() else []
-    yield from (f"  | {line}" for line in lines[-num_lines:])
+    if not driver.exists():
+        return
+    lines = driver.read_text(errors="replace").splitlines()
+    for line in lines[-num_lines:]:
+        yield f"  | {line}"
 
 
 def _slurm(*command: str) -> str:
+    """Return the output of one of Slurm's programs; empty where there is no Slurm, or it does not answer."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):

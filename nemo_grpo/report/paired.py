@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 
 from nemo_grpo.report.runs import Measure, Points, RunGroup, RunLog, measure_of, pass_key
 from nemo_grpo.support.pictures import COLORS, COMPANION, INK, new_figure, set_title, tidy, write_png
@@ -15,9 +16,10 @@ from nemo_grpo.support.pictures import COLORS, COMPANION, INK, new_figure, set_t
 CONFIDENCE = 0.95
 ROUNDING = 1e-12
 """Relative spread up to which differences count as equal."""
-FINAL, SAME_ROLLOUTS = "final", "final, same rollouts"
+FINAL = "final"
+SAME_ROLLOUTS = "final, same rollouts"
 FOREST = "forest.png"
-SHOWN = {
+FOREST_MARKS = {
     FINAL: ("after the same steps", COLORS[0], "o", 0.13),
     SAME_ROLLOUTS: ("after the same rollouts", COLORS[1], "s", -0.13),
 }
@@ -39,7 +41,9 @@ Pair = Callable[[RunLog, RunLog], tuple[float, float] | None]
 class Difference:
     """Setting minus baseline over the seeds that both have.
 
-    Attributes: by_seed: seed -> difference; not empty.  higher_is_better: else the verdict is the opposite.
+    Attributes:
+        by_seed: seed -> difference; not empty.
+        higher_is_better: False for a loss, where a positive difference is worse.
         metric: its name in a sentence.
     """
 
@@ -58,7 +62,10 @@ class Difference:
         None if they do not vary: a single seed, or equal differences, as of accuracies on few problems.
         """
         n = len(self.by_seed)
-        deviation = statistics.stdev(self.by_seed.values()) if n > 1 else 0.0
+        if n == 1:
+            return None
+        deviation = statistics.stdev(self.by_seed.values())
+        # Differences that are equal but for rounding would give an interval of no width, and so a verdict.
         if deviation <= ROUNDING * abs(self.mean):
             return None
         half = t_quantile(n - 1) * deviation / math.sqrt(n)
@@ -67,23 +74,32 @@ class Difference:
     @property
     def verdict(self) -> str:
         """Verdict ``better``, ``worse`` or ``cannot tell``, with the number of seeds."""
-        n, interval = len(self.by_seed), self.interval
+        n = len(self.by_seed)
+        interval = self.interval
         word = "cannot tell"
         if interval is not None and not interval[0] <= 0 <= interval[1]:
             is_higher = interval[0] > 0
             word = "better" if is_higher == self.higher_is_better else "worse"
-        return f"{word} at {n} seed{'s' if n > 1 else ''}"
+        seeds = "seed" if n == 1 else "seeds"
+        return f"{word} at {n} {seeds}"
 
     def cell(self, digits: int = 3) -> str:
         """Write ``+0.041 [+0.012, +0.070]``; the mean alone without an interval."""
-        ends = self.interval
         mean = f"{self.mean:+,.{digits}f}"
-        return mean if ends is None else f"{mean} [{ends[0]:+,.{digits}f}, {ends[1]:+,.{digits}f}]"
+        if self.interval is None:
+            return mean
+        low, high = self.interval
+        return f"{mean} [{low:+,.{digits}f}, {high:+,.{digits}f}]"
 
 
 @dataclass(frozen=True)
 class Paired:
-    """One setting against the baseline.  Attributes: differences: figure -> difference, if known."""
+    """One setting against the baseline.
+
+    Attributes:
+        label: the setting's.
+        differences: name of a figure -> difference; figures that no pair of runs has are left out.
+    """
 
     label: str
     differences: Mapping[str, Difference]
@@ -94,31 +110,52 @@ def t_quantile(df: int) -> float:
 
     Bisects the closed form of P for whole df (Abramowitz and Stegun 26.7.3 and 26.7.4) in atan(t / sqrt(df)).
     """
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
+    # The angle is bounded, which a bisection needs; t is not.
+    low = 0.0
+    high = math.pi / 2
+    for _ in range(60):  # halves the interval below the precision of a double
         middle = (low + high) / 2
-        low, high = (middle, high) if _probability_within(middle, df) < CONFIDENCE else (low, middle)
+        if _probability_within(middle, df) < CONFIDENCE:
+            low = middle
+        else:
+            high = middle
     return math.sqrt(df) * math.tan((low + high) / 2)
 
 
 def _probability_within(angle: float, df: int) -> float:
-    """Compute P(|T| < sqrt(df) tan(angle)): a sum of every second power of the cosine, below df - 1."""
-    sine, cosine, odd = math.sin(angle), math.cos(angle), df % 2
-    term, total = cosine**odd, 0.0
-    for power in range(odd, df - 1, 2):
+    """Compute P(|T| < sqrt(df) tan(angle)): a sum of every second power of the cosine, below df - 1.
+
+    Odd df:   2/pi (angle + sine (cosine + 2/3 cosine^3 + ... ))      26.7.3
+    Even df:  sine (1 + 1/2 cosine^2 + 3/8 cosine^4 + ...)            26.7.4
+    """
+    sine = math.sin(angle)
+    cosine = math.cos(angle)
+    first_power = df % 2
+    term = cosine**first_power
+    total = 0.0
+    for power in range(first_power, df - 1, 2):
         total += term
         term *= cosine**2 * (power + 1) / (power + 2)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+    if df % 2 == 1:
+        return 2 / math.pi * (angle + sine * total)
+    return sine * total
 
 
 def _at_common_steps(key: str, pick: Callable[[Points], float]) -> Pair:
-    def of(baseline: RunLog, run: RunLog) -> tuple[float, float] | None:
-        ours, theirs = run.points(key), baseline.points(key)
-        common = ours.keys() & theirs.keys()
-        kept = [{step: points[step] for step in common} for points in (theirs, ours)]
-        return (pick(kept[0]), pick(kept[1])) if common else None
+    """Compare two runs by the steps that both have validated: `pick` chooses from them."""
 
-    return of
+    def pair(baseline_run: RunLog, run: RunLog) -> tuple[float, float] | None:
+        baseline_points = baseline_run.points(key)
+        points = run.points(key)
+        common = baseline_points.keys() & points.keys()
+        if not common:
+            return None
+        # A run that was validated further would have the better chance of a high value.
+        baseline_common = {step: baseline_points[step] for step in common}
+        run_common = {step: points[step] for step in common}
+        return pick(baseline_common), pick(run_common)
+
+    return pair
 
 
 def _last(points: Points) -> float:
@@ -126,29 +163,39 @@ def _last(points: Points) -> float:
 
 
 def _at_same_rollouts(key: str) -> Pair:
-    def of(baseline: RunLog, run: RunLog) -> tuple[float, float] | None:
-        curves = [_by_rollouts(one, key) for one in (baseline, run)]
-        if not all(curves):
-            return None
-        budget = min(max(curve) for curve in curves)
-        if budget < max(min(curve) for curve in curves):
-            return None  # one had no validation yet
-        theirs, ours = (float(np.interp(budget, list(curve), list(curve.values()))) for curve in curves)
-        return theirs, ours
+    """Compare two runs where both have sampled as many responses as the one that samples less has in all."""
 
-    return of
+    def pair(baseline_run: RunLog, run: RunLog) -> tuple[float, float] | None:
+        baseline_curve = _by_rollouts(baseline_run, key)
+        curve = _by_rollouts(run, key)
+        if not baseline_curve or not curve:
+            return None
+        budget = min(max(baseline_curve), max(curve))
+        first_in_both = max(min(baseline_curve), min(curve))
+        # One run had no validation yet when the other ended.
+        if budget < first_in_both:
+            return None
+        return _interpolated(baseline_curve, budget), _interpolated(curve, budget)
+
+    return pair
+
+
+def _interpolated(curve: Points, num_responses: int) -> float:
+    return float(np.interp(num_responses, list(curve), list(curve.values())))
 
 
 def _by_rollouts(run: RunLog, key: str) -> Points:
     """Map the number of responses sampled before each validation to its metric; empty without counts."""
-    drawn, total = run.points("rollout/num_prompts"), 0.0
-    if not drawn:
+    prompts_by_step = run.points("rollout/num_prompts")
+    if not prompts_by_step:
         return {}
-    responses = float(run.settings.get("grpo.num_generations_per_prompt", 1))
+    responses_per_prompt = float(run.settings.get("grpo.num_generations_per_prompt", 1))
+    validated_steps = run.points(key)
+    total = 0.0
     curve: Points = {}
     for step, row in run.rows.items():
-        total += drawn.get(step, 0.0) * responses
-        if step in run.points(key):
+        total += prompts_by_step.get(step, 0.0) * responses_per_prompt
+        if step in validated_steps:
             curve[int(total)] = row[key]
     return curve
 
@@ -158,10 +205,12 @@ def compare_groups(groups: Sequence[RunGroup], baseline: str) -> list[Paired]:
 
     Final, best and same rollouts are of the metric that the recipes rank checkpoints by, see `measure_of`.
     """
-    reference = next((group for group in groups if group.label == baseline), None)
-    if reference is None:
+    baseline_groups = [group for group in groups if group.label == baseline]
+    if not baseline_groups:
         return []
-    measure, passes = measure_of(groups), Measure(pass_key(groups))
+    baseline_group = baseline_groups[0]
+    measure = measure_of(groups)
+    passes = Measure(pass_key(groups))
     tokens = Measure("tokens/trained")
     figures: dict[str, tuple[Measure, Pair]] = {
         FINAL: (measure, _at_common_steps(measure.key, _last)),
@@ -170,97 +219,98 @@ def compare_groups(groups: Sequence[RunGroup], baseline: str) -> list[Paired]:
         SAME_ROLLOUTS: (measure, _at_same_rollouts(measure.key)),
         "tokens trained": (tokens, _at_common_steps(tokens.key, _last)),
     }
-    return [
-        Paired(
-            group.label,
-            {
-                name: found
-                for name, (judged, of) in figures.items()
-                if (found := _pair(reference, group, judged, of))
-            },
-        )
-        for group in groups
-        if group is not reference
-    ]
+    comparisons = []
+    for group in groups:
+        if group is baseline_group:
+            continue
+        differences = {}
+        for name, (figure_measure, pair) in figures.items():
+            difference = _difference(baseline_group, group, figure_measure, pair)
+            if difference is not None:
+                differences[name] = difference
+        comparisons.append(Paired(group.label, differences))
+    return comparisons
 
 
-def _pair(reference: RunGroup, group: RunGroup, measure: Measure, of: Pair) -> Difference | None:
-    theirs = {run.seed: run for run in reference.runs}
-    found = {run.seed: of(theirs[run.seed], run) for run in group.runs if run.seed in theirs}
-    differences = {seed: pair[1] - pair[0] for seed, pair in found.items() if pair is not None}
-    return Difference(differences, measure.higher_is_better, measure.name) if differences else None
+def _difference(baseline_group: RunGroup, group: RunGroup, measure: Measure, pair: Pair) -> Difference | None:
+    """Subtract the baseline from a setting, seed by seed; None if no seed has a pair of values."""
+    baseline_runs = {run.seed: run for run in baseline_group.runs}
+    by_seed = {}
+    for run in group.runs:
+        values = pair(baseline_runs[run.seed], run) if run.seed in baseline_runs else None
+        if values is not None:
+            by_seed[run.seed] = values[1] - values[0]
+    return Difference(by_seed, measure.higher_is_better, measure.name) if by_seed else None
 
 
 def paired_table(paired: Sequence[Paired], baseline: str) -> tuple[list[str], list[list[str]]]:
     """Make head and rows as texts: a column per figure that any setting has."""
-    names = list(dict.fromkeys(name for one in paired for name in one.differences))
-    digits = {name: 0 if name.startswith("tokens") else 3 for name in names}
-
-    def cell(one: Paired, name: str) -> str:
-        return one.differences[name].cell(digits[name]) if name in one.differences else "-"
-
-    return [f"minus {baseline}", *names], [[one.label, *(cell(one, n) for n in names)] for one in paired]
+    # A dict keeps the order of first appearance, which a set would lose.
+    names = list(dict.fromkeys(name for setting in paired for name in setting.differences))
+    rows = []
+    for setting in paired:
+        cells = []
+        for name in names:
+            digits = 0 if name.startswith("tokens") else 3
+            difference = setting.differences.get(name)
+            cells.append("-" if difference is None else difference.cell(digits))
+        rows.append([setting.label, *cells])
+    return [f"minus {baseline}", *names], rows
 
 
 def sentences(paired: Sequence[Paired], baseline: str) -> list[str]:
     """Write a line per setting: its verdict by the final metric, and by that at the same rollouts."""
     lines = []
-    for one in paired:
-        verdicts = [
-            f"{found.verdict} by {found.metric} after the same {what}, {found.cell()}"
-            for name, what in ((FINAL, "steps"), (SAME_ROLLOUTS, "rollouts"))
-            if (found := one.differences.get(name))
-        ]
-        text = "; ".join(verdicts) or "cannot tell, no seed in common with a validation"
-        lines.append(f"{one.label} against {baseline}: {text}.")
+    for setting in paired:
+        verdicts = []
+        for name, budget in ((FINAL, "steps"), (SAME_ROLLOUTS, "rollouts")):
+            difference = setting.differences.get(name)
+            if difference is not None:
+                verdict = f"{difference.verdict} by {difference.metric}"
+                verdicts.append(f"{verdict} after the same {budget}, {difference.cell()}")
+        if not verdicts:
+            verdicts.append("cannot tell, no seed in common with a validation")
+        lines.append(f"{setting.label} against {baseline}: {'; '.join(verdicts)}.")
     return lines
 
 
 def paired_records(paired: Sequence[Paired], baseline: str) -> dict[str, Any]:
     """Convert to JSON's types: every difference by seed, its mean, interval and verdict."""
+    settings = {}
+    for setting in paired:
+        settings[setting.label] = {
+            name: _record(difference) for name, difference in setting.differences.items()
+        }
+    return {"baseline": baseline, "confidence": CONFIDENCE, "settings": settings}
+
+
+def _record(difference: Difference) -> dict[str, Any]:
     return {
-        "baseline": baseline,
-        "confidence": CONFIDENCE,
-        "settings": {
-            one.label: {
-                name: {
-                    "metric": found.metric,
-                    "higher_is_better": found.higher_is_better,
-                    "by_seed": dict(found.by_seed),
-                    "mean": found.mean,
-                    "interval": found.interval,
-                    "verdict": found.verdict,
-                }
-                for name, found in one.differences.items()
-            }
-            for one in paired
-        },
+        "metric": difference.metric,
+        "higher_is_better": difference.higher_is_better,
+        "by_seed": dict(difference.by_seed),
+        "mean": difference.mean,
+        "interval": difference.interval,
+        "verdict": difference.verdict,
     }
 
 
 def draw_forest(paired: Sequence[Paired], baseline: str, path: Path) -> None:
     """Draw the forest plot: a row per setting, the baseline a line at 0; filled marks exclude 0.
 
-    Args: paired: at least one, the first on top.
+    Args:
+        paired: at least one; the first is on top.
     """
     figure = new_figure(5.6, 1.6 + 0.45 * len(paired))
     axes = figure.add_subplot()
     axes.axvline(0, color=COMPANION, lw=1.1, zorder=1)
-    for name, (label, color, marker, height) in SHOWN.items():
-        there = [(row, one.differences[name]) for row, one in enumerate(paired) if name in one.differences]
-        for row, found in there:
-            low, high = found.interval or (found.mean, found.mean)
-            axes.plot([low, high], [height - row] * 2, color=color, lw=1.8, solid_capstyle="butt")
-            fill = "white" if low <= 0 <= high or found.interval is None else color
-            axes.plot(found.mean, height - row, marker=marker, ms=6, color=color, mfc=fill, ls="")
-        if there:
-            axes.plot([], [], color=color, marker=marker, ms=6, mfc="white", lw=1.8, label=label)
-    seeds = [max((len(d.by_seed) for d in one.differences.values()), default=0) for one in paired]
-    names = [f"{one.label} (n={number})" for one, number in zip(paired, seeds, strict=True)]
-    axes.set_yticks([-row for row in range(len(paired))], names)
+    for name in FOREST_MARKS:
+        _draw_marks(axes, paired, name)
+    axes.set_yticks([-row for row in range(len(paired))], [_row_label(setting) for setting in paired])
     axes.set_ylim(0.6 - len(paired), 0.6)
-    metrics = {one.differences[FINAL].metric for one in paired if FINAL in one.differences}
-    metric = min(metrics, default=Measure().name)  # one metric judges all settings
+    # One metric judges all settings.
+    metrics = {setting.differences[FINAL].metric for setting in paired if FINAL in setting.differences}
+    metric = min(metrics, default=Measure().name)
     label = f"difference in held-out {metric},\nmean and 95 % interval over paired seeds; filled: excludes 0"
     axes.set_xlabel(label, fontsize=9, color=INK)
     set_title(axes, f"Against {baseline}")
@@ -270,3 +320,28 @@ def draw_forest(paired: Sequence[Paired], baseline: str, path: Path) -> None:
     tidy(axes)
     axes.grid(visible=False, axis="y")
     write_png(figure, path, dpi=200)
+
+
+def _draw_marks(axes: Axes, paired: Sequence[Paired], name: str) -> None:
+    """Draw one figure's mean and interval in each row that has it."""
+    label, color, marker, offset = FOREST_MARKS[name]
+    is_drawn = False
+    for row, setting in enumerate(paired):
+        if name not in setting.differences:
+            continue
+        difference = setting.differences[name]
+        low, high = difference.interval or (difference.mean, difference.mean)
+        height = offset - row
+        axes.plot([low, high], [height, height], color=color, lw=1.8, solid_capstyle="butt")
+        includes_zero = low <= 0 <= high or difference.interval is None
+        fill = "white" if includes_zero else color
+        axes.plot(difference.mean, height, marker=marker, ms=6, color=color, mfc=fill, ls="")
+        is_drawn = True
+    if is_drawn:
+        # An empty line for the legend, whose mark must not be filled.
+        axes.plot([], [], color=color, marker=marker, ms=6, mfc="white", lw=1.8, label=label)
+
+
+def _row_label(setting: Paired) -> str:
+    num_seeds = [len(difference.by_seed) for difference in setting.differences.values()]
+    return f"{setting.label} (n={max(num_seeds, default=0)})"

@@ -1,5 +1,6 @@
 """Curves of a run, or of several groups of runs on common axes."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,8 +36,12 @@ METRIC_HEIGHT = 15
 """Points between a panel's axes and its title, for the metric's name."""
 PANEL_SIZE = (4.4, 3.2)
 """Inches of a panel without its legend; its text is readable at a phone's width."""
-LEGEND_LETTERS, LEGEND_HANDLE, LEGEND_ROW = 12, 9, 0.23
-"""Letters per inch of a legend, the width of a label's line in letters, and the inches of a row."""
+LEGEND_LETTERS = 12
+"""Letters per inch of a legend."""
+LEGEND_HANDLE = 9
+"""Width of the line before a legend's label, in letters."""
+LEGEND_ROW = 0.23
+"""Inches of a legend's row."""
 
 Draw = Callable[[Axes, Sequence[RunGroup], Sequence[str]], str]
 """Draws a panel and returns the name of the metric for its title; empty: no name."""
@@ -53,6 +58,7 @@ class Style:
 
 def style_of(index: int) -> Style:
     """Choose colour, dash and marker of group number ``index``; the first 32 are distinct."""
+    # The dashes shift by one when the colours begin again: eight colours are a multiple of four dashes.
     dash = DASHES[(index + index // len(COLORS)) % len(DASHES)]
     return Style(COLORS[index % len(COLORS)], dash, MARKERS[index % len(MARKERS)])
 
@@ -73,12 +79,12 @@ def draw_validation(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str])
         if spread.any():
             axes.fill_between(steps, mean - spread, mean + spread, color=style.color, alpha=0.16, lw=0)
     if has_companions:
-        above = keys[0].rpartition("/")[0]
-        for name, dash in (("greedy", DASHES[1]), (pass_key(groups).rpartition("/")[2], DASHES[2])):
-            key = f"{above}/{name}"
-            steps, mean, _ = groups[0].curve(key)
+        validation_set = keys[0].rpartition("/")[0]
+        pass_at_k = pass_key(groups).rpartition("/")[2]
+        for name, dash in (("greedy", DASHES[1]), (pass_at_k, DASHES[2])):
+            steps, mean, _ = groups[0].curve(f"{validation_set}/{name}")
             if len(steps):
-                axes.plot(steps, mean, color=COMPANION, ls=dash, lw=1.3, label=key.rpartition("/")[2])
+                axes.plot(steps, mean, color=COMPANION, ls=dash, lw=1.3, label=name)
         axes.legend(frameon=False, fontsize=8.5, handlelength=3)
     return keys[0]
 
@@ -95,6 +101,7 @@ def draw_training(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -
             axes.fill_between(steps, smooth - half, smooth + half, color=style.color, alpha=0.14, lw=0)
         elif len(groups) <= MAX_PALE:
             axes.plot(steps, mean, color=style.color, alpha=0.28, lw=0.8)
+        # A line through one point is invisible.
         marker = style.marker if len(steps) == 1 else ""
         axes.plot(steps, smooth, color=style.color, ls=style.dash, lw=1.7, marker=marker, ms=4.5)
     return key
@@ -104,14 +111,23 @@ def draw_percentiles(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]
     """Draw a line per percentile, their range shaded; the axis is linear near 0 and logarithmic beyond."""
     for index, group in enumerate(groups):
         style = style_of(index)
-        curves = [(steps, running_mean(mean)) for steps, mean, _ in map(group.curve, keys) if len(steps)]
+        curves = []
+        for key in keys:
+            steps, mean, _ = group.curve(key)
+            if len(steps):
+                curves.append((steps, running_mean(mean)))
         for steps, smooth in curves:
             axes.plot(steps, smooth, color=style.color, ls=style.dash, lw=1.1)
-        if len(groups) <= MAX_PALE and len(curves) > 1 and len(curves[0][0]) == len(curves[-1][0]):
-            steps, lowest, highest = curves[0][0], curves[0][1], curves[-1][1]
-            axes.fill_between(steps, lowest, highest, color=style.color, alpha=0.1, lw=0)
+        if len(groups) <= MAX_PALE and len(curves) > 1:
+            steps, lowest = curves[0]
+            highest_steps, highest = curves[-1]
+            # A run may lack a percentile at some steps; a shade needs both ends at each.
+            if len(steps) == len(highest_steps):
+                axes.fill_between(steps, lowest, highest, color=style.color, alpha=0.1, lw=0)
+    # Most tokens lie near 0, and the outermost percentiles orders of magnitude away, on both sides.
     axes.set_yscale("symlog", linthresh=0.1)
-    return " ".join([keys[0], *(key.rpartition("/")[2] for key in keys[1:])])
+    percentiles = [key.rpartition("/")[2] for key in keys[1:]]
+    return " ".join([keys[0], *percentiles])
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
@@ -155,21 +171,19 @@ class Panel:
             return [self]
         if self.of_own_loss:
             groups = [group for group in groups if is_reference(group.runs[0].variant)]
-        return [
-            replace(
-                self,
-                name=f"{self.name}-{quote(match[1], safe='')}",
-                title=self.title.format(match[1]),
-                keys=(match[0],),
-            )
-            for match in matching(groups, self.each)
-        ]
+        panels = []
+        for match in matching(groups, self.each):
+            # The name becomes a file's, and a metric may have a slash in its name.
+            name = f"{self.name}-{quote(match[1], safe='')}"
+            panels.append(replace(self, name=name, title=self.title.format(match[1]), keys=(match[0],)))
+        return panels
 
     def is_filled(self, groups: Sequence[RunGroup]) -> bool:
         """True if any run has a value to draw."""
+        runs = [run for group in groups for run in group.runs]
         if self.of_diagnostics:
-            return any(run.diagnostics for group in groups for run in group.runs)
-        return any(run.points(key) for group in groups for run in group.runs for key in self.keys)
+            return any(run.diagnostics for run in runs)
+        return any(run.points(key) for run in runs for key in self.keys)
 
     def is_always_zero(self, groups: Sequence[RunGroup]) -> bool:
         """True if there are values and all are 0, which a sentence says as well as a picture.
@@ -178,7 +192,8 @@ class Panel:
         """
         if self.of_diagnostics or self.draw is draw_validation or not self.is_filled(groups):
             return False
-        curves = [run.points(key) for group in groups for run in group.runs for key in self.keys]
+        runs = [run for group in groups for run in group.runs]
+        curves = [run.points(key) for run in runs for key in self.keys]
         return not any(value for points in curves for value in points.values())
 
 
@@ -196,14 +211,17 @@ def draw_panel(panel: Panel, groups: Sequence[RunGroup], path: Path) -> None:
 def draw_overview(panels: Sequence[Panel], groups: Sequence[RunGroup], path: Path) -> None:
     """Write several panels as small multiples in one picture, with one legend."""
     columns = min(3, max(1, len(panels)))
-    rows = max(1, -(-len(panels) // columns))
+    rows = max(1, math.ceil(len(panels) / columns))
     figure = new_figure(4.1 * columns, 3.05 * rows + 0.5)
     engine: Any = figure.get_layout_engine()
-    engine.set(w_pad=0.08, h_pad=0.12)  # inches; closer, a title reads as the caption of the panel above
+    # Inches. Closer together, a title reads as the caption of the panel above.
+    engine.set(w_pad=0.08, h_pad=0.12)
     for number, panel in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, number)
         _fill(axes, panel, groups)
-        if number > len(panels) - columns or panel.xlabel != Panel.xlabel:
+        # The lowest panel of a column labels those above it that have the same axis.
+        is_lowest = number > len(panels) - columns
+        if is_lowest or panel.xlabel != Panel.xlabel:
             axes.set_xlabel(panel.xlabel)
     _add_legend(figure, groups, columns=5)
     write_png(figure, path, dpi=130)
@@ -213,16 +231,18 @@ def _add_legend(figure: Figure, groups: Sequence[RunGroup], columns: int) -> int
     """Name the groups below the axes, if there are several; returns the legend's rows."""
     if len(groups) == 1:
         return 0
-    styles = [style_of(index) for index in range(len(groups))]
-    handles = [
-        Line2D([], [], color=s.color, ls=s.dash, marker=s.marker, ms=4.5, lw=1.8, label=_seeds_label(group))
-        for s, group in zip(styles, groups, strict=True)
-    ]
+    labels = [_seeds_label(group) for group in groups]
+    handles = []
+    for index, label in enumerate(labels):
+        style = style_of(index)
+        line = {"color": style.color, "ls": style.dash, "marker": style.marker}
+        handles.append(Line2D([], [], **line, ms=4.5, lw=1.8, label=label))
+    longest = max(len(label) for label in labels) + LEGEND_HANDLE
+    columns_that_fit = int(LEGEND_LETTERS * figure.get_figwidth() / longest)
+    columns = max(1, min(columns, len(groups), columns_that_fit))
     place: Any = "outside lower center"
-    longest = max(len(_seeds_label(group)) for group in groups) + LEGEND_HANDLE
-    columns = max(1, min(columns, len(groups), int(LEGEND_LETTERS * figure.get_figwidth() / longest)))
     figure.legend(handles=handles, loc=place, ncols=columns, handlelength=3, fontsize=9, frameon=False)
-    return -(-len(groups) // columns)
+    return math.ceil(len(groups) / columns)
 
 
 def _seeds_label(group: RunGroup) -> str:
@@ -230,6 +250,7 @@ def _seeds_label(group: RunGroup) -> str:
 
 
 def _fill(axes: Axes, panel: Panel, groups: Sequence[RunGroup]) -> None:
+    """Draw a panel with its title, labels and limits."""
     metric = panel.draw(axes, groups, panel.keys)
     # Below the title; beside it, the two would overlap.
     axes.text(0, 1.02, metric, transform=axes.transAxes, fontsize=7.5, color=COMPANION)
@@ -243,24 +264,27 @@ def _fill(axes: Axes, panel: Panel, groups: Sequence[RunGroup]) -> None:
     if panel.from_zero or _is_never_negative(axes):
         axes.set_ylim(bottom=0)
         for line in axes.lines:
-            line.set_clip_on(False)  # a line at 0 stays visible
+            # The axis would cover the lower half of a line at 0.
+            line.set_clip_on(False)
     tidy(axes)
 
 
 def step_ticks(axes: Axes) -> list[float]:
     """Choose round numbers of steps, and the last step in place of ticks that it would touch."""
-    lines = (np.asarray(line.get_xdata()) for line in axes.lines)
-    last = max((float(x.max()) for x in lines if x.size), default=0.0)
+    steps = [np.asarray(line.get_xdata()) for line in axes.lines]
+    last = max((float(x.max()) for x in steps if x.size), default=0.0)
     first, _ = axes.get_xlim()
     if last - first < 1:
         return [last]
-    ticks = MaxNLocator(nbins=6, integer=True).tick_values(first, last)
-    room = 0.6 * (ticks[1] - ticks[0])
-    return [*(tick for tick in ticks if first <= tick <= last - room), last]
+    round_ticks = MaxNLocator(nbins=6, integer=True).tick_values(first, last)
+    label_width = 0.6 * (round_ticks[1] - round_ticks[0])
+    ticks = [tick for tick in round_ticks if first <= tick <= last - label_width]
+    return [*ticks, last]
 
 
 def _is_never_negative(axes: Axes) -> bool:
     """True for lines at or above 0 whose axis would begin below 0."""
-    lines = (np.asarray(line.get_ydata()) for line in axes.lines)
-    lowest = min((np.nanmin(y) for y in lines if y.size), default=-1.0)
-    return axes.get_yscale() == "linear" and axes.get_ylim()[0] < 0 <= lowest
+    values = [np.asarray(line.get_ydata()) for line in axes.lines]
+    lowest = min((np.nanmin(y) for y in values if y.size), default=-1.0)
+    begins_below_zero = axes.get_ylim()[0] < 0
+    return axes.get_yscale() == "linear" and begins_below_zero and lowest >= 0

@@ -33,7 +33,7 @@ TITLE_LENGTH = 60
 HEAD = b'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
 """First bytes of every report."""
 
-DRAWN: dict[str, Draw] = {
+DRAW_FUNCTIONS: dict[str, Draw] = {
     "training": draw_training,
     "validation": draw_validation,
     "percentiles": draw_percentiles,
@@ -52,10 +52,18 @@ NEXT_STEPS = {
 }
 """Sentence -> command, at a report's end."""
 
-PANELS = tuple(
-    Panel(name, draw=DRAWN[entry.pop("draw", "training")], keys=tuple(entry.pop("keys", ())), **entry)
-    for name, entry in yaml.safe_load(Path(__file__).with_name("panels.yaml").read_text()).items()
-)
+
+def _read_panels() -> tuple[Panel, ...]:
+    entries = yaml.safe_load(Path(__file__).with_name("panels.yaml").read_text())
+    panels = []
+    for name, entry in entries.items():
+        draw_function = DRAW_FUNCTIONS[entry.pop("draw", "training")]
+        keys = tuple(entry.pop("keys", ()))
+        panels.append(Panel(name, draw=draw_function, keys=keys, **entry))
+    return tuple(panels)
+
+
+PANELS = _read_panels()
 
 
 def plot_run(run_dir: str | Path) -> Path:
@@ -71,32 +79,44 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
 
     Returns: ``output``.
     """
-    folders = [folder for given in run_dirs for folder in run_folders(given)]
+    # A run may be named twice, by itself and by its comparison, or through a link; its first name stands.
+    folders = dict[Path, Path]()
+    for run_dir in run_dirs:
+        for folder in run_folders(run_dir):
+            folders.setdefault(folder.resolve(), folder)
     if not folders:
         raise UserError("no run to report on; give the folder of at least one run that made a step")
-    named = dict[Path, Path]()
-    for folder in folders:
-        named.setdefault(folder.resolve(), folder)  # each folder once, under its first name
-    return write_group_report(group_runs([read_run(folder) for folder in named.values()]), output)
+    runs = [read_run(folder) for folder in folders.values()]
+    return write_group_report(group_runs(runs), output)
 
 
 def write_group_report(
     groups: Sequence[RunGroup], output: str | Path, paired: Sequence[Paired] = (), baseline: str = ""
 ) -> Path:
-    """Write the report of labelled groups.  Args: paired: the others against the group ``baseline``."""
+    """Write the report of labelled groups.
+
+    Args:
+        output: the HTML file; the plots lie beside it.
+        paired: the differences of the other groups from the group ``baseline``.
+    """
     output = Path(output)
+    plots = output.parent / PLOTS
     try:
-        if output.is_file():
-            with output.open("rb") as file:
-                if file.read(len(HEAD)) not in (HEAD, b""):
-                    raise UserError(f"{output} exists and is not a report; remove it, or choose another -o")
-        draw(groups, output.parent / PLOTS)
+        if output.is_file() and not _is_report(output):
+            raise UserError(f"{output} exists and is not a report; remove it, or choose another -o")
+        draw(groups, plots)
         if paired:
-            draw_forest(paired, baseline, output.parent / PLOTS / FOREST)
-        output.write_text(render(groups, output.parent / PLOTS, paired, baseline))
+            draw_forest(paired, baseline, plots / FOREST)
+        output.write_text(render(groups, plots, paired, baseline))
     except OSError as error:
         raise UserError(f"{output} cannot be written ({error.strerror}); choose another -o") from None
     return output
+
+
+def _is_report(file: Path) -> bool:
+    """True for a report, and for an empty file, which loses nothing when it is replaced."""
+    with file.open("rb") as opened:
+        return opened.read(len(HEAD)) in (HEAD, b"")
 
 
 def draw(groups: Sequence[RunGroup], folder: Path) -> None:
@@ -105,7 +125,8 @@ def draw(groups: Sequence[RunGroup], folder: Path) -> None:
     filled = drawn_panels(groups)
     (folder / f"{JUDGED}.png").unlink(missing_ok=True)
     for panel in PANELS:
-        for outdated in folder.glob(f"{panel.name}-*.png" if panel.each else f"{panel.name}.png"):
+        pattern = f"{panel.name}-*.png" if panel.each else f"{panel.name}.png"
+        for outdated in folder.glob(pattern):
             outdated.unlink()
     for panel in filled:
         draw_panel(panel, groups, folder / f"{panel.name}.png")
@@ -117,7 +138,7 @@ def panels_of(groups: Sequence[RunGroup]) -> list[Panel]:
 
     The first is of the metric by which the recipes rank checkpoints, unless another panel draws it.
     """
-    panels = [panel for one in PANELS for panel in one.of_each(groups)]
+    panels = [single for panel in PANELS for single in panel.of_each(groups)]
     measure = measure_of(groups)
     if any(measure.key in panel.keys for panel in panels):
         return panels
@@ -132,12 +153,15 @@ def panels_of(groups: Sequence[RunGroup]) -> list[Panel]:
 
 def drawn_panels(groups: Sequence[RunGroup]) -> list[Panel]:
     """List the panels that show something: they have values, and not only zeros."""
-    return [p for p in panels_of(groups) if p.is_filled(groups) and not p.is_always_zero(groups)]
+    panels = [panel for panel in panels_of(groups) if panel.is_filled(groups)]
+    return [panel for panel in panels if not panel.is_always_zero(groups)]
 
 
 def render(groups: Sequence[RunGroup], plots: Path, paired: Sequence[Paired], baseline: str) -> str:
     """Render the HTML text with the plots embedded."""
     title = " vs ".join(group.label for group in groups)
+    if len(title) > TITLE_LENGTH:
+        title = f"{len(groups)} settings"
     environment = Environment(
         autoescape=True,
         loader=FileSystemLoader(Path(__file__).parent),
@@ -145,12 +169,9 @@ def render(groups: Sequence[RunGroup], plots: Path, paired: Sequence[Paired], ba
         trim_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {
-        "base64": lambda path: base64.b64encode(path.read_bytes()).decode(),
-        "deviation": lambda text: escape(text).replace("+- ", Markup("&plusmn;&nbsp;")),
-    }
+    environment.filters |= {"base64": _as_base64, "deviation": _with_deviation_sign}
     return environment.get_template("report.html.j2").render(
-        title=title if len(title) <= TITLE_LENGTH else f"{len(groups)} settings",
+        title=title,
         groups=groups,
         plots=plots,
         paired=paired,
@@ -170,5 +191,17 @@ def _settings(groups: Sequence[RunGroup]) -> list[list[str]]:
     """List settings that differ between groups; for a single group, the whole recipe."""
     if len(groups) == 1:
         return [[key, shown(value)] for key, value in groups[0].runs[0].settings.items()]
-    differing = differing_settings([group.runs for group in groups])
-    return [[key, *("" if v is None else shown(v) for v in values)] for key, values in differing.items()]
+    rows = []
+    for key, values in differing_settings([group.runs for group in groups]).items():
+        cells = ["" if value is None else shown(value) for value in values]
+        rows.append([key, *cells])
+    return rows
+
+
+def _as_base64(picture: Path) -> str:
+    return base64.b64encode(picture.read_bytes()).decode()
+
+
+def _with_deviation_sign(text: str) -> Markup:
+    """Escape a text for HTML, and write its ``+-`` as a sign that does not end a line."""
+    return escape(text).replace("+- ", Markup("&plusmn;&nbsp;"))

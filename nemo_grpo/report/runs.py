@@ -37,12 +37,11 @@ ENTROPY = ("entropy/mean", "entropy/sampled")
 """Metrics of the policy's entropy: exact, and the mean of -log p over sampled tokens, which NeMo-RL's runs
 have too. That estimate is noisier, with the same mean at temperature 1 without top-k or top-p."""
 
-HELD_OUT = {"validation/accuracy": "accuracy {:.3f}", "validation/val_loss": "held-out loss {:.3f}"}
+ACCURACY = "validation/accuracy"
+HELD_OUT = {ACCURACY: "accuracy {:.3f}", "validation/val_loss": "held-out loss {:.3f}"}
 """Metric of a validation -> its text in the log."""
 SET_ACCURACY = "validation/(.+)/accuracy"
 """Pattern of the accuracy of one validation set among several."""
-
-ACCURACY = "validation/accuracy"
 
 Points = dict[int, float]
 """Step -> a metric's value."""
@@ -102,13 +101,17 @@ class RunGroup:
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return steps, mean over the runs, and sample standard deviation (0 for one run).
 
-        Only steps that all runs with this metric have count, so that a run that ends early causes no jump.
+        Only steps that all runs with this metric have count.
         """
-        curves = [points for run in self.runs if (points := run.points(key))]
-        steps = sorted(set.intersection(*map(set, curves))) if curves else []
+        curves = self._curves(key)
+        if not curves:
+            return np.array([]), np.array([]), np.array([])
+        # With the steps of some runs only, the mean would jump where a run ends early.
+        steps = sorted(set.intersection(*(set(points) for points in curves)))
         if not steps:
             return np.array([]), np.array([]), np.array([])
         values = np.array([[points[step] for step in steps] for points in curves])
+        # A sample deviation (ddof=1) of one run would be 0 / 0.
         spread = values.std(axis=0, ddof=1) if len(curves) > 1 else np.zeros(len(steps))
         return np.array(steps), values.mean(axis=0), spread
 
@@ -118,13 +121,16 @@ class RunGroup:
 
     def values(self, key: str) -> list[list[float]]:
         """Return the values of each run that has the metric, in the order of steps."""
-        curves = [list(run.points(key).values()) for run in self.runs]
-        return [values for values in curves if values]
+        return [list(points.values()) for points in self._curves(key)]
 
     def gains(self, key: str) -> list[float]:
         """Return last minus first value of each run that has two or more."""
-        curves = [list(run.points(key).values()) for run in self.runs]
-        return [values[-1] - values[0] for values in curves if len(values) > 1]
+        return [values[-1] - values[0] for values in self.values(key) if len(values) > 1]
+
+    def _curves(self, key: str) -> list[Points]:
+        """Return the points of each run that has the metric."""
+        curves = [run.points(key) for run in self.runs]
+        return [points for points in curves if points]
 
 
 def run_folders(path: str | Path) -> list[Path]:
@@ -152,15 +158,23 @@ def read_run(path: str | Path) -> RunLog:
     for row in json_lines(file):
         if isinstance(row.get("step"), int):
             rows.setdefault(row["step"], {}).update(row)
+    if not rows:
+        raise UserError(f"{file} holds no step yet; let the run make at least one")
     for row in rows.values():
         if _is_number(row.get("logprob/mean")):
             row["entropy/sampled"] = -row["logprob/mean"]
-    if not rows:
-        raise UserError(f"{file} holds no step yet; let the run make at least one")
-    looks = json_lines(folder / DIAGNOSTICS_FILE)
-    by_step = {look["step"]: look for look in looks if look.keys() >= {"step", "num_tokens", "tokens"}}
-    diagnostics = tuple(by_step[step] for step in sorted(by_step))
-    return RunLog(folder, dict(sorted(rows.items())), _settings(folder / RECIPE_FILE), diagnostics)
+    rows = dict(sorted(rows.items()))
+    settings = _settings(folder / RECIPE_FILE)
+    return RunLog(folder, rows, settings, _diagnostics(folder / DIAGNOSTICS_FILE))
+
+
+def _diagnostics(file: Path) -> tuple[dict[str, Any], ...]:
+    """Read the measured steps in their order; later lines of a step replace earlier ones."""
+    by_step = {}
+    for measured in json_lines(file):
+        if measured.keys() >= {"step", "num_tokens", "tokens"}:
+            by_step[measured["step"]] = measured
+    return tuple(by_step[step] for step in sorted(by_step))
 
 
 def json_lines(file: Path) -> Iterable[dict[str, Any]]:
@@ -172,7 +186,8 @@ def json_lines(file: Path) -> Iterable[dict[str, Any]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            if line.strip() and number < len(lines):  # the last line may be incomplete
+            # The last line is incomplete while the run writes it, and after a kill: no reason to warn.
+            if line.strip() and number < len(lines):
                 log.warning("%s line %d is not JSON and is skipped", file, number)
             continue
         if isinstance(row, dict):
@@ -197,29 +212,41 @@ def group_runs(runs: Sequence[RunLog]) -> list[RunGroup]:
     A group is labelled by its variant; if several groups share one, also by engine and by the settings
     that differ.
     """
-    members: dict[str, list[RunLog]] = {}
+    runs_by_settings: dict[str, list[RunLog]] = {}
     for run in runs:
-        alike = members.setdefault(_identity(run), [])
-        if twin := next((other for other in alike if other.seed == run.seed), None):
-            raise UserError(
-                f"{twin.path} and {run.path} have the same settings and grpo.seed={run.seed}; leave one out"
-            )
-        alike.append(run)
-    groups = list(members.values())
+        same_settings = runs_by_settings.setdefault(_identity(run), [])
+        for earlier in same_settings:
+            # Twice the same run would narrow the band without a further sample.
+            if earlier.seed == run.seed:
+                raise UserError(
+                    f"{earlier.path} and {run.path} have the same settings and grpo.seed={run.seed}; leave "
+                    "one out"
+                )
+        same_settings.append(run)
+    groups = list(runs_by_settings.values())
     return [RunGroup(_label(group, groups), tuple(group)) for group in groups]
 
 
 def differing_settings(groups: Sequence[Sequence[RunLog]]) -> dict[str, list[Any]]:
     """Find keys whose values differ between groups, with each group's value (None: missing)."""
-    settings = [group[0].settings for group in groups]
-    keys = sorted({key for one in settings for key in one} - set(NOT_A_SETTING))
-    values = {key: [one.get(key) for one in settings] for key in keys}
-    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+    group_settings = [group[0].settings for group in groups]
+    keys = {key for settings in group_settings for key in settings}
+    differing = {}
+    for key in sorted(keys - set(NOT_A_SETTING)):
+        values = [settings.get(key) for settings in group_settings]
+        if any(value != values[0] for value in values):
+            differing[key] = values
+    return differing
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Metric by which a report judges runs.  Attributes: key: in metrics.jsonl, of a validation."""
+    """Metric by which a report judges runs.
+
+    Attributes:
+        key: its name in metrics.jsonl; a metric of a validation.
+        higher_is_better: False for a loss.
+    """
 
     key: str = ACCURACY
     higher_is_better: bool = True
@@ -239,73 +266,82 @@ class Measure:
 
 
 def measure_of(groups: Sequence[RunGroup]) -> Measure:
-    """Find the metric that ranks the runs' checkpoints; accuracy if they differ in it, or lack its values.
-
-    A metric of training is no measure: it is of other problems at every step.
-    """
+    """Find the metric that ranks the runs' checkpoints; accuracy if they differ in it, or lack its values."""
     measures = set()
-    for run in (run for group in groups for run in group.runs):
-        key = metric_key(run.settings.get("checkpointing.metric_name"))
-        is_higher_better = run.settings.get("checkpointing.higher_is_better", True)
-        measures.add((key, bool(is_higher_better)))
+    for group in groups:
+        for run in group.runs:
+            key = metric_key(run.settings.get("checkpointing.metric_name"))
+            is_higher_better = run.settings.get("checkpointing.higher_is_better", True)
+            measures.add((key, bool(is_higher_better)))
     if len(measures) != 1:
         return Measure()
     key, is_higher_better = measures.pop()
-    has_values = key is not None and any(group.each(key, "last") for group in groups)
-    if key is None or not key.startswith("validation/") or not has_values:
+    # A metric of training cannot judge: it is measured on other problems at every step.
+    if key is None or not key.startswith("validation/"):
         return Measure()
-    return Measure(key, is_higher_better)
+    has_values = any(group.each(key, "last") for group in groups)
+    return Measure(key, is_higher_better) if has_values else Measure()
 
 
 def common_key(groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
     """Choose the first metric that every group has, else the first that any has."""
-    for test in (all, any):
-        for key in keys:
-            if test(len(group.curve(key)[0]) > 0 for group in groups):
-                return key
+    groups_with_key = {key: sum(len(group.curve(key)[0]) > 0 for group in groups) for key in keys}
+    for key in keys:
+        if groups_with_key[key] == len(groups):
+            return key
+    for key in keys:
+        if groups_with_key[key] > 0:
+            return key
     return keys[0]
 
 
 def pass_key(groups: Sequence[RunGroup]) -> str:
     """Name ``validation/pass@k`` with the largest k that any run has; pass@8 if none has any."""
-    found = [int(match[1]) for match in matching(groups, r"validation/pass@(\d+)")]
-    return f"validation/pass@{max(found, default=8)}"
+    sample_counts = [int(match[1]) for match in matching(groups, r"validation/pass@(\d+)")]
+    return f"validation/pass@{max(sample_counts, default=8)}"
 
 
 def matching(groups: Sequence[RunGroup], pattern: str) -> list[re.Match[str]]:
     """Match the whole names of the runs' metrics, in the order of names."""
-    names = sorted({name for group in groups for run in group.runs for name in run.names})
-    return [match for name in names if (match := re.fullmatch(pattern, name))]
+    names = {name for group in groups for run in group.runs for name in run.names}
+    matches = [re.fullmatch(pattern, name) for name in sorted(names)]
+    return [match for match in matches if match]
 
 
 def validation_note(row: Mapping[str, Any]) -> str:
     """Write the log line of a validation: accuracy or loss, and the accuracy of each of several sets."""
-    found = [text.format(row[name]) for name, text in HELD_OUT.items() if name in row]
-    sets = ((re.fullmatch(SET_ACCURACY, name), value) for name, value in row.items())
-    return ", ".join([*found, *(f"{match[1]} {value:.3f}" for match, value in sets if match)])
+    phrases = [template.format(row[name]) for name, template in HELD_OUT.items() if name in row]
+    for name, value in row.items():
+        match = re.fullmatch(SET_ACCURACY, name)
+        if match:
+            phrases.append(f"{match[1]} {value:.3f}")
+    return ", ".join(phrases)
 
 
 def _identity(run: RunLog) -> str:
-    kept = {key: value for key, value in run.settings.items() if key not in NOT_A_SETTING}
-    return json.dumps(kept, sort_keys=True, default=str) if kept else str(run.path)
+    """Return a text that is equal for runs of one group; a run without a recipe is its own group."""
+    settings = {key: value for key, value in run.settings.items() if key not in NOT_A_SETTING}
+    return json.dumps(settings, sort_keys=True, default=str) if settings else str(run.path)
 
 
 def _label(group: list[RunLog], groups: list[list[RunLog]]) -> str:
-    variant, engine = group[0].variant, group[0].engine
-    rivals = [other for other in groups if other[0].variant == variant]
-    if len({other[0].engine for other in rivals}) > 1:
-        variant = f"{variant}, {engine}"
-        rivals = [other for other in rivals if other[0].engine == engine]
-    if len(rivals) == 1:
-        return variant
-    differing = differing_settings(rivals)
+    """Write the shortest label that tells a group from the others."""
+    label = group[0].variant
+    same_label = [rival for rival in groups if rival[0].variant == label]
+    if len({rival[0].engine for rival in same_label}) > 1:
+        label = f"{label}, {group[0].engine}"
+        same_label = [rival for rival in same_label if rival[0].engine == group[0].engine]
+    if len(same_label) == 1:
+        return label
+    differing = differing_settings(same_label)
+    # A legend has no room for more than two settings, and none may differ if the runs have no recipe.
     if not 1 <= len(differing) <= 2:
-        return f"{variant} ({group[0].path.name})"
-    words = (
-        f"{key.split('.')[-1]} {shown(values[rivals.index(group)])}" for key, values in differing.items()
-    )
-    return f"{variant} ({', '.join(words)})"
+        return f"{label} ({group[0].path.name})"
+    position = same_label.index(group)
+    words = [f"{key.split('.')[-1]} {shown(values[position])}" for key, values in differing.items()]
+    return f"{label} ({', '.join(words)})"
 
 
 def _is_number(value: Any) -> bool:
+    # True and False are ints to Python, but no values of a metric.
     return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))

@@ -18,8 +18,11 @@ MAX_LETTERS = 2000
 class HeldOutProblem:
     """A problem, and the greedy responses to it.
 
-    Attributes: title: its validation set and name.  prompt: as sampled.  answer: the right one.
-                rows: (step, accuracy, response) as texts, in the order of steps.
+    Attributes:
+        title: its validation set and name.
+        prompt: as sampled.
+        answer: the right one.
+        rows: [step, accuracy, response] as texts, in the order of steps.
     """
 
     title: str
@@ -40,8 +43,8 @@ def held_out_problems(run: RunLog) -> list[HeldOutProblem]:
             by_problem.setdefault(key, {})[row["step"]] = row
     problems = []
     for (name, problem), by_step in list(by_problem.items())[:MAX_PROBLEMS]:
-        first = next(iter(by_step.values()))
         steps = _spread(sorted(by_step))
+        first = by_step[steps[0]]
         problems.append(
             HeldOutProblem(
                 title=f"{name}: {problem}",
@@ -63,6 +66,7 @@ def _spread(steps: list[int]) -> list[int]:
 
 
 def _cells(step: int, row: dict[str, Any]) -> list[str]:
+    """Write one response as a row of the table; a task of the user's own may have no accuracy."""
     scores = row.get("scores")
     accuracy = scores.get("accuracy") if isinstance(scores, dict) else None
     response = str(row["response"])

@@ -16,12 +16,13 @@ AGAIN_AFTER = 50
 """Steps after which the log repeats a finding that still holds."""
 NEARLY_ALL = 0.95
 SIGNAL = "groups/valid_fraction"
-TRUNCATED = ("length/truncated", "train/truncation_rate")
+TRUNCATED = {"length/truncated": 1.0, "train/truncation_rate": 1.0}
 ALL_WRONG = {"rollout/all_wrong": 1.0, "baseline_reward/pct_0": 0.01}
 ALL_RIGHT = {"rollout/all_right": 1.0, "baseline_reward/pct_1": 0.01}
 """Metric of either engine -> factor that makes it a share."""
 LENGTH_KEYS = "policy.generation.max_new_tokens, and policy.max_total_sequence_length with it"
 ZERO = 1e-12
+"""Largest value that counts as 0."""
 
 
 def findings(
@@ -34,41 +35,57 @@ def findings(
              weights: the recipe's ``nemo_grpo.rewards``; what has no weight is no obstacle. None: unknown.
     Returns: nothing for a run that learns, or without steps.
     """
+    # Supervised runs have no groups; nothing here is about them.
     rows = [row for row in rows if _number(row, SIGNAL) is not None][-NUM_STEPS:]
     if not rows:
         return []
-    when = f"steps {rows[0]['step']} to {rows[-1]['step']}" if len(rows) > 1 else f"step {rows[0]['step']}"
-    judges_answers = weights is None or any(w and not is_reference(name) for name, w in weights.items())
-    asks_for_form = weights is None or any(w and name.startswith("format") for name, w in weights.items())
-    found = (
-        _no_signal(rows, judges_answers=judges_answers),
-        _truncated(rows),
-        _format(rows) if asks_for_form else None,
-        _not_finite(rows),
-    )
-    return [f"{when}: {sentence}" for sentence in found if sentence]
+    steps = f"step {rows[0]['step']}"
+    if len(rows) > 1:
+        steps = f"steps {rows[0]['step']} to {rows[-1]['step']}"
+    judges_answers = True
+    asks_for_form = True
+    if weights is not None:
+        weighted = [name for name, weight in weights.items() if weight]
+        # A reward function of the user's own may judge anything; a component of the task judges answers.
+        judges_answers = any(not is_reference(name) for name in weighted)
+        asks_for_form = any(name.startswith("format") for name in weighted)
+    sentences = [_no_signal(rows, judges_answers=judges_answers), _truncated(rows)]
+    if asks_for_form:
+        sentences.append(_format(rows))
+    sentences.append(_not_finite(rows))
+    return [f"{steps}: {sentence}" for sentence in sentences if sentence]
 
 
 class Watch:
     """Follows a run; returns each finding when it begins to hold, and again every `AGAIN_AFTER` steps."""
 
     def __init__(self, max_num_steps: int, weights: Mapping[str, float] | None = None) -> None:
-        """Args: weights: see `findings`."""
+        """Start before the first step.
+
+        Args:
+            max_num_steps: of the run; a short one is judged by all of its steps.
+            weights: see `findings`.
+        """
         self.weights = weights
         self.rows: deque[Mapping[str, Any]] = deque(maxlen=max(1, min(NUM_STEPS, max_num_steps)))
-        self.told: dict[str, int] = {}
+        self.logged_at: dict[str, int] = {}
 
     def __call__(self, row: Mapping[str, Any]) -> list[str]:
         """Return findings to log after this step."""
         self.rows.append(row)
         if len(self.rows) < (self.rows.maxlen or 0):
             return []
-        found = {_subject(sentence): sentence for sentence in findings(self.rows, weights=self.weights)}
         step = int(row["step"])
-        self.told = {subject: when for subject, when in self.told.items() if subject in found}
-        due = [subject for subject in found if step - self.told.get(subject, -AGAIN_AFTER) >= AGAIN_AFTER]
-        self.told |= dict.fromkeys(due, step)
-        return [found[subject] for subject in due]
+        # The numbers in a sentence change with every step; its subject does not.
+        by_subject = {_subject(sentence): sentence for sentence in findings(self.rows, weights=self.weights)}
+        # What no longer holds is forgotten, so that it is logged at once when it holds again.
+        self.logged_at = {subject: at for subject, at in self.logged_at.items() if subject in by_subject}
+        sentences = []
+        for subject, sentence in by_subject.items():
+            if subject not in self.logged_at or step - self.logged_at[subject] >= AGAIN_AFTER:
+                self.logged_at[subject] = step
+                sentences.append(sentence)
+        return sentences
 
 
 def _subject(sentence: str) -> str:
@@ -77,12 +94,18 @@ def _subject(sentence: str) -> str:
 
 
 def _no_signal(rows: Sequence[Mapping[str, Any]], *, judges_answers: bool) -> str | None:
-    """Find groups without signal.  Args: judges_answers: a component of the task has a weight."""
+    """Describe a run in which no group has signal.
+
+    Args:
+        judges_answers: a component of the task has a weight, so that rewards tell right answers from wrong.
+    """
     if not all(row[SIGNAL] <= ZERO for row in rows):
         return None
-    wrong = _share(rows, ALL_WRONG) if judges_answers else None
-    right = _share(rows, ALL_RIGHT) if judges_answers else None
-    reward = _mean(rows, "reward/mean")
+    wrong = None
+    right = None
+    if judges_answers:
+        wrong = _share(rows, ALL_WRONG)
+        right = _share(rows, ALL_RIGHT)
     if wrong is not None and wrong >= 0.5:
         advice = (
             "easier problems, a start that solves some, a larger grpo.num_generations_per_prompt; look at "
@@ -92,31 +115,37 @@ def _no_signal(rows: Sequence[Mapping[str, Any]], *, judges_answers: bool) -> st
         advice = "harder problems: the policy solves these"
     else:
         advice = "another reward: this one does not tell the responses apart (nemo_grpo.rewards)"
-    shares = [
-        f"{share:.0%} of the groups all {word}"
-        for share, word in ((wrong, "wrong"), (right, "right"))
-        if share
-    ]
-    numbers = ", ".join([*shares, *([f"mean reward {reward:.3g}"] if reward is not None else [])])
-    return f"in no group do two rewards differ, so nothing is learnt ({numbers}); try {advice}"
+    numbers = []
+    if wrong:
+        numbers.append(f"{wrong:.0%} of the groups all wrong")
+    if right:
+        numbers.append(f"{right:.0%} of the groups all right")
+    reward = _mean(rows, "reward/mean")
+    if reward is not None:
+        numbers.append(f"mean reward {reward:.3g}")
+    return f"in no group do two rewards differ, so nothing is learnt ({', '.join(numbers)}); try {advice}"
 
 
 def _truncated(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    share = next((mean for key in TRUNCATED if (mean := _mean(rows, key)) is not None), None)
+    share = _share(rows, TRUNCATED)
     if share is None or share < NEARLY_ALL:
         return None
+    numbers = f"{share:.0%} of them"
     length = _mean(rows, "length/mean")
-    numbers = (
-        f"{share:.0%} of them, mean length {length:.0f}" if length is not None else f"{share:.0%} of them"
-    )
+    if length is not None:
+        numbers += f", mean length {length:.0f}"
     return f"nearly all responses are cut off before they end ({numbers}); try more {LENGTH_KEYS}"
 
 
 def _format(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    met, right = _mean(rows, "reward/format"), _mean(rows, "reward/accuracy")
-    if met is None or met > ZERO or (right is not None and right > ZERO):  # right answers were read
+    well_formed = _mean(rows, "reward/format")
+    accuracy = _mean(rows, "reward/accuracy")
+    if well_formed is None or well_formed > ZERO:
         return None
-    numbers = "format 0" if right is None else f"format 0, accuracy {right:.2g}"
+    # Right answers were read, so the form does not matter to this task.
+    if accuracy is not None and accuracy > ZERO:
+        return None
+    numbers = "format 0" if accuracy is None else f"format 0, accuracy {accuracy:.2g}"
     return (
         f"no response has the form that the task reads ({numbers}); try a prompt that asks for it "
         "(nemo_grpo.prompt), another form (nemo_grpo.task.form), or a model that follows instructions"
@@ -130,14 +159,28 @@ def _not_finite(rows: Sequence[Mapping[str, Any]]) -> str | None:
     return f"a reward fails or is not finite and counts as 0 ({share:.0%} of the responses); the log names it"
 
 
-def _share(rows: Sequence[Mapping[str, Any]], names: Mapping[str, float]) -> float | None:
-    return next((mean * unit for key, unit in names.items() if (mean := _mean(rows, key)) is not None), None)
+def _share(rows: Sequence[Mapping[str, Any]], factors: Mapping[str, float]) -> float | None:
+    """Average the first metric that the rows have, as a share; None if they have none.
+
+    Args:
+        factors: metric of either engine -> factor that makes it a share.
+    """
+    for key, factor in factors.items():
+        mean = _mean(rows, key)
+        if mean is not None:
+            return mean * factor
+    return None
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
     """Average over the rows; None if one lacks it."""
-    values = [_number(row, key) for row in rows]
-    return None if None in values else fmean(value for value in values if value is not None)
+    values = []
+    for row in rows:
+        value = _number(row, key)
+        if value is None:
+            return None
+        values.append(value)
+    return fmean(values)
 
 
 def _number(row: Mapping[str, Any], key: str) -> float | None:

@@ -24,8 +24,11 @@ from nemo_grpo.report.stuck import findings
 class Column:
     """One figure of the table.
 
-    Attributes: name: head of the column.  values: one number per run that has it.  digits: decimals.
-                sign: ``+`` shows the sign of positive numbers too.
+    Attributes:
+        name: head of the column.
+        values: function that returns one number per run that has it.
+        digits: decimals.
+        sign: ``+`` shows the sign of positive numbers too.
     """
 
     name: str
@@ -46,41 +49,60 @@ def columns(groups: Sequence[RunGroup]) -> list[Column]:
     """List the columns of the table, without those that no group can fill."""
     measure = measure_of(groups)
     key = measure.key
-    passes, entropy = pass_key(groups), common_key(groups, ENTROPY)
+    passes = pass_key(groups)
+    entropy = common_key(groups, ENTROPY)
     entropy_name = "entropy" if entropy == ENTROPY[0] else "sampled entropy"
-    found = [
-        Column("start", lambda g: [points[0] for run in g.runs if 0 in (points := run.points(key))]),
-        Column("best", lambda g: [measure.best(values) for values in g.values(key)]),
-        Column("final", lambda g: g.each(key, "last")),
-        Column("gain", lambda g: g.gains(key), sign="+"),
-        Column("least gain", lambda g: _least_gain(g, measure), sign="+"),
-        *([] if key == ACCURACY else [_last("accuracy", ACCURACY)]),
-        Column("greedy", lambda g: g.each("validation/greedy", "last")),
-        Column(passes.rpartition("/")[2], lambda g: g.each(passes, "last")),
-        *(_last(match[1], match[0]) for match in matching(groups, SET_ACCURACY)),
-        Column("tokens", lambda g: g.each("validation/num_tokens", "last"), digits=1),
-        Column(f"{entropy_name}, first", lambda g: g.each(entropy, "first")),
-        Column(f"{entropy_name}, last", lambda g: g.each(entropy, "last")),
-        Column(
-            "prompts", lambda g: [n for run in g.runs if (n := _sum(run, "rollout/num_prompts"))], digits=0
-        ),
-        Column("minutes", lambda g: [s / 60 for run in g.runs if (s := seconds(run))], digits=1),
+    candidates = [
+        Column("start", lambda group: _at_step_0(group, key)),
+        Column("best", lambda group: [measure.best(values) for values in group.values(key)]),
+        _last("final", key),
+        Column("gain", lambda group: group.gains(key), sign="+"),
+        Column("least gain", lambda group: _least_gain(group, measure), sign="+"),
     ]
-    return [column for column in found if any(column.values(group) for group in groups)]
+    # Where another metric ranks checkpoints, a reader still looks for the accuracy.
+    if key != ACCURACY:
+        candidates.append(_last("accuracy", ACCURACY))
+    candidates += [_last("greedy", "validation/greedy"), _last(passes.rpartition("/")[2], passes)]
+    candidates += [_last(match[1], match[0]) for match in matching(groups, SET_ACCURACY)]
+    candidates += [
+        _last("tokens", "validation/num_tokens", digits=1),
+        Column(f"{entropy_name}, first", lambda group: group.each(entropy, "first")),
+        _last(f"{entropy_name}, last", entropy),
+        Column("prompts", _num_prompts, digits=0),
+        Column("minutes", _minutes, digits=1),
+    ]
+    return [column for column in candidates if any(column.values(group) for group in groups)]
+
+
+def _at_step_0(group: RunGroup, key: str) -> list[float]:
+    """Return the metric of each run that was validated before its first update."""
+    curves = [run.points(key) for run in group.runs]
+    return [points[0] for points in curves if 0 in points]
 
 
 def _least_gain(group: RunGroup, measure: Measure) -> list[float]:
     gains = group.gains(measure.key)
+    # The least gain of one run is its gain, which has a column already.
     return [measure.worst(gains)] if len(gains) > 1 else []
 
 
-def _last(name: str, key: str) -> Column:
-    return Column(name, lambda group: group.each(key, "last"))
+def _num_prompts(group: RunGroup) -> list[float]:
+    sums = [_sum(run, "rollout/num_prompts") for run in group.runs]
+    return [num_prompts for num_prompts in sums if num_prompts]
+
+
+def _minutes(group: RunGroup) -> list[float]:
+    times = [seconds(run) / 60 for run in group.runs]
+    return [minutes for minutes in times if minutes]
+
+
+def _last(name: str, key: str, digits: int = 3) -> Column:
+    return Column(name, lambda group: group.each(key, "last"), digits)
 
 
 def note(groups: Sequence[RunGroup]) -> str:
     """Explain the columns and deviations that the table has."""
-    shown = {column.name for column in columns(groups)}
+    names = {column.name for column in columns(groups)}
     measure = measure_of(groups)
     notes = {
         "final": "Accuracies on held-out problems.",
@@ -93,7 +115,7 @@ def note(groups: Sequence[RunGroup]) -> str:
     if not measure.higher_is_better:
         notes["best"] = "best is the smallest validation of each run, which flatters noisy runs."
         notes["least gain"] = "least gain is the largest of the seeds, the least improvement."
-    sentences = [sentence for name, sentence in notes.items() if name in shown]
+    sentences = [sentence for name, sentence in notes.items() if name in names]
     if any(len(group.runs) > 1 for group in groups):
         sentences.append("+- is the sample standard deviation over seeds.")
     return " ".join(sentences)
@@ -101,17 +123,14 @@ def note(groups: Sequence[RunGroup]) -> str:
 
 def table(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
     """Make head and rows as texts, with +- between mean and deviation."""
-    shown = columns(groups)
-    rows = [
-        [
-            group.label,
-            ", ".join(run.seed for run in group.runs),
-            _steps(group),
-            *(c.cell(group) for c in shown),
-        ]
-        for group in groups
-    ]
-    return ["setting", "seed numbers", "steps", *(column.name for column in shown)], rows
+    figures = columns(groups)
+    rows = []
+    for group in groups:
+        seeds = ", ".join(run.seed for run in group.runs)
+        cells = [column.cell(group) for column in figures]
+        rows.append([group.label, seeds, _steps(group), *cells])
+    names = [column.name for column in figures]
+    return ["setting", "seed numbers", "steps", *names], rows
 
 
 def markdown(groups: Sequence[RunGroup]) -> str:
@@ -127,17 +146,19 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def records(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """Convert the table to JSON's types: values of every run, mean and standard deviation, folders."""
-    shown = columns(groups)
-    return [
-        {
+    figures = columns(groups)
+    objects = []
+    for group in groups:
+        record: dict[str, Any] = {
             "setting": group.label,
             "seeds": [run.seed for run in group.runs],
             "runs": [str(run.path) for run in group.runs],
             "steps": [max(run.rows) for run in group.runs],
-            **{column.name: _record(column.values(group)) for column in shown},
         }
-        for group in groups
-    ]
+        for column in figures:
+            record[column.name] = _record(column.values(group))
+        objects.append(record)
+    return objects
 
 
 def _record(values: Sequence[float]) -> dict[str, Any] | None:
@@ -149,25 +170,25 @@ def _record(values: Sequence[float]) -> dict[str, Any] | None:
 
 def stuck_runs(groups: Sequence[RunGroup]) -> list[str]:
     """List reasons why runs do not learn at their end: ``run: finding``."""
-    return [
-        f"{run.path.name}: {sentence}"
-        for group in groups
-        for run in group.runs
-        for sentence in findings(
-            [row for step, row in run.rows.items() if step > 0], weights=reward_weights(run)
-        )
-    ]
+    lines = []
+    for group in groups:
+        for run in group.runs:
+            # Step 0 is the validation before the training; its row has no update.
+            training_rows = [row for step, row in run.rows.items() if step > 0]
+            sentences = findings(training_rows, weights=reward_weights(run))
+            lines += [f"{run.path.name}: {sentence}" for sentence in sentences]
+    return lines
 
 
 def reward_weights(run: RunLog) -> dict[str, float] | None:
     """Return the weights of a run's rewards; None without a task, whose components they are."""
     prefix = "nemo_grpo.rewards."
-    weights = {
-        key.removeprefix(prefix): float(value)
-        for key, value in run.settings.items()
-        if key.startswith(prefix)
-    }
-    return weights if weights and "nemo_grpo.task.name" in run.settings else None
+    weights = {}
+    for key, value in run.settings.items():
+        if key.startswith(prefix):
+            weights[key.removeprefix(prefix)] = float(value)
+    has_task = "nemo_grpo.task.name" in run.settings
+    return weights if weights and has_task else None
 
 
 def seconds(run: RunLog) -> float:

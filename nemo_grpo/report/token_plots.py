@@ -18,16 +18,26 @@ def group_mean(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Average a list of numbers over each run's measured steps, then over the runs.
 
-    Args:    shares: the part's list of token shares, if each number is a mean over tokens; steps are then
-             weighted by their tokens, and numbers without a token are masked.
-    Returns: mean and sample standard deviation over the runs (0 for one run); None if no run has the list.
+    Args:
+        part: key of a measured step, such as ``covariance``.
+        name: the list in that part.
+        shares: the part's list of token shares, if each number is a mean over tokens; steps are then
+            weighted by their tokens, and numbers without a token are masked.
+
+    Returns:
+        Mean and sample standard deviation over the runs (0 for one run); None if no run has the list.
     """
     means = []
     for run in group.runs:
-        if looks := [look for look in run.diagnostics if name in look.get(part, {})]:
-            numbers = [look[part][name] for look in looks]
-            tokens = [look["num_tokens"] * np.array(look[part][shares]) for look in looks] if shares else None
-            means.append(np.ma.average(numbers, axis=0, weights=tokens))
+        measured_steps = [step for step in run.diagnostics if name in step.get(part, {})]
+        if not measured_steps:
+            continue
+        numbers = [step[part][name] for step in measured_steps]
+        num_tokens = None
+        if shares:
+            num_tokens = [step["num_tokens"] * np.array(step[part][shares]) for step in measured_steps]
+        # A masked average, because the weights of a bin without a token are all 0, for which numpy raises.
+        means.append(np.ma.average(numbers, axis=0, weights=num_tokens))
     if not means:
         return None
     stacked = np.ma.stack(means)
@@ -39,9 +49,12 @@ def draw_cumulative(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str])
     """Draw the share of the total over the share of tokens that make it up, largest first."""
     part, name = keys
     for index, group in enumerate(groups):
-        found, shares = group_mean(group, part, name), group_mean(group, part, "share")
-        if found is not None and shares is not None:
-            _line(axes, 100 * shares[0], *found, index, len(groups))
+        cumulative = group_mean(group, part, name)
+        shares = group_mean(group, part, "share")
+        if cumulative is not None and shares is not None:
+            mean, spread = cumulative
+            percent_of_tokens = 100 * shares[0]
+            _line(axes, percent_of_tokens, mean, spread, index, len(groups))
     axes.set_xscale("log")
     axes.set_ylim(0, 1.02)
     return ""
@@ -50,12 +63,15 @@ def draw_cumulative(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str])
 def draw_bins(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
     """Draw one value per bin of the token's probability, at the bin's middle.
 
-    Args: keys: part, name, and for a mean over tokens the list of their shares.
+    Args:
+        keys: part, name, and for a mean over tokens the list of their shares; as `group_mean` takes them.
     """
     for index, group in enumerate(groups):
-        if (found := group_mean(group, *keys)) is not None:
-            middle = (np.arange(len(found[0])) + 0.5) / len(found[0])
-            _line(axes, middle, *found, index, len(groups))
+        bins = group_mean(group, *keys)
+        if bins is not None:
+            mean, spread = bins
+            middle = (np.arange(len(mean)) + 0.5) / len(mean)
+            _line(axes, middle, mean, spread, index, len(groups))
     return ""
 
 
@@ -68,57 +84,64 @@ def _line(axes: Axes, x: Any, mean: np.ndarray, spread: np.ndarray, index: int, 
 
 def covariance_rows(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
     """Make CW-GRPO Table 1, mean over steps and seeds: a row per group and sign."""
-    head, rows = ["setting", "covariance"], []
+    share_heads: list[str] = []
+    rows = []
     for group in groups:
         shares = group_mean(group, "covariance", "share")
         if shares is None:
             continue
-        head[2:] = [f"{100 * share:g} %" for share in shares[0]]
+        share_heads = [f"{100 * share:g} %" for share in shares[0]]
         for sign in ("positive", "negative"):
-            found = group_mean(group, "covariance", sign)
-            assert found is not None
-            rows.append([group.label, sign, *(f"{value:.2f}" for value in found[0])])
-    return head, rows
+            reached = group_mean(group, "covariance", sign)
+            assert reached is not None
+            cells = [f"{value:.2f}" for value in reached[0]]
+            rows.append([group.label, sign, *cells])
+    return ["setting", "covariance", *share_heads], rows
 
 
 def gradient_rows(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
     """Measure how even the gradient norm is (TR-GRPO Figure 3), mean over seeds: a row per group."""
     rows = []
     for group in groups:
-        curves = [list(run.points("grad_norm").values()) for run in group.runs]
-        if norms := [np.array(curve) for curve in curves if len(curve) > 1]:
-            numbers = np.mean([gradient_spread(norm) for norm in norms], axis=0)
-            rows.append([group.label, *(f"{value:.3g}" for value in numbers)])
+        # One step has no spread.
+        curves = [np.array(curve) for curve in group.values("grad_norm") if len(curve) > 1]
+        if curves:
+            numbers = np.mean([gradient_spread(norms) for norms in curves], axis=0)
+            cells = [f"{value:.3g}" for value in numbers]
+            rows.append([group.label, *cells])
     return ["setting", "mean", "std", "std / mean", "largest / median", "spikes per 100 steps"], rows
 
 
 def gradient_spread(norms: np.ndarray) -> tuple[float, float, float, float, float]:
     """Compute mean, std (ddof 0), std / mean, largest / median, and % of steps above three medians."""
-    mean, median = norms.mean(), np.median(norms)
+    mean = float(norms.mean())
+    median = float(np.median(norms))
+    deviation = float(norms.std())
+    # A run in which most steps have no signal, and so no gradient, has no ratios.
     if mean == 0 or median == 0:
-        return float(mean), float(norms.std()), 0.0, 0.0, 0.0
-    return (
-        float(mean),
-        float(norms.std()),
-        float(norms.std() / mean),
-        float(norms.max() / median),
-        float(100 * (norms > 3 * median).mean()),
-    )
+        return mean, deviation, 0.0, 0.0, 0.0
+    spikes_per_100_steps = 100 * (norms > 3 * median).mean()
+    return mean, deviation, deviation / mean, float(norms.max()) / median, float(spikes_per_100_steps)
 
 
 def token_rows(groups: Sequence[RunGroup], name: str) -> tuple[list[str], list[list[str]]]:
     """Lay out one of `tokens.token_tables` at the last measured step of each group's first run."""
-    head, columns = ["rank"], []
+    head = ["rank"]
+    tables = []
     for group in groups[:MAX_LISTED]:
-        look = next((run.diagnostics[-1] for run in group.runs if run.diagnostics), None)
-        if look is None:
+        last_steps = [run.diagnostics[-1] for run in group.runs if run.diagnostics]
+        if not last_steps:
             continue
-        head += [f"{group.label}, step {look['step']}", "count", "probability", "share"]
-        columns.append(
-            [[repr(text), str(n), f"{p:.3f}", f"{s:.4f}"] for text, n, p, s in look["tokens"][name]]
-        )
+        measured = last_steps[0]
+        head += [f"{group.label}, step {measured['step']}", "count", "probability", "share"]
+        table = []
+        for token, count, probability, share in measured["tokens"][name]:
+            table.append([repr(token), str(count), f"{probability:.3f}", f"{share:.4f}"])
+        tables.append(table)
     rows = []
-    for rank in range(max(map(len, columns), default=0)):
-        cells = [column[rank] if rank < len(column) else [""] * 4 for column in columns]
-        rows.append([str(rank + 1), *(cell for four in cells for cell in four)])
+    for rank in range(max(map(len, tables), default=0)):
+        row = [str(rank + 1)]
+        for table in tables:
+            row += table[rank] if rank < len(table) else ["", "", "", ""]
+        rows.append(row)
     return head, rows

@@ -32,8 +32,12 @@ NUM_BINS = 10
 """Bins of the tokens' probability."""
 MAX_MEASURED = 2**20
 """Tokens of a step that are measured, unless its first group alone has more."""
-NUM_TOKENS, MIN_COUNT = 100, 5
-"""Length of each token table, and minimum count of a token in it."""
+NUM_TOKENS = 100
+"""Length of each token table."""
+MIN_COUNT = 5
+"""Minimum count of a token in a table."""
+SMALLEST_SUM = 1e-30
+"""Least divisor, so that the shares of a sum of 0 are 0."""
 
 
 def token_diagnostics(
@@ -41,10 +45,15 @@ def token_diagnostics(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Summarise a prepared step. Draws no random numbers and changes nothing.
 
-    Args:    prepared: the whole step.  token_ids: [B, T], the tokens that its columns belong to.
-             decode: a token's text.
-    Returns: numbers for metrics.jsonl, ``tokens/*``; an object for diagnostics.jsonl. Both empty for a step
-             without a token.
+    Args:
+        objective: the variant's.
+        prepared: the whole step.
+        token_ids: [B, T], the tokens that its columns belong to.
+        decode: returns a token's text.
+
+    Returns:
+        Numbers for metrics.jsonl, ``tokens/*``, and an object for diagnostics.jsonl. Both are empty for a
+        step without a token.
     """
     prepared, token_ids = _bounded(prepared, token_ids)
     batch = prepared.batch
@@ -52,9 +61,9 @@ def token_diagnostics(
     if not mask.any():
         return {}, {}
     base = group_advantages(batch)
-    covariance = group_covariance(batch.prev_logprobs, base.values, batch, base.groups, "response")[
-        mask
-    ].double()
+    token_covariance = group_covariance(batch.prev_logprobs, base.values, batch, base.groups, "response")
+    # In double precision: running sums of a million tokens would lose the small ones in float32.
+    covariance = token_covariance[mask].double()
     probability = batch.prev_logprobs[mask].double().exp()
     coefficient = loss_gradients(objective, prepared)[mask].double()
     gradient = coefficient * (1 - probability)
@@ -72,13 +81,13 @@ def token_diagnostics(
     numbers = {
         "tokens/covariance_top1_share": curve["covariance"][CURVE_SHARES.index(0.01)],
         "tokens/gradient_top1_share": curve["gradient"][CURVE_SHARES.index(0.01)],
-        "tokens/gradient_cv": float(gradient.std(correction=0) / gradient.mean().clamp(min=1e-30)),
+        "tokens/gradient_cv": float(gradient.std(correction=0) / gradient.mean().clamp(min=SMALLEST_SUM)),
     }
-    if batch.entropies is not None and (scored := batch.scored_mask).any():
-        entropy = batch.entropies[scored].double()
-        found = dict(zip(ENTROPIES, _floats(percentiles(entropy, tuple(ENTROPIES.values()))), strict=True))
-        row["entropy"] = found
-        numbers["tokens/entropy_p95"] = found["p95"]
+    if batch.entropies is not None and batch.scored_mask.any():
+        entropy = batch.entropies[batch.scored_mask].double()
+        values = _floats(percentiles(entropy, tuple(ENTROPIES.values())))
+        row["entropy"] = dict(zip(ENTROPIES, values, strict=True))
+        numbers["tokens/entropy_p95"] = row["entropy"]["p95"]
         numbers["tokens/entropy_top5_share"] = top_shares(entropy, (0.05,))[0]
     return numbers, row
 
@@ -86,12 +95,14 @@ def token_diagnostics(
 def _bounded(prepared: PreparedBatch, token_ids: Tensor) -> tuple[PreparedBatch, Tensor]:
     """Keep the first groups that have at most `MAX_MEASURED` tokens together; at least one."""
     batch = prepared.batch
-    _, group = batch.group_ids.unique(return_inverse=True)
-    kept = torch.bincount(group, weights=batch.mask.sum(1).double()).cumsum(0) <= MAX_MEASURED
-    kept[:1] = True
-    if kept.all():
+    _, group_of_row = batch.group_ids.unique(return_inverse=True)
+    tokens_of_row = batch.mask.sum(1).double()
+    tokens_of_group = torch.bincount(group_of_row, weights=tokens_of_row)
+    is_measured = tokens_of_group.cumsum(0) <= MAX_MEASURED
+    is_measured[:1] = True
+    if is_measured.all():
         return prepared, token_ids
-    rows = torch.nonzero(kept[group]).flatten()
+    rows = torch.nonzero(is_measured[group_of_row]).flatten()
     return prepared.select(rows), token_ids[rows]
 
 
@@ -102,30 +113,34 @@ def loss_gradients(objective: Objective, prepared: PreparedBatch) -> Tensor:
     """
     batch = prepared.batch
     logprobs = batch.prev_logprobs.detach().clone().requires_grad_()
-    tokens, sequences = global_counts(batch)
-    parts: list[Tensor] = [torch.arange(len(batch.rewards))]
+    num_tokens, num_sequences = global_counts(batch)
+    calls: list[Tensor] = [torch.arange(len(batch.rewards))]
+    # Such a loss takes one group a call, as in training.
     if objective.whole_groups_per_loss_call:
-        parts = [torch.nonzero(batch.group_ids == group).flatten() for group in batch.group_ids.unique()]
+        calls = [torch.nonzero(batch.group_ids == group).flatten() for group in batch.group_ids.unique()]
+    losses = []
+    # The caller may have switched gradients off, as it records a step that is over.
     with torch.enable_grad():
-        losses = [
-            objective.loss(
+        for rows in calls:
+            loss, _ = objective.loss(
                 prepared.select(rows, next_token_logprobs=logprobs[rows]),
-                global_valid_toks=tokens,
-                global_valid_seqs=sequences,
-            )[0]
-            for rows in parts
-        ]
+                global_valid_toks=num_tokens,
+                global_valid_seqs=num_sequences,
+            )
+            losses.append(loss)
         (gradient,) = torch.autograd.grad(torch.stack(losses).sum(), logprobs)
-    return gradient.abs() * tokens
+    return gradient.abs() * num_tokens
 
 
 def top_shares(values: Tensor, shares: Sequence[float]) -> list[float]:
     """Compute the total's share held by the largest values, for each share of their number (at least one).
 
-    Args: values: [N], >= 0, N >= 1.
+    Args:
+        values: [N], >= 0, N >= 1.
+        shares: of N, in (0, 1].
     """
     running = values.sort(descending=True).values.cumsum(0)
-    total = running[-1].clamp(min=1e-30)
+    total = running[-1].clamp(min=SMALLEST_SUM)
     return _floats([running[_index(share, len(values))] / total for share in shares])
 
 
@@ -137,9 +152,13 @@ def covariance_table(covariance: Tensor) -> dict[str, list[float]]:
     """
     table: dict[str, list[float]] = {"share": list(TABLE_SHARES)}
     for name, sign in (("positive", 1), ("negative", -1)):
-        ordered = (sign * covariance)[sign * covariance > 0].sort(descending=True).values
-        found = [ordered[_index(s, len(ordered))] for s in TABLE_SHARES] if len(ordered) else []
-        table[name] = [sign * value for value in _floats(found)] or [0.0] * len(TABLE_SHARES)
+        signed = sign * covariance
+        magnitudes = signed[signed > 0].sort(descending=True).values
+        if len(magnitudes) == 0:
+            table[name] = [0.0] * len(TABLE_SHARES)
+            continue
+        reached = [magnitudes[_index(share, len(magnitudes))] for share in TABLE_SHARES]
+        table[name] = [sign * magnitude for magnitude in _floats(reached)]
     return table
 
 
@@ -149,13 +168,15 @@ def probability_bins(probability: Tensor, coefficient: Tensor, gradient: Tensor)
     Returns: ``tokens``: share of the tokens; ``coefficient``: mean g; ``gradient``: share of the sum of
              g (1 - pi).
     """
-    where = (probability * NUM_BINS).long().clamp(0, NUM_BINS - 1)
-    count = torch.bincount(where, minlength=NUM_BINS).double()
-    summed = [torch.bincount(where, weights=x, minlength=NUM_BINS) for x in (coefficient, gradient)]
+    # The clamp puts a probability of 1 into the last bin.
+    bins = (probability * NUM_BINS).long().clamp(0, NUM_BINS - 1)
+    count = torch.bincount(bins, minlength=NUM_BINS).double()
+    coefficient_sum = torch.bincount(bins, weights=coefficient, minlength=NUM_BINS)
+    gradient_sum = torch.bincount(bins, weights=gradient, minlength=NUM_BINS)
     return {
         "tokens": _floats(count / count.sum()),
-        "coefficient": _floats(summed[0] / count.clamp(min=1)),
-        "gradient": _floats(summed[1] / summed[1].sum().clamp(min=1e-30)),
+        "coefficient": _floats(coefficient_sum / count.clamp(min=1)),
+        "gradient": _floats(gradient_sum / gradient_sum.sum().clamp(min=SMALLEST_SUM)),
     }
 
 
@@ -168,27 +189,31 @@ def token_tables(
              of the sum of g (1 - pi); ``covariance``: largest share of the sum of |c|; ``gradient``: largest
              share of the sum of g (1 - pi). Only entries that occur at least `MIN_COUNT` times.
     """
-    entries, where, count = ids.unique(return_inverse=True, return_counts=True)
-    mean = torch.bincount(where, weights=probability) / count
-    parts = {
-        name: torch.bincount(where, weights=x) / x.sum().clamp(min=1e-30)
-        for name, x in (("covariance", covariance.abs()), ("gradient", gradient))
-    }
-    often = (count >= MIN_COUNT).nonzero()[:, 0]
+    entries, entry_of_token, count = ids.unique(return_inverse=True, return_counts=True)
+    mean = torch.bincount(entry_of_token, weights=probability) / count
 
-    def table(order: Tensor, part: Tensor) -> list[list[Any]]:
-        chosen = often[order[often].argsort(descending=True, stable=True)][:NUM_TOKENS]
-        columns = (entries[chosen], count[chosen], mean[chosen], part[chosen])
-        return [
-            [decode(token), n, round(p, 4), round(s, 5)]
-            for token, n, p, s in zip(*(column.tolist() for column in columns), strict=True)
-        ]
+    def share_of_sum(values: Tensor) -> Tensor:
+        return torch.bincount(entry_of_token, weights=values) / values.sum().clamp(min=SMALLEST_SUM)
+
+    covariance_share = share_of_sum(covariance.abs())
+    gradient_share = share_of_sum(gradient)
+    frequent = (count >= MIN_COUNT).nonzero()[:, 0]
+
+    def table(order: Tensor, share: Tensor) -> list[list[Any]]:
+        """List the frequent entries of the largest ``order``; equal ones in the order of their ids."""
+        ranking = order[frequent].argsort(descending=True, stable=True)
+        top = frequent[ranking][:NUM_TOKENS]
+        columns = (entries[top].tolist(), count[top].tolist(), mean[top].tolist(), share[top].tolist())
+        rows = []
+        for token, token_count, token_mean, token_share in zip(*columns, strict=True):
+            rows.append([decode(token), token_count, round(token_mean, 4), round(token_share, 5)])
+        return rows
 
     return {
-        "likely": table(mean, parts["gradient"]),
-        "unlikely": table(-mean, parts["gradient"]),
-        "covariance": table(parts["covariance"], parts["covariance"]),
-        "gradient": table(parts["gradient"], parts["gradient"]),
+        "likely": table(mean, gradient_share),
+        "unlikely": table(-mean, gradient_share),
+        "covariance": table(covariance_share, covariance_share),
+        "gradient": table(gradient_share, gradient_share),
     }
 
 

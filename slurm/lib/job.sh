@@ -81,6 +81,41 @@ num_cpus() {
     printf '%s\n' "${fewest:-1}"
 }
 
+# An address by which other nodes reach this one. Debian's /etc/hosts gives a host's own name to 127.0.1.1.
+address_of() {
+    { getent ahostsv4 "$1"; hostname -I | tr ' ' '\n'; } 2>/dev/null | awk '$1 ~ /^[0-9.]+$/ && !/^127\./ { print $1; exit }'
+}
+
+# The first node's address for the other nodes; 1 if it has none.
+head_address() {
+    local ip
+    ip=$(address_of "${NODES[0]}")
+    if [ -z "$ip" ] && ((${#NODES[@]} == 1)); then ip=127.0.0.1; fi
+    if [ -z "$ip" ]; then
+        say "${NODES[0]} has no IPv4 address that other nodes can reach: neither getent nor hostname -I lists one" >&2
+        return 1
+    fi
+    printf '%s\n' "$ip"
+}
+
+answers() {
+    (exec 3<>"/dev/tcp/$1/$2") 2>/dev/null
+}
+
+# free_port ADDRESS: the first free one of this job's five ports: below Linux's ephemeral ports, above those of Ray's
+# workers; 1 if all are taken.
+free_port() {
+    local port first=$((20000 + SLURM_JOB_ID % 2000 * 5))
+    for port in $(seq "$first" $((first + 4))); do
+        if ! answers "$1" "$port"; then
+            printf '%s\n' "$port"
+            return
+        fi
+    done
+    say "all of the ports $first-$((first + 4)) of ${NODES[0]} are taken" >&2
+    return 1
+}
+
 # step NAME SRUN_OPTION... -- COMMAND...: runs COMMAND on nodes of this job, in CONTAINER if that is set.
 # Steps share the nodes' CPUs and GPUs. NAME is the container's: the steps of a node with one NAME share it.
 # STEP_LIMIT: its limit in seconds. STEP_EXEC: exec in place of this shell, so that signals reach srun.

@@ -1,4 +1,4 @@
-# All checks that need no GPU time, in one table. Sourced after job.sh.
+# All checks before the training: a table that needs no GPU, then one all-reduce over all ranks. Sourced after job.sh.
 # shellcheck shell=bash disable=SC2034,SC2154
 
 # preflight RECIPE OVERRIDE...: ends the job if it may not start; else sets from the recipe:
@@ -9,23 +9,49 @@ preflight() {
     mkdir -p "$LOG/nodes"
     STEP_LIMIT=${PREFLIGHT_SECONDS:-300} step nemo-grpo "${EVERY_NODE[@]}" --label --output="$LOG/nodes.log" -- \
         "$PYTHON" "$ROOT/nemo_grpo/launch/node_facts.py" "$LOG/nodes"
-    step nemo-grpo --nodes=1 --ntasks=1 --nodelist="${NODES[0]}" --output="$LOG/preflight.log" -- \
-        "$PYTHON" -m nemo_grpo.cli preflight "$@" --facts "$LOG/nodes" --nodes "$(IFS=,; echo "${NODES[*]}")" \
-        --settings "$LOG/settings.sh"
-    local rc=$?
-    cat "$LOG/preflight.log"
+    judge preflight.log nodes.log "$@" --facts "$LOG/nodes" --settings "$LOG/settings.sh"
+    # shellcheck source=/dev/null
+    source "$LOG/settings.sh"
+    claim_run
+    if [ -n "${SAVES:-}" ]; then check_checkpoint_folder; fi
+    check_ranks "$@"
+}
+
+# judge TABLE STEP_LOG ARGUMENT...: writes and shows the table of `nemo-grpo preflight ARGUMENT...`. If it refuses, the
+# end of the step's log is shown, too, and the job ends.
+judge() {
+    local table=$LOG/$1 step_log=$LOG/$2 rc
+    shift 2
+    step nemo-grpo --nodes=1 --ntasks=1 --nodelist="${NODES[0]}" --output="$table" -- \
+        "$PYTHON" -m nemo_grpo.cli preflight "$@" --nodes "$(IFS=,; echo "${NODES[*]}")"
+    rc=$?
+    cat "$table"
     if ((rc)); then
-        if [ -s "$LOG/nodes.log" ]; then tail -n 20 "$LOG/nodes.log"; fi
+        if [ -s "$step_log" ]; then tail -n 20 "$step_log"; fi
         if ((rc != EXIT_REFUSED && rc != EXIT_PREFLIGHT)); then
             say "the preflight itself failed with exit code $rc"
             rc=$EXIT_PREFLIGHT
         fi
         finish preflight "$rc" 0
     fi
-    # shellcheck source=/dev/null
-    source "$LOG/settings.sh"
-    claim_run
-    if [ -n "${SAVES:-}" ]; then check_checkpoint_folder; fi
+}
+
+# One process for each GPU: imports what the training needs, and takes part in one all-reduce. A rank that fails ends
+# the others, which would wait for it; ranks that hang are ended by the limit.
+check_ranks() {
+    local address port modules=$RANK_MODULES
+    # Nobody knows what another driver imports.
+    if [ -n "${DRIVER:-}" ]; then modules=torch; fi
+    mkdir -p "$LOG/ranks"
+    address=$(head_address) || finish preflight "$EXIT_PREFLIGHT" 0
+    port=$(free_port "$address") || finish preflight "$EXIT_PREFLIGHT" 0
+    # More ranks than CPUs are no reason to refuse: --overcommit. Ranks of one node are consecutive: block.
+    # shellcheck disable=SC2086  # modules are words
+    STEP_LIMIT=${PREFLIGHT_SECONDS:-300} MASTER_ADDR=$address MASTER_PORT=$port step nemo-grpo \
+        --nodes="${#NODES[@]}" --ntasks=$((${#NODES[@]} * GPUS_PER_NODE)) --ntasks-per-node="$GPUS_PER_NODE" \
+        --overcommit --distribution=block --label --output="$LOG/ranks.log" -- \
+        "$PYTHON" "$ROOT/nemo_grpo/launch/rank_process.py" "$LOG/ranks" $modules
+    judge all-reduce.log ranks.log "$@" --ranks "$LOG/ranks"
 }
 
 # Two jobs in one run's folder would overwrite each other's checkpoints. Not a lock, which a dead node would keep.

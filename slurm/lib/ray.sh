@@ -8,33 +8,10 @@ export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 # `ray start --block` ends at once on SIGTERM; NeMo-RL's container brings its own environment for workers.
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0 RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 RAY_USAGE_STATS_ENABLED=0
 
-# The first free one of this job's five ports: below Linux's ephemeral ports, above those of Ray's workers.
 choose_address() {
-    local ip port first=$((20000 + SLURM_JOB_ID % 2000 * 5))
-    ip=$(address_of "${NODES[0]}")
-    if [ -z "$ip" ] && ((${#NODES[@]} == 1)); then ip=127.0.0.1; fi
-    if [ -z "$ip" ]; then
-        say "${NODES[0]} has no IPv4 address that other nodes can reach: neither getent nor hostname -I lists one"
-        finish ray-head "$EXIT_HEAD_LOST" "$STEP_AT_START"
-    fi
-    for port in $(seq "$first" $((first + 4))); do
-        if ! answers "$ip" "$port"; then
-            RAY_IP=$ip RAY_PORT=$port
-            export RAY_ADDRESS=$ip:$port
-            return
-        fi
-    done
-    say "all of the ports $first-$((first + 4)) of ${NODES[0]} are taken"
-    finish ray-head "$EXIT_HEAD_LOST" "$STEP_AT_START"
-}
-
-# An address by which other nodes reach this one. Debian's /etc/hosts gives a host's own name to 127.0.1.1.
-address_of() {
-    { getent ahostsv4 "$1"; hostname -I | tr ' ' '\n'; } 2>/dev/null | awk '$1 ~ /^[0-9.]+$/ && !/^127\./ { print $1; exit }'
-}
-
-answers() {
-    (exec 3<>"/dev/tcp/$1/$2") 2>/dev/null
+    RAY_IP=$(head_address) || finish ray-head "$EXIT_HEAD_LOST" "$STEP_AT_START"
+    RAY_PORT=$(free_port "$RAY_IP") || finish ray-head "$EXIT_HEAD_LOST" "$STEP_AT_START"
+    export RAY_ADDRESS=$RAY_IP:$RAY_PORT
 }
 
 # ray_node OPTION...: the command of one Ray node. It registers under its Slurm name, as a resource.

@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-GPUS = 8
+GPUS = 2
 
 
 @ray.remote(num_cpus=1, num_gpus=GPUS)

@@ -1,5 +1,6 @@
 """The embedded engine under Slurm: a real time limit, and training, conversion and evaluation in a row."""
 
+import importlib.metadata
 import json
 import sys
 
@@ -113,6 +114,54 @@ def test_stages_after_a_failed_training_are_dropped(slurm, folder, recipe):
     assert training.wait(MINUTE) == "FAILED"
     assert training.exit_code == 69
     assert evaluation.wait(MINUTE) == "CANCELLED"
+
+
+def ranks_job(slurm, folder, recipe, name, hesitation, **environment):
+    """A job of two ranks whose Python may be delayed or broken by a line of shell.
+
+    The ranks are processes on CPUs, which gloo joins: srun, script and messages are tested, nccl is not.
+    """
+    python = folder / f"{name}-python"
+    python.write_text(f'#!/bin/bash\n{hesitation}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    overrides = ("cluster.gpus_per_node=2", "grpo.max_num_steps=1", f"nemo_grpo.run_name={name}")
+    line = ("--gpus-per-node=2", "--time=20", "--signal=B:USR1@60", str(recipe), *overrides)
+    environment = ENVIRONMENT | {"PYTHON": str(python), "MAX_RETRIES": "0"} | environment
+    return submit(slurm, folder, *line, script="embedded.sbatch", name=name, **environment)
+
+
+def test_ranks_sum_a_one_each_before_the_training(slurm, folder, recipe):
+    job = ranks_job(slurm, folder, recipe, "healthy", "")
+    assert job.wait(4 * MINUTE) == "COMPLETED"
+    before_training = job.output.split("driver:")[0]
+    assert "all-reduce  2 ranks on n" in before_training
+    assert ", gloo\n" in before_training
+    reports = [json.loads(path.read_text()) for path in (job.logs / "attempt-0/ranks").glob("*.json")]
+    assert sorted(report["rank"] for report in reports) == [0, 1]
+
+
+def test_rank_that_does_not_answer_ends_the_job_by_its_name(slurm, folder, recipe):
+    """The limit is short for two ranks that import torch on a busy machine, and rank 1 never starts."""
+    hangs = "if [[ $SLURM_PROCID = 1 && $* = *rank_process* ]]; then echo 'waits for ever'; sleep 1000; fi"
+    job = ranks_job(slurm, folder, recipe, "mute", hangs, PREFLIGHT_SECONDS="40")
+    assert job.wait(3 * MINUTE) == "FAILED"
+    assert job.exit_code == 69
+    assert f"rank 1 on {job.field('NodeList')} did not answer: ended at start" in job.output
+    assert "1: waits for ever" in job.output
+    assert "driver:" not in job.output
+
+
+def test_module_that_cannot_be_imported_ends_the_job_by_its_version(slurm, folder, recipe):
+    broken = folder / "broken"
+    broken.mkdir()
+    (broken / "megatron.py").write_text("raise OSError('libcudart.so.12: no such file')\n")
+    breaks = f"if [[ $SLURM_PROCID = 1 && $* = *rank_process* ]]; then export PYTHONPATH={broken}; fi"
+    job = ranks_job(slurm, folder, recipe, "broken", breaks)
+    assert job.wait(3 * MINUTE) == "FAILED"
+    assert job.exit_code == 69
+    version = importlib.metadata.version("megatron-core")
+    assert f"megatron.core (megatron-core {version}) cannot be imported: OSError: libcudart" in job.output
+    assert f"rank 1 on {job.field('NodeList')}: megatron.core" in job.output
 
 
 def test_launch_submits_and_status_follows_the_run(slurm, folder, recipe):

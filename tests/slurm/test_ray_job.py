@@ -14,7 +14,12 @@ pytestmark = pytest.mark.skipif(
 
 QUICKSTART = ROOT / "recipes/quickstart.yaml"
 STAND_IN = ROOT / "tests/slurm/stand_in.py"
-LAYOUT = ("cluster.num_nodes=2", "cluster.gpus_per_node=8", "policy.train_micro_batch_size=8")
+GPUS_PER_NODE = 2
+LAYOUT = (
+    "cluster.num_nodes=2",
+    f"cluster.gpus_per_node={GPUS_PER_NODE}",
+    "policy.train_micro_batch_size=8",
+)
 MINUTE = 60
 
 
@@ -34,7 +39,15 @@ def start(slurm, tmp_path):
             "RAY_OBJECT_STORE_BYTES": "100000000",
             "OMP_NUM_THREADS": "1",
         } | environment
-        line = ["--nodes=2", "--time=20", "--signal=B:USR1@60", *options, str(QUICKSTART), *LAYOUT]
+        line = [
+            "--nodes=2",
+            f"--gpus-per-node={GPUS_PER_NODE}",
+            "--time=20",
+            "--signal=B:USR1@60",
+            *options,
+            str(QUICKSTART),
+            *LAYOUT,
+        ]
         line.append(f"checkpointing.checkpoint_dir={tmp_path}/checkpoints")
         job = submit(slurm, tmp_path, *line, **environment)
         started.append(job)
@@ -88,7 +101,8 @@ def test_signal_before_the_time_limit_saves_requeues_and_resumes_on_both_nodes(s
     job = begun(start(STEPS="40", PACE="0.5"))
     job.signal(signal.SIGUSR1)
     assert_saved_and_resumed(job, "time limit")
-    assert job.output.count("workers [('n1', 8), ('n2', 8)]") == 2
+    assert job.output.count("workers [('n1', 2), ('n2', 2)]") == 2
+    assert "all-reduce  4 ranks on n1, n2, gloo" in job.output
     latest = job.logs.parent / "latest"
     assert latest.resolve() == job.logs / "attempt-1"
     assert "finished step 40" in (latest / "driver.log").read_text()
@@ -179,8 +193,8 @@ def test_job_moves_to_another_node_when_slurmd_dies(slurm, start):
         job.wait_for(lambda: job.field("Restarts") == "1", 2 * MINUTE, "a requeue")
         assert job.wait(3 * MINUTE) == "COMPLETED"
         assert job.field("NodeList") == "n[1,3]"
-        assert "workers [('n1', 8), ('n3', 8)]" in job.output
-        assert "start from step 0" not in job.output.split("workers [('n1', 8), ('n3', 8)]")[1]
+        assert "workers [('n1', 2), ('n3', 2)]" in job.output
+        assert "start from step 0" not in job.output.split("workers [('n1', 2), ('n3', 2)]")[1]
     finally:
         slurm.power_off("n2")
         slurm.boot("n2")

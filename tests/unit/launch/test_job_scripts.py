@@ -292,8 +292,9 @@ def test_node_local_checkpoint_folder_is_refused(place):
 ADDRESS = """
 getent() {{ printf '%s STREAM n1\\n' {known}; }}
 hostname() {{ echo "{own}"; }}
-SLURM_JOB_ID=7
-source "$ROOT/slurm/lib/ray.sh"
+scontrol() {{ echo n1; }}
+SLURM_JOB_ID=7 SLURM_JOB_NODELIST=n1
+source "$ROOT/slurm/lib/job.sh"
 address_of n1
 """
 

@@ -40,7 +40,7 @@ def data_are_prepared(tmp_path, monkeypatch):
 def verdicts(*all_facts, nodes=("n1", "n2"), overrides=("cluster.num_nodes=2",)):
     recipe = load_recipe(RECIPE, [*overrides])
     rows = check_job(recipe, Job(nodes, all_facts))
-    return {row.check: (row.verdict, row.found) for row in rows}
+    return {row.check: (row.verdict, row.finding) for row in rows}
 
 
 def healthy(*overrides):
