@@ -165,7 +165,7 @@ def rollout_seconds(scenario: Scenario) -> dict[str, float]:
     first_half, tail = _drained(places, lengths, lengths.longest(work.num_samples), engine.iteration)
     decode = queued + first_half
     prefill = _prefill_seconds(engine, num_responses)
-    # Each stage of vLLM's pipeline waits for the others' passes.
+    # `Engine` times one stage of vLLM's pipeline, and a pass goes through all of them in turn.
     scale = work.num_draws * scenario.setup.vllm_pipeline
     return {"prefill": scale * prefill, "decode": scale * decode, "tail": scale * tail}
 
