@@ -65,7 +65,7 @@ class ImportanceCorrection:
 
 
 def _geometric_mean(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """[B, T] -> [B]: geometric mean of the tokens' ratios."""
+    """Compute the geometric mean of each response's ratios: [B, T] -> [B]."""
     finite = torch.nan_to_num(log_ratio, nan=0.0, posinf=0.0, neginf=0.0)
     num_tokens = mask.sum(1).clamp(min=1)
     return torch.exp(finite.sum(1) / num_tokens)

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def rewards_differ(rewards: Sequence[float]) -> bool:
-    """True if a group carries signal: max differs from min (a std sees signal in float noise).
+    """Return True if a group carries signal: max differs from min (a std sees signal in float noise).
 
     A response with the reward NaN does not count.
     """
@@ -20,7 +20,7 @@ def rewards_differ(rewards: Sequence[float]) -> bool:
 
 
 def has_signal(rewards: Sequence[float], trains: Sequence[bool]) -> bool:
-    """True if a group's rewards differ, and one of its responses trains.
+    """Return True if a group's rewards differ, and one of its responses trains.
 
     Args:
         rewards: the task's, without a length penalty, which is not signal; NaN: a reward function abstained.
@@ -56,7 +56,7 @@ class Accumulation(Generic[T]):
         return Accumulation(self.valid + valid, invalid, self.draws + 1)
 
     def is_complete(self, num_groups: int, valid_fraction_threshold: float, max_draws: int) -> bool:
-        """True once the share of valid groups is reached or ``max_draws`` draws have been made."""
+        """Return True once the share of valid groups is reached or ``max_draws`` draws have been made."""
         return len(self.valid) >= valid_fraction_threshold * num_groups or self.draws >= max_draws
 
     def take(self, num_groups: int) -> tuple[T, ...]:

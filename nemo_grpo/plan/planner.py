@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemo_grpo.models import ModelSpec
-from nemo_grpo.plan import memory
+from nemo_grpo.plan import memory, rollout_memory
 from nemo_grpo.plan.forecast import Assumptions, Forecast, forecast
 from nemo_grpo.plan.hardware import CPU, Hardware, hardware_of
 from nemo_grpo.plan.inputs import PlanInput, plan_input, shape_of
@@ -126,8 +126,8 @@ def plan_recipe(
         numbers["rows"] = _rows(shape, setup, stage)
         numbers["peaks"] = _peaks(shape, setup, stage)
         if setup.has_rollouts:
-            cache_bytes = memory.cache_bytes(shape, setup, int(hardware.memory_bytes))
-            bytes_per_token = memory.cache_bytes_per_token(shape, setup)
+            cache_bytes = rollout_memory.cache_bytes(shape, setup, int(hardware.memory_bytes))
+            bytes_per_token = rollout_memory.cache_bytes_per_token(shape, setup)
             numbers["cache_tokens"] = max(int(cache_bytes / bytes_per_token), 0)
             # FP8 on a GPU without it has a peak of 0 FLOP/s; demonstrations have no rollout to time.
             lacks_fp8 = bool(list(gpu_has_fp8(shape, setup, hardware)))
@@ -193,7 +193,7 @@ def _peaks(shape: ModelSpec, setup: PlanInput, stage: int) -> dict[str, int]:
         "scoring": memory.scoring_bytes(shape, setup, setup.layout.pipeline - 1),
     }
     if setup.has_rollouts and not setup.num_rollout_gpus:
-        peaks["refit"] = memory.refit_bytes(shape, setup, stage)
+        peaks["refit"] = rollout_memory.refit_bytes(shape, setup, stage)
     if setup.has_rollouts:
-        peaks["rollout weights"] = memory.rollout_weight_bytes(shape, setup)
+        peaks["rollout weights"] = rollout_memory.rollout_weight_bytes(shape, setup)
     return peaks

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
-from nemo_grpo.plan import memory
+from nemo_grpo.plan import rollout_memory
 from nemo_grpo.plan.inputs import PlanInput
 from nemo_grpo.plan.lengths import Lengths
 from nemo_grpo.plan.scenario import Scenario, reduce_seconds
@@ -108,8 +108,8 @@ def engine_of(scenario: Scenario) -> Engine:
     hardware = scenario.hardware
     num_layers = shape.num_layers / setup.vllm_pipeline
     sparse_share = shape.num_sparse_layers / shape.num_layers
-    attention, feed_forward, _ = memory.rollout_layer_sizes(shape, setup)
-    dense_bytes, expert_bytes = memory.rollout_layer_bytes(shape, setup)
+    attention, feed_forward, _ = rollout_memory.rollout_layer_sizes(shape, setup)
+    dense_bytes, expert_bytes = rollout_memory.rollout_layer_bytes(shape, setup)
     experts_per_token = sparse_share * shape.num_experts_per_token
     routed = experts_per_token * 3 * shape.hidden_size * shape.ffn_size / setup.vllm_tensor
     output_matrix = shape.vocab_size * shape.hidden_size / setup.vllm_tensor
@@ -125,7 +125,7 @@ def engine_of(scenario: Scenario) -> Engine:
         head=2 * output_matrix,
         products=2 * (attention_factor * attention + feed_forward + routed),
         head_products=2 * output_matrix,
-        cache=memory.cache_bytes_per_token(shape, setup) / num_layers,
+        cache=rollout_memory.cache_bytes_per_token(shape, setup) / num_layers,
         flops=flops,
     )
 
@@ -142,8 +142,8 @@ def concurrency(scenario: Scenario) -> int:
     """Count sequences that an engine decodes at once: its limit, or those of mean length in its cache."""
     shape = scenario.shape
     setup = scenario.setup
-    cache_bytes = memory.cache_bytes(shape, setup, int(scenario.hardware.memory_bytes))
-    bytes_per_token = memory.cache_bytes_per_token(shape, setup)
+    cache_bytes = rollout_memory.cache_bytes(shape, setup, int(scenario.hardware.memory_bytes))
+    bytes_per_token = rollout_memory.cache_bytes_per_token(shape, setup)
     bytes_per_sequence = bytes_per_token * scenario.work.lengths.mean_sequence
     num_cached = int(cache_bytes / bytes_per_sequence)
     return max(min(num_cached, setup.vllm_max_sequences), 1)
@@ -165,7 +165,7 @@ def rollout_seconds(scenario: Scenario) -> dict[str, float]:
     first_half, tail = _drained(places, lengths, lengths.longest(work.num_samples), engine.iteration)
     decode = queued + first_half
     prefill = _prefill_seconds(engine, num_responses)
-    # Each stage of vLLM's pipeline waits for the others' passes.
+    # `Engine` times one stage of vLLM's pipeline, and a pass goes through all of them in turn.
     scale = work.num_draws * scenario.setup.vllm_pipeline
     return {"prefill": scale * prefill, "decode": scale * decode, "tail": scale * tail}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nemo_grpo.models import ModelSpec
-from nemo_grpo.plan import memory
+from nemo_grpo.plan import memory, rollout_memory
 from nemo_grpo.plan.hardware import Hardware
 from nemo_grpo.plan.inputs import PlanInput, plan_input, shape_of
 from nemo_grpo.plan.memory import GIB, USABLE
@@ -205,17 +205,17 @@ def for_memory(part: str, setup: PlanInput) -> str:
 def rollouts_fit_in_memory(shape: ModelSpec, setup: PlanInput, gpu: Hardware) -> Iterator[str]:
     if not setup.has_rollouts:
         return
-    cache = memory.cache_bytes(shape, setup, int(gpu.memory_bytes))
-    sequence = setup.max_length * memory.cache_bytes_per_token(shape, setup)
+    cache = rollout_memory.cache_bytes(shape, setup, int(gpu.memory_bytes))
+    sequence = setup.max_length * rollout_memory.cache_bytes_per_token(shape, setup)
     if cache < sequence:
-        weights = memory.rollout_weight_bytes(shape, setup)
+        weights = rollout_memory.rollout_weight_bytes(shape, setup)
         yield (
             f"{VLLM}.gpu_memory_utilization={setup.vllm_share}: after weights of "
             f"{weights / GIB:.1f} GiB there is {max(cache, 0) / GIB:.1f} "
             f"GiB for keys and values, and one sequence of {setup.max_length} tokens needs "
             f"{sequence / GIB:.1f}; raise it, or tensor_parallel_size"
         )
-    refit = memory.refit_bytes(shape, setup, memory.heaviest_stage(shape, setup))
+    refit = rollout_memory.refit_bytes(shape, setup, memory.heaviest_stage(shape, setup))
     usable = USABLE * gpu.memory_bytes
     # Rollouts with GPUs of their own get the weights over the network.
     if not setup.num_rollout_gpus and refit > usable:

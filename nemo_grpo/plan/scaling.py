@@ -86,7 +86,7 @@ def _relative_speed(predicted: Forecast, first: Forecast) -> float:
 
 
 def _pays(before: Forecast, after: Forecast) -> bool:
-    """True if the step becomes faster by at least the share `PAYS` of what the added GPUs could give."""
+    """Return True if the step becomes faster by the share `PAYS` of what the added GPUs could give."""
     speed_up = before.step.seconds / after.step.seconds - 1
     ideal = after.step.num_gpus / before.step.num_gpus - 1
     return speed_up >= PAYS * ideal

@@ -1,5 +1,6 @@
 """The token loss as NeMo-RL calls it: on [B, S] data, whole, per row, and without NeMo-RL."""
 
+import math
 import pickle
 from dataclasses import replace
 from types import SimpleNamespace
@@ -135,6 +136,20 @@ def test_extremes_are_those_of_the_counting_tokens():
     assert metrics["probs_ratio_min"] == pytest.approx(float(ratio.min()))
     assert metrics["probs_ratio_max"] == pytest.approx(float(ratio.max()))
     assert metrics["probs_ratio_clamped_min"] == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "clamped"),
+    [
+        ({"variant": "grpo"}, 1.2),
+        ({"variant": "cispo", "ratio_clip_max": 0.3}, 1.3),
+        ({"variant": "sapo"}, math.exp(0.5)),
+    ],
+)
+def test_the_clamped_ratio_follows_the_variants_own_bounds(parameters, clamped):
+    rows, now = data(), data()["prev_logprobs"][:, 1:] + 0.5
+    _, metrics = build_loss(parameters)(now, rows, **counts(rows))
+    assert metrics["probs_ratio_clamped_max"] == pytest.approx(clamped)
 
 
 def test_kl_is_taken_of_the_unfiltered_logprobs():

@@ -6,8 +6,8 @@ import transformers
 from unit.plan.toys import SETUP
 
 from nemo_grpo.models import family_for, read_spec
-from nemo_grpo.plan.memory import cache_bytes_per_token
 from nemo_grpo.plan.parameters import mixer_sizes, model_parameters, stage_counts
+from nemo_grpo.plan.rollout_memory import cache_bytes_per_token
 from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.support.errors import UserError
 

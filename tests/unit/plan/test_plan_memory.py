@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from unit.plan import toys
 
-from nemo_grpo.plan import memory
+from nemo_grpo.plan import memory, rollout_memory
 from nemo_grpo.plan.inputs import PRESETS
 from nemo_grpo.plan.parameters import (
     adapter_counts,
@@ -198,27 +198,31 @@ def test_logits_are_on_the_last_stage():
 def test_rollouts_of_qwen_7b_on_one_gpu():
     shape = PRESETS["Qwen/Qwen2.5-7B"]
     # 28 layers x 2 x 4 key heads x 128 x 2 bytes
-    assert memory.cache_bytes_per_token(shape, SETUP) == 57344
-    assert memory.cache_bytes_per_token(shape, replace(SETUP, vllm_tensor=8)) == 57344 / 4, "heads are copied"
+    assert rollout_memory.cache_bytes_per_token(shape, SETUP) == 57344
+    assert rollout_memory.cache_bytes_per_token(shape, replace(SETUP, vllm_tensor=8)) == 57344 / 4, (
+        "heads are copied"
+    )
     # all but norms and biases: 28 x (3584 x (2 x 3584 + 2 x 512) + 3 x 3584 x 18944) + 2 x 152064 x 3584
     matrices = 28 * (3584 * 8192 + 3 * 3584 * 18944)
     ends = 2 * 152064 * 3584
-    assert memory.rollout_weight_bytes(shape, SETUP) == 2 * (matrices + ends)
-    assert memory.rollout_weight_bytes(shape, replace(SETUP, vllm_fp8=True)) == matrices + 2 * ends
+    assert rollout_memory.rollout_weight_bytes(shape, SETUP) == 2 * (matrices + ends)
+    assert rollout_memory.rollout_weight_bytes(shape, replace(SETUP, vllm_fp8=True)) == matrices + 2 * ends
     layer = matrices // shape.num_layers
     drafts = replace(SETUP, draft_tokens=3, draft_layers=1)
-    assert memory.rollout_weight_bytes(shape, drafts) == 2 * (matrices + layer + ends)
+    assert rollout_memory.rollout_weight_bytes(shape, drafts) == 2 * (matrices + layer + ends)
     ngrams = replace(SETUP, draft_tokens=3, draft_layers=0)
-    assert memory.rollout_weight_bytes(shape, ngrams) == memory.rollout_weight_bytes(shape, SETUP)
-    room = memory.cache_bytes(shape, SETUP, 80 * memory.GIB)
-    assert room == 40 * memory.GIB - 2 * (matrices + ends) - memory.VLLM_WORKSPACE
+    assert rollout_memory.rollout_weight_bytes(shape, ngrams) == rollout_memory.rollout_weight_bytes(
+        shape, SETUP
+    )
+    room = rollout_memory.cache_bytes(shape, SETUP, 80 * memory.GIB)
+    assert room == 40 * memory.GIB - 2 * (matrices + ends) - rollout_memory.VLLM_WORKSPACE
 
 
 def test_latent_attention_by_hand():
     shape = replace(EXPERTS, has_qk_norm=False, query_rank=6, key_value_rank=5, rope_head_dim=1)
     # up: 4 heads x (2 + 1) x 6 and 4 x 2 x 2 x 5, out 4 x 2 x 8; down: 8 x (6 + 5 + 1), norms 6 + 5
     assert attention_sizes(shape) == (72 + 80 + 64, 96 + 11)
-    assert memory.cache_bytes_per_token(shape, replace(SETUP, vllm_tensor=2)) == 4 * (5 + 1) * 2
+    assert rollout_memory.cache_bytes_per_token(shape, replace(SETUP, vllm_tensor=2)) == 4 * (5 + 1) * 2
 
 
 def test_deepseek_has_671_billion_parameters_and_dense_layers_first():
