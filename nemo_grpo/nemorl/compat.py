@@ -27,7 +27,7 @@ def import_name(name: str) -> Any:
 
 
 def has_name(name: str) -> bool:
-    """True if the module is there and has the name; a module that fails to import is not there."""
+    """Return True if the module is there and has the name; a module that fails to import is not there."""
     try:
         import_name(name)
     except (ImportError, AttributeError):

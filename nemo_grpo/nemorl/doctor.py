@@ -83,7 +83,7 @@ def _signature(definition: Any) -> str:
 
 
 def fits(expected: str, actual: str) -> bool:
-    """True if a function with the signature ``actual`` is what ``expected`` of the table describes."""
+    """Return True if a function with the signature ``actual`` is what ``expected`` of the table describes."""
     if not expected.endswith("...)"):
         return actual == expected
     # The last word is the "...", which allows parameters that callers may leave out.

@@ -58,7 +58,7 @@ class Ending(Callback):
 
 @contextmanager
 def stop_after_step(grpo: GRPOSection) -> Iterator[Ending]:
-    """Within the block SIGUSR1, SIGTERM and SIGINT end the training after its step, with a checkpoint.
+    """Let SIGUSR1, SIGTERM and SIGINT end the training after its step, with a checkpoint, within the block.
 
     Every trainer asks `TimeoutChecker.check_save` once per step, saves if it says so, and returns.
 

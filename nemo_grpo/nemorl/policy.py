@@ -64,7 +64,7 @@ class VariantPolicy(_Stock):
         return super().train(data, loss_fn, **further, **mode)
 
     def may_learn(self, data: Mapping[str, Tensor]) -> bool:
-        """True if a step with these advantages and masks can move the policy."""
+        """Return True if a step with these advantages and masks can move the policy."""
         return self.learns_always or has_gradient(data, self.objective)
 
     def mode(self, has_gradient: bool) -> dict[str, bool]:
@@ -147,7 +147,7 @@ def worker_class(recipe: Recipe) -> str | None:
 
 
 def has_gradient(data: Mapping[str, Tensor], objective: Objective) -> bool:
-    """True if a row can move the policy: `Objective.rows_with_gradient` of NeMo-RL's tensors."""
+    """Return True if a row can move the policy: `Objective.rows_with_gradient` of NeMo-RL's tensors."""
     mask = data["sample_mask"].bool()[:, None]
     # NeMo-RL's columns are the tokens themselves, of which nothing predicts the first. What is written to its
     # data plane has no token mask: that is there already.

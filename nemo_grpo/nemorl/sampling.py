@@ -41,7 +41,7 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
         """Return the step's rows, and put its metrics into the context."""
         step = batch_type.from_batches(list(gathered.take(num_groups)))
         step["filtered_reward"] = step["total_reward"]
-        # The trainer logs these as `reward`, and those above as `filtered_reward`; it trains on the latter.
+        # The trainer trains on filtered_reward, and logs total_reward, which is that of all draws.
         rewards = torch.cat(rewards_of_draws)
         step["total_reward"] = rewards
         context.metrics |= _reward_metrics(rewards, num_generations)
@@ -60,9 +60,11 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
         timer: Any,
         batch_cache: Accumulation[Any] | None = None,
     ) -> Sampled:
-        """NeMo-RL's contract: (step's rows, whether the step is full, kept for the next draw, metrics).
+        """Select the groups of a draw, as the trainer calls it.
 
-        ``batch_cache`` is passed back in by the trainer, which never looks into it.
+        Returns:
+            The step's rows; True if the step is full; what the trainer passes to the next draw as
+            ``batch_cache``, without looking into it; metrics.
         """
         context.metrics = {}
         repeated_batch["baseline"] = baseline

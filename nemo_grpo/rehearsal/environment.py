@@ -204,7 +204,7 @@ def stack_for(recipe: Recipe, path: Path, stack: Stack) -> Stack:
 
 
 def uses_async_engine(recipe: Recipe) -> bool:
-    """True if the rehearsal's rollouts need vLLM's asynchronous engine."""
+    """Return True if the rehearsal's rollouts need vLLM's asynchronous engine."""
     generation = recipe.policy.generation
     if generation.vllm_cfg.async_engine:
         return True

@@ -183,7 +183,7 @@ def _replaced_parts(recipe: Recipe) -> Iterator[Override]:
 
 
 def num_validation(recipe: Recipe) -> int:
-    """Validation problems of a rehearsal, one of each set at least."""
+    """Count the validation problems of a rehearsal, one of each set at least."""
     return max(NUM_VALIDATION, len(getattr(recipe.nemo_grpo.task, "validation_sets", ())))
 
 

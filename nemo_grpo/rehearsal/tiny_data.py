@@ -138,7 +138,7 @@ def refuse_data(recipe: Recipe) -> None:
 
 
 def _is_pictured(data: dict[str, Any]) -> bool:
-    """True for a data set of `PICTURED`."""
+    """Return True for a data set of `PICTURED`."""
     return data.get("processor") == VISION_PROCESSOR and data.get("dataset_name") in PICTURED
 
 

@@ -46,7 +46,7 @@ MAX_PIXELS = 8 * 28 * 28
 
 
 def has_vision(config: Any) -> bool:
-    """True for the configuration of a model with a vision tower."""
+    """Return True for the configuration of a model with a vision tower."""
     return getattr(config, "vision_config", None) is not None
 
 

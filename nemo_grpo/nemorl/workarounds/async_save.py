@@ -56,7 +56,7 @@ def worker_python() -> str | None:
 
 
 def lacks(python: str, package: str) -> bool:
-    """True if an interpreter reports that a package is missing; False also if it does not answer."""
+    """Return True if an interpreter reports that a package is missing; False also if it does not answer."""
     code = f"import importlib.util as u, sys; sys.exit({ABSENT} * (u.find_spec({package!r}) is None))"
     try:
         process = subprocess.run([python, "-c", code], capture_output=True, timeout=TIMEOUT_S, check=False)

@@ -34,5 +34,5 @@ def gather_before_refits(recipe: Recipe, tree: Tree) -> None:
 
 
 def gathers_by_itself() -> bool:
-    """True if NeMo-RL gathers all parameters before it sends them."""
+    """Return True if NeMo-RL gathers all parameters before it sends them."""
     return hasattr(compat.import_name(POLICY), "sync_params_before_refit")

@@ -177,11 +177,15 @@ def test_rows_of_a_run_without_a_checkpoint_are_moved_aside(recipe):
     assert json.loads(old) == {"step": 1, "reward/mean": 0.5}
 
 
-def test_rows_have_null_for_what_json_cannot_express_and_a_full_disk_ends_the_run(recipe):
+def test_rows_have_null_for_what_json_cannot_express(recipe):
+    with calling_back([RunRecord(recipe)], logger := Logger()):
+        logger.log_metrics({"reward": float("nan"), "loss": 1.0}, 1, "train")
+    assert rows(recipe) == [{"step": 1, "reward/mean": None, "loss/total": 1.0}]
+
+
+def test_a_full_disk_ends_the_run(recipe):
     record, logger = RunRecord(recipe), Logger()
     with calling_back([record], logger):
-        logger.log_metrics({"reward": float("nan"), "loss": 1.0}, 1, "train")
-        assert rows(recipe) == [{"step": 1, "reward/mean": None, "loss/total": 1.0}]
         record.run.metrics = Path("/dev/full")
         with pytest.raises(OSError, match="No space left"):
             logger.log_metrics({"loss": 1.0}, 2, "train")

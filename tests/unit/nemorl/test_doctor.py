@@ -167,8 +167,11 @@ def test_a_signature_fits_if_our_calls_do(expected, found, does_fit):
     assert fits(expected, found) is does_fit
 
 
-def test_a_folder_without_nemo_rl_and_none_at_all_are_refused(tmp_path, monkeypatch):
+def test_a_folder_without_nemo_rl_is_refused(tmp_path):
     with pytest.raises(UserError, match="give the folder of NeMo-RL's clone"):
         check_tree(tmp_path)
+
+
+def test_no_folder_at_all_is_refused(monkeypatch):
     monkeypatch.delenv("NEMO_RL_SRC", raising=False)
     assert "NEMO_RL_SRC is not set" in str(run().exception)

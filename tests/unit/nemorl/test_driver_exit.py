@@ -98,9 +98,12 @@ def test_the_drivers_configuration_has_the_recipes_overrides(tmp_path):
     assert config.max_position_embeddings == 128
 
 
-def test_a_model_without_a_config_and_a_stop_token_beyond_its_vocabulary_are_refused(tmp_path):
+def test_a_model_without_a_config_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"policy.model_name=\S+ has no config.json .*; give a Hugging Face"):
         model_config(of_model(tmp_path))
+
+
+def test_a_stop_token_beyond_the_vocabulary_is_refused(tmp_path):
     Qwen2Config(vocab_size=300).save_pretrained(tmp_path)
     model_config(of_model(tmp_path, stops=[299]))
     with pytest.raises(UserError, match=r"stop_token_ids=\[2, 300\]: 300 is not below vocab_size=300 of /"):
@@ -284,11 +287,14 @@ def test_what_a_failure_held_is_freed_before_the_driver_ends(main, monkeypatch, 
     assert references[0]() is None
 
 
-def test_workers_get_the_repository_and_never_the_drivers_packages(monkeypatch, tmp_path):
+def test_workers_get_the_repository(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:/else")
     monkeypatch.setattr(trainer, "__file__", f"{tmp_path}/nemo_grpo/nemorl/trainer.py")
     trainer.share_sources()
     assert os.environ["PYTHONPATH"] == f"{tmp_path}:/else"
+
+
+def test_workers_never_get_the_drivers_packages(monkeypatch):
     installed = "/venv/lib/python3.12/site-packages/nemo_grpo/nemorl/trainer.py"
     monkeypatch.setattr(trainer, "__file__", installed)
     with pytest.raises(UserError, match="PYTHONPATH"):

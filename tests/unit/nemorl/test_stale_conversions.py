@@ -55,12 +55,16 @@ class Time:
         return self.slept
 
 
-def test_remains_that_nobody_writes_to_are_removed_and_finished_conversions_stay(root):
-    left = converted(root / "org" / "model", STILL_S)
+def test_remains_that_nobody_writes_to_are_removed(root):
+    remains = converted(root / "org" / "model", STILL_S)
+    assert Time().run({"model_name": "org/model"}) == []
+    assert list(remains.parent.iterdir()) == []
+
+
+def test_a_finished_conversion_stays(root):
     finished = converted(root / "org" / "finished", 10 * STILL_S, LAST_FILE)
-    for name in ("model", "finished", "other"):
+    for name in ("finished", "other"):
         assert Time().run({"model_name": f"org/{name}"}) == []
-    assert list(left.parent.iterdir()) == []
     assert (finished / LAST_FILE).exists()
 
 
