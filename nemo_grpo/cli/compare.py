@@ -75,7 +75,7 @@ def compare(
 
 def sweep(
     name: Annotated[
-        str, Argument(metavar="SWEEP", help="YAML file with the settings, or the name of a preset below.")
+        str, Argument(metavar="SWEEP", help="YAML file with the settings, or the name of a preset.")
     ],
     overrides: Overrides = None,
     seeds: Seeds = None,

@@ -33,7 +33,8 @@ def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
 def verify(folder: Path) -> dict[str, str | None]:
     """Check every data set of a folder: hash, count, every line, every picture.
 
-    Returns: name -> None, or the first fault.
+    Returns:
+        Name -> None, or the first fault.
     """
     manifests = sorted(folder.glob(f"*{SUFFIX}"))
     if not manifests:

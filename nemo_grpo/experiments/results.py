@@ -62,7 +62,8 @@ def settings_that_differ(jobs: Sequence[Job]) -> tuple[list[str], list[list[str]
 
     A variant's own parameters are empty for a variant without them.
 
-    Returns: (head, rows), as `report.summary.markdown_table` takes them; no rows if nothing differs.
+    Returns:
+        Head and rows, as `report.summary.markdown_table` takes them; no rows if nothing differs.
     """
     by_label = {job.setting.label: dict(leaves(job.recipe.to_dict())) for job in jobs}
     keys = sorted({key for settings in by_label.values() for key in settings} - set(NOT_A_SETTING))

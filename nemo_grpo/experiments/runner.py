@@ -64,7 +64,8 @@ def run_experiment(
 def check_settings(jobs: Sequence[Job]) -> list[str]:
     """Refuse settings that cannot be trained, checking one seed of each.
 
-    Returns: missing files, see `recipe_checks.remedies`.
+    Returns:
+        Missing files, see `recipe_checks.remedies`.
     """
     missing_files = list[str]()
     for job in one_per_setting(jobs):

@@ -77,7 +77,8 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
     Runs that differ only in their seed become one line with a band. The folder of a comparison or a sweep
     stands for its runs.
 
-    Returns: ``output``.
+    Returns:
+        The path ``output``.
     """
     # A run may be named twice, by itself and by its comparison, or through a link; its first name stands.
     folders = dict[Path, Path]()

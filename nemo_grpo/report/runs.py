@@ -92,7 +92,9 @@ class RunLog:
 class RunGroup:
     """Runs of one setting with different seeds.
 
-    Attributes: label: distinguishes the group from the others.  runs: at least one.
+    Attributes:
+        label: distinguishes the group from the others.
+        runs: at least one.
     """
 
     label: str

@@ -31,9 +31,12 @@ def findings(
 ) -> list[str]:
     """List reasons why a run does not learn, with numbers and remedies.
 
-    Args:    rows: metrics of training steps in order, as in metrics.jsonl.
-             weights: the recipe's ``nemo_grpo.rewards``; what has no weight is no obstacle. None: unknown.
-    Returns: nothing for a run that learns, or without steps.
+    Args:
+        rows: metrics of training steps in order, as in metrics.jsonl.
+        weights: the recipe's ``nemo_grpo.rewards``; what has no weight is no obstacle. None: unknown.
+
+    Returns:
+        One sentence for each reason; none for a run that learns, or without steps.
     """
     # Supervised runs have no groups; nothing here is about them.
     rows = [row for row in rows if _number(row, SIGNAL) is not None][-NUM_STEPS:]

@@ -147,8 +147,14 @@ def top_shares(values: Tensor, shares: Sequence[float]) -> list[float]:
 def covariance_table(covariance: Tensor) -> dict[str, list[float]]:
     """Compute CW-GRPO Table 1: the covariance that a share of the positive (negative) tokens reaches.
 
-    Returns: ``share``, ``positive``, ``negative``: as `TABLE_SHARES`, most extreme first; the last share
-             is all of them: their smallest magnitude. 0 if there is none of that sign.
+    Args:
+        covariance: [N], of all tokens.
+
+    Returns:
+        share: `TABLE_SHARES`.
+        positive: the value that each share of the positive tokens reaches, most extreme first; the last
+            share is all of them, and so their smallest. 0 without positive tokens.
+        negative: the same of the negative tokens.
     """
     table: dict[str, list[float]] = {"share": list(TABLE_SHARES)}
     for name, sign in (("positive", 1), ("negative", -1)):
@@ -165,8 +171,15 @@ def covariance_table(covariance: Tensor) -> dict[str, list[float]]:
 def probability_bins(probability: Tensor, coefficient: Tensor, gradient: Tensor) -> dict[str, list[float]]:
     """Compute statistics by probability, in `NUM_BINS` bins of equal width from 0 to 1.
 
-    Returns: ``tokens``: share of the tokens; ``coefficient``: mean g; ``gradient``: share of the sum of
-             g (1 - pi).
+    Args:
+        probability: [N], pi of each token.
+        coefficient: [N], g.
+        gradient: [N], g (1 - pi).
+
+    Returns:
+        tokens: share of the tokens in each bin.
+        coefficient: mean g in each bin.
+        gradient: each bin's share of the sum of g (1 - pi).
     """
     # The clamp puts a probability of 1 into the last bin.
     bins = (probability * NUM_BINS).long().clamp(0, NUM_BINS - 1)
@@ -185,9 +198,21 @@ def token_tables(
 ) -> dict[str, list[list[Any]]]:
     """List the vocabulary's entries that stand out, each ``[text, count, mean probability, share]``.
 
-    Returns: ``likely`` and ``unlikely``: largest and smallest mean probability (TR-GRPO section 3.3), share
-             of the sum of g (1 - pi); ``covariance``: largest share of the sum of |c|; ``gradient``: largest
-             share of the sum of g (1 - pi). Only entries that occur at least `MIN_COUNT` times.
+    Only entries that occur at least `MIN_COUNT` times count. The share is that of the sum of g (1 - pi) over
+    all tokens, in ``covariance`` that of the sum of |c|.
+
+    Args:
+        ids: [N], tokens.
+        probability: [N], pi of each token.
+        covariance: [N], c.
+        gradient: [N], g (1 - pi).
+        decode: returns a token's text.
+
+    Returns:
+        likely: entries of the largest mean probability (TR-GRPO section 3.3).
+        unlikely: entries of the smallest mean probability.
+        covariance: entries of the largest share of the sum of |c|.
+        gradient: entries of the largest share of the sum of g (1 - pi).
     """
     entries, entry_of_token, count = ids.unique(return_inverse=True, return_counts=True)
     mean = torch.bincount(entry_of_token, weights=probability) / count

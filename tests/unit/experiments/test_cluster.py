@@ -92,13 +92,20 @@ def test_repeating_the_command_collects_the_runs_that_are_done(tmp_path, sbatch)
     assert (out / "report.html").is_file()
 
 
-def test_another_recipe_than_the_submitted_one_and_a_damaged_record_are_refused(tmp_path, sbatch):
+def test_another_recipe_than_the_submitted_one_is_refused(tmp_path, sbatch):
     sbatch.write_text("\n" * 5)
     assert sweep("--out", tmp_path).exit_code == 0
     calls = sbatch.read_text()
     error = sweep("--out", tmp_path, "grpo.max_num_steps=7").exception
     assert isinstance(error, UserError)
     assert re.search(r"weighting=equal-s0 was submitted as job 46_0 .* choose another --out", str(error))
+    assert sbatch.read_text() == calls
+
+
+def test_damaged_record_of_what_was_submitted_is_refused(tmp_path, sbatch):
+    sbatch.write_text("\n" * 5)
+    assert sweep("--out", tmp_path).exit_code == 0
+    calls = sbatch.read_text()
     (tmp_path / "submitted.json").write_text("{")
     assert "not known what was submitted" in str(sweep("--out", tmp_path).exception)
     assert sbatch.read_text() == calls

@@ -247,11 +247,14 @@ def test_an_override_of_what_a_sweep_varies_is_refused(tmp_path, override):
     assert [setting.overrides[-2] for setting in changed] == ["grpo.max_num_steps=6"] * 2
 
 
-def test_recipe_is_not_a_sweep_and_an_unknown_preset_names_the_nearest():
+def test_recipe_is_not_a_sweep():
     assert not is_sweep(QUICKSTART)
     assert all(map(is_sweep, PRESETS))
     with pytest.raises(UserError, match="is not a sweep"):
         load_sweep(QUICKSTART)
+
+
+def test_unknown_preset_names_the_nearest():
     with pytest.raises(UserError, match="did you mean 'gpg-threshold'"):
         find_sweep("gpg-treshold")
 

@@ -148,10 +148,15 @@ def test_array_task_without_a_benchmark_is_refused(place):
     assert calls(place) == []
 
 
-def test_conversion_follows_links_and_resumes_another_jobs_conversion(place):
+def test_conversion_follows_a_link_to_the_checkpoints(place):
     run(place, "convert.sbatch", "x.yaml")
     words = calls(place)[0].split()
     assert words[words.index("--megatron-checkpoint") + 1] == f"{place}/run/checkpoints/step_000020"
+
+
+def test_conversion_of_another_job_is_resumed(place):
+    run(place, "convert.sbatch", "x.yaml")
+    words = calls(place)[0].split()
     assert "--resume" in words
     assert "--force" not in words
 
@@ -182,9 +187,12 @@ def test_every_kept_checkpoint_is_converted_or_the_one_that_is_named(place):
     assert (place / "run/hf-latest").readlink() == Path("hf-step_100")
 
 
-def test_pipeline_chains_its_jobs_and_leaves_nothing_behind_when_a_stage_is_refused(place):
+def test_pipeline_chains_its_jobs(place):
     assert run(place, "pipeline.sh", "x.yaml", "aime24").stdout == "train 11, convert 11, evaluate 11\n"
     assert "--dependency=afterok:11 " in calls(place)[2], "the number alone, without the cluster's name"
+
+
+def test_pipeline_cancels_its_jobs_when_a_stage_is_refused(place):
     done = run(place, "pipeline.sh", "x.yaml", "aime24", code=1, REFUSED="convert.sbatch")
     assert calls(place)[-1] == "scancel 11"
     assert "cancelled those before it: 11" in done.stderr

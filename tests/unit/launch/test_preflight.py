@@ -73,10 +73,13 @@ def test_sick_node_is_refused_by_name(check, second, part):
     assert refused(found) <= {check, "free space"}
 
 
-def test_other_number_of_nodes_than_the_recipe_and_a_plan_that_does_not_fit_are_refused():
-    verdict, found = verdicts(facts("n1"), facts("n2"), overrides=())["nodes"]
+def test_other_number_of_nodes_than_the_recipe_is_refused():
+    verdict, finding = verdicts(facts("n1"), facts("n2"), overrides=())["nodes"]
     assert verdict == "refused"
-    assert found == "cluster.num_nodes=1, the job has 2; use sbatch --nodes=1 or that override"
+    assert finding == "cluster.num_nodes=1, the job has 2; use sbatch --nodes=1 or that override"
+
+
+def test_plan_that_does_not_fit_is_refused():
     small = "policy.generation.vllm_cfg.gpu_memory_utilization=0.1"  # less than the weights
     assert "plan" in refused(healthy(small))
 
@@ -93,12 +96,16 @@ def test_checkpoint_that_does_not_fit_is_refused(monkeypatch):
     assert healthy(lora)["free space"][0] == "note", "adapters are smaller than the model"
 
 
-def test_node_facts_are_complete_and_a_missing_folder_is_a_failure(tmp_path, monkeypatch, capsys):
+def test_node_facts_are_complete(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "n7")
     assert node_facts.main(tmp_path) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["n7.json"]
     written = json.loads((tmp_path / "n7.json").read_text())
     assert written.keys() == facts().keys()
+
+
+def test_node_that_does_not_see_the_log_folder_fails_by_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
     assert node_facts.main(tmp_path / "absent") == 1
     assert "n7" in capsys.readouterr().err
 

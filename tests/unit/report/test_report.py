@@ -304,11 +304,14 @@ def test_folder_of_a_comparison_stands_for_its_runs(make_run, tmp_path):
     assert cells(page)[1][:2] == ["grpo", "0, 1"]  # each counts once
 
 
-def test_unwritable_output_and_no_run_are_refused(make_run, tmp_path):
+def test_unwritable_output_is_refused(make_run, tmp_path):
     folder = make_run("a", accuracy(0.5))
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         write_report([folder], tmp_path / "file" / "report.html")
+
+
+def test_report_without_a_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="no run"):
         write_report([], tmp_path / "report.html")
 
