@@ -54,7 +54,7 @@ class EvalOptions(OwnSection):
     )
     generator: Literal["auto", "decoder", "hf", "vllm"] | None = Field(
         default=None,
-        description="Sampler; auto is our decoder, else hf (transformers). The default is the recipe's, or auto.",
+        description="Sampler; auto is our decoder, else hf (transformers). Default: the recipe's, or auto.",
     )
     prompt: str | None = Field(
         default=None,
@@ -69,7 +69,7 @@ class EvalOptions(OwnSection):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = Field(
         default=None,
-        description="Precision; auto: bfloat16 on a GPU, else float32. The default is the recipe's, else auto.",
+        description="Precision; auto: bfloat16 on a GPU, else float32. Default: the recipe's, or auto.",
     )
     device: Literal["auto", "cpu", "cuda"] | None = Field(
         default=None, description="Device that samples. The default is the recipe's, else auto."
