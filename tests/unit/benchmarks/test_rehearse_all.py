@@ -3,10 +3,9 @@
 import json
 
 from benchmarks.rehearse_all import group_table, jobs_of_groups
-from benchmarks.stock_groups import by_difference, difference
+from benchmarks.stock_groups import by_coverage, combinations_of
 
 DENSE = {"version": "nemo-rl-0.7.0", "family": "qwen2"}
-PARALLEL = {**DENSE, "tp > 1": True}
 EXPERTS = {"version": "nemo-rl-0.7.0", "family": "qwen3_moe", "ep > 1": True, "tp > 1": True}
 
 
@@ -16,15 +15,21 @@ def group(key, recipe, members, variant="gpg"):
     }
 
 
-def test_groups_come_in_the_order_of_their_difference_from_all_before():
-    assert (difference(DENSE, PARALLEL), difference(DENSE, EXPERTS), difference(PARALLEL, EXPERTS)) == (
-        1,
-        3,
-        2,
-    )
-    names = {"dense": (DENSE, 3), "parallel": (PARALLEL, 2), "experts": (EXPERTS, 1)}
-    groups = [group(key, name, [name] * number) for name, (key, number) in names.items()]
-    assert [chosen["recipe"] for chosen in by_difference(groups)] == ["dense", "experts", "parallel"]
+def test_the_first_groups_cover_every_value_and_the_next_every_pair_of_values():
+    keys = {
+        "dense": ({"version": "v", "family": "qwen2"}, 3),
+        "parallel": ({"version": "v", "family": "qwen2", "tp > 1": True}, 1),
+        "experts": ({"version": "v", "family": "qwen3_moe", "ep > 1": True}, 1),
+        "both": ({"version": "v", "family": "qwen3_moe", "ep > 1": True, "tp > 1": True}, 1),
+    }
+    groups = [group(key, name, [name] * number) for name, (key, number) in keys.items()]
+    # `both` has three values, then `dense` adds its family; the pair of qwen2 and TP comes after all values.
+    assert [chosen["recipe"] for chosen in by_coverage(groups)] == ["both", "dense", "parallel", "experts"]
+
+
+def test_features_of_two_versions_are_two_features():
+    versions = [group({"version": name, "family": "qwen2"}, name, [name]) for name in ("old", "new")]
+    assert combinations_of(versions[0], 1).isdisjoint(combinations_of(versions[1], 1))
 
 
 def test_the_table_has_results_what_has_not_run_and_members(tmp_path):
