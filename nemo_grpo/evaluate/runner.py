@@ -134,7 +134,10 @@ class EvalResult:
         return means | self.overall
 
     def standard_errors(self) -> dict[str, float]:
-        """Return ``accuracy_runs`` (`stderr_of_runs`) and, over two problems or more, the metrics' errors."""
+        """Return the standard error of each metric over problems, if there are two problems or more.
+
+        ``accuracy_runs`` is that of the accuracy over repeated evaluations, see `stderr_of_runs`.
+        """
         run_error = stderr_of_runs([problem.samples.scores for problem in self.problems])
         if len(self.problems) == 1:
             return {"accuracy_runs": run_error}

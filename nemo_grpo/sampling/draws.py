@@ -11,12 +11,13 @@ from nemo_grpo.sampling.requests import Request, SamplingParams
 def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
     """Choose the next token of each row.
 
-    Inverts the cumulative distribution at u, so that a token takes one random number, for any vocabulary.
+    The token is the one at which the cumulative distribution passes the row's random number. So a token takes
+    one random number, for any size of the vocabulary.
 
     Args:
         logits: [R, V].
         sampling: temperature and filters.
-        uniforms: [R] float64 in [0, 1); None for greedy.
+        uniforms: [R] float64, a random number in [0, 1) for each row; None for greedy.
 
     Returns:
         Tokens [R], and their logprobs [R] as in `Rollout`.

@@ -125,7 +125,7 @@ def _in_order(parts: list[Rollout], owners: list[int], num_generations: int) -> 
     """
     longest = max(part.tokens.shape[1] for part in parts)
     owner_of_row = torch.tensor(owners).repeat_interleave(num_generations)
-    # The row of the request that each row of the joined rollouts answers.
+    # Row i of the joined rollouts answers row ``rows[i]`` of the request.
     rows = torch.cat([torch.nonzero(owner_of_row == owner).flatten() for owner in sorted(set(owners))])
     joined = {}
     for field in fields(Rollout):
