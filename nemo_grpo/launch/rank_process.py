@@ -1,7 +1,7 @@
 """One rank of the preflight: ``python rank_process.py FOLDER MODULE...``, started by srun once for each GPU.
 
 The rank imports the modules and takes part in one all-reduce over all ranks, with nccl on a GPU and with gloo
-otherwise. Before each step it writes FOLDER/RANK.json, so that the file tells where a rank hung or was killed.
+otherwise. Before each step it writes FOLDER/RANK.json, which tells where a rank hung or was killed.
 
 This script itself imports only the standard library, because it must be able to report a broken torch.
 """
