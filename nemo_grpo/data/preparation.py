@@ -66,7 +66,7 @@ def _repository(source: Source) -> str:
 
 
 def check_copies(names: Sequence[str], request: Request) -> None:
-    """Refuse one folder as the copy of several repositories."""
+    """Refuse a --source folder if the named data sets come from several repositories: it can only be one."""
     if request.source is None or request.generate:
         return
     sources = [find_source(name) for name in names]
