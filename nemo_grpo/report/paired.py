@@ -66,8 +66,8 @@ class Difference:
         if n == 1:
             return None
         deviation = statistics.stdev(self.by_seed.values())
-        # Differences that are equal except for rounding would give an interval of almost no width, which looks
-        # like certainty.
+        # Differences that are equal except for rounding would give an interval of almost no width, and so a
+        # verdict that looks certain.
         if deviation <= ROUNDING * abs(self.mean):
             return None
         half = t_quantile(n - 1) * deviation / math.sqrt(n)

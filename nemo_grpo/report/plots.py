@@ -112,7 +112,7 @@ def draw_training(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -
 
 
 def draw_percentiles(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """Draw one line per percentile and shade their range, on an axis that is linear near 0, else logarithmic."""
+    """Draw one line per percentile and shade their range. The axis is logarithmic, but linear near 0."""
     for index, group in enumerate(groups):
         style = style_of(index)
         curves = []
