@@ -221,7 +221,7 @@ def _params(request: Request, seed: int, max_tokens: int) -> Any:
         output_kind=RequestOutputKind.DELTA,  # the new tokens of each step
         max_tokens=max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # the stop tokens contain it, if it ends a response
+        ignore_eos=True,  # if the end of sequence ends a response, it is one of the stop tokens
         logprobs=0,  # only of the sampled token
         stop=None if turn is None else list(turn.end.texts),
         include_stop_str_in_output=turn is not None,
