@@ -72,7 +72,7 @@ def train(
     """
     from nemo_grpo.recipe import advice, load_recipe
 
-    # Before the imports below, which take seconds: a typo in the recipe should show at once.
+    # Load the recipe before the imports below, which take seconds, so that a typo shows at once.
     loaded = load_recipe(file, overrides or [])
     for sentence in advice(loaded):
         log.warning("%s", sentence)
@@ -146,27 +146,31 @@ GROUPS = (recipe.app, convert.app, data.app, launch.app, launch.slurm, retriever
 for group in (app, *GROUPS):
     for registered in group.registered_commands:
         docstring = inspect.getdoc(registered.callback) or ""
-        # Joins the lines of a paragraph, which the terminal wraps anew; indented lines are examples.
+        # Join the lines of each paragraph, because the terminal wraps them anew. Indented lines stay:
+        # they are examples.
         registered.help = re.sub(r"(?<!\n)\n(?!\n| )", " ", docstring)
 for group in GROUPS:
     app.add_typer(group)
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to the present `sys.stderr`, which rich replaces while it shows a bar, to put lines above it."""
+    """Log handler that looks up `sys.stderr` for every message.
+
+    While rich shows a progress bar, it replaces `sys.stderr` in order to print messages above the bar.
+    """
 
     def __init__(self) -> None:
-        # Not StreamHandler's, which would keep the stream that is there now.
+        # StreamHandler's own __init__ would store the stream of this moment.
         logging.Handler.__init__(self)
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        """The present standard error."""
+        """The standard error of this moment."""
         return sys.stderr
 
 
 def main(commands: typer.Typer = app) -> None:
-    """Run the command line; a `UserError` becomes one line on stderr and exit code 2."""
+    """Run the command line. A `UserError` becomes one line on stderr and exit code 2."""
     is_first_rank = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(
         level=logging.INFO if is_first_rank else logging.WARNING,

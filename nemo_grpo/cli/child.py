@@ -1,7 +1,7 @@
 """``python -m nemo_grpo.cli.child``: the command line, in a process that does not outlive its parent.
 
-The parent holds the other end of this process's standard input. The input ends with the parent, however that
-ends; the run is then asked once to stop: it saves a checkpoint and ends.
+The parent holds the other end of the pipe that is this process's standard input. When the parent ends, in any
+way, the input ends too. This process then sends itself SIGTERM, so that the run saves a checkpoint and stops.
 """
 
 import os
@@ -15,7 +15,8 @@ def stop_with_parent() -> None:
     """Send this process SIGTERM when its standard input ends."""
 
     def wait() -> None:
-        while os.read(0, 1024):  # not sys.stdin, whose lock a waiting thread would hold at exit
+        # os.read instead of sys.stdin: a thread that waits in sys.stdin holds its lock when Python exits.
+        while os.read(0, 1024):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -120,7 +120,8 @@ def sweep(
         from nemo_grpo.experiments.cluster import Slurm
 
         out = out or Path("runs") / f"sweep-{loaded.name}-cluster"
-        # A run's name is its job's, too; in Slurm's queue the sweep's name tells it from other sweeps' jobs.
+        # The runs' names are the names of their Slurm jobs. They begin with the sweep's name,
+        # which tells them from the jobs of other sweeps.
         runs = make_runs(loaded, overrides, seeds, out, prefix=f"{loaded.name}-")
         _submit(runs, out, Slurm(gpu, options, environment), baseline, dry_run)
         return
@@ -195,7 +196,7 @@ def show_differences(runs: Sequence[Job]) -> None:
     for row in rows:
         table.add_row(*row)
     if rows:
-        # Standard output has the runs of a dry run, one a line, for a shell.
+        # On stderr, because the stdout of a dry run lists the runs, one on each line, for a shell.
         wide_console(stderr=True).print(table, "")
 
 
@@ -213,12 +214,15 @@ def show_results(results: Results) -> None:
     for head, rows in tables:
         for part in comparison(head, rows, console.width):
             console.print(part, "")
-    # Markup off: the brackets of an interval would be read as a style.
+    # Markup is off, because rich would read the brackets of an interval as a style.
     console.print(results.notes(), markup=False, highlight=False)
 
 
 def comparison(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
-    """Lay out a row per figure and a column per setting; columns that do not fit follow in another table."""
+    """Yield tables with a row per figure and a column per setting.
+
+    Columns that do not fit into the width go to the next table.
+    """
     from rich.table import Table
 
     padding = 2
@@ -229,12 +233,12 @@ def comparison(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -
         fitting: list[Sequence[str]] = []
         for setting in settings:
             total += max(map(len, setting)) + padding
-            # At least one column, however narrow the terminal is.
+            # ``fitting`` is checked first: a table has at least one column, even on a narrow terminal.
             if fitting and total > width:
                 break
             fitting.append(setting)
         settings = settings[len(fitting) :]
-        # The tables are turned: a setting is a row of the results, and a column here.
+        # The results have a row per setting; these tables have a column per setting.
         part = Table(head[0], *[setting[0] for setting in fitting], box=None)
         for column, figure in enumerate(head[1:], 1):
             part.add_row(figure, *[setting[column] for setting in fitting])

@@ -142,7 +142,7 @@ def verify(
     gap = compare_logits(hf_model, megatron_checkpoint) if logits else None
     if gap is not None:
         record["logits_gap"] = gap
-        # Not `gap > LOGITS_TOLERANCE`, which is False of NaN.
+        # Not `gap > LOGITS_TOLERANCE`, which is False if the gap is NaN.
         if not gap <= LOGITS_TOLERANCE:
             is_different = True
     if as_json:
@@ -198,7 +198,7 @@ def num_bytes(text: str) -> int:
         unit = 1024 if binary else 1000
         exponent = " KMGT".index(prefix.upper()) if prefix else 0
         size = int(float(number) * unit**exponent)
-    # No match, or a size below one byte.
+    # The size is 0 if the text is malformed, or means less than one byte.
     if size == 0:
         raise UserError(f"--max-shard-size {text!r} is not a size; write it like 5GB or 500MB")
     return size

@@ -49,7 +49,7 @@ def prepare(
     from nemo_grpo.data import Request, check_copies, find_source
     from nemo_grpo.data import prepare as prepare_one
 
-    # All names first: a typo in the last one should not show after an hour of downloads.
+    # Check all names first, so that a typo in the last one does not show after an hour of downloads.
     for name in names:
         data_set = find_source(name)
         if generate:

@@ -30,11 +30,11 @@ def eval_command(
 ) -> None:
     """Evaluate a model on benchmarks: greedy, avg@k, pass@k and maj@k, with standard errors.
 
-    A benchmark is a prepared data set, a JSONL file, or "recipe", the held-out problems of --recipe, which is
-    the default. With --recipe the benchmarks are asked as in its training: it sets the prompt, the task's
-    parameters and the settings. Options override the recipe.
+    A benchmark is a prepared data set, a JSONL file, or "recipe", which means the held-out problems of
+    --recipe. That is the default. With --recipe, all benchmarks get its prompt, its task's parameters and its
+    settings. Options override the recipe.
 
-    If the command is killed, repeat it. It does not sample again the responses that are in --out.
+    If the command is killed, repeat it. Responses that are in --out are not sampled again.
 
     Examples:
       nemo-grpo eval --model MODEL --benchmarks aime24,math500 --k 16 --temperature 1 --top-p 0.95
@@ -58,7 +58,7 @@ def eval_command(
     from nemo_grpo.run.recipe_checks import reason_against_model
 
     if check:
-        # slurm/pipeline.sh asks before there is a model, whose size would decide the batch.
+        # slurm/pipeline.sh checks before the model exists. Its size would decide the batch size, so set any.
         any_batch = eval_options.model_copy(update={"batch_size": 1})
         load_benchmarks(EvalConfig.of(model, any_batch, loaded))
         return
@@ -70,12 +70,12 @@ def eval_command(
 
 
 def flag_of(name: str) -> str:
-    """Return the option of a field of `EvalOptions`."""
+    """Return the command-line option for a field of `EvalOptions`, such as --top-p."""
     return "--k" if name == "num_samples" else "--" + name.replace("_", "-")
 
 
 def options_of(values: dict[str, Any]) -> EvalOptions:
-    """Check the ranges of the options.
+    """Build `EvalOptions` from the command line's values, and check their ranges.
 
     Raises:
         UserError: names the first option that is out of its range.
@@ -90,7 +90,7 @@ def options_of(values: dict[str, Any]) -> EvalOptions:
 
 
 def _with_fields(signature: inspect.Signature) -> inspect.Signature:
-    """Replace ``**options`` by an option of each field of `EvalOptions`, with its type and docstring.
+    """Replace ``**options`` by one option for each field of `EvalOptions`, with its type and help text.
 
     Typer reads a command's options from its signature.
     """

@@ -1,4 +1,4 @@
-"""``nemo-grpo launch``: recipes as Slurm jobs; ``nemo-grpo slurm``: their scripts without a clone."""
+"""``nemo-grpo launch`` submits recipes as Slurm jobs; ``nemo-grpo slurm`` serves the scripts of the jobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LaunchGroup(TyperGroup):
-    """``launch RECIPE`` means ``launch submit RECIPE``; ``launch`` alone shows its options."""
+    """Makes ``launch RECIPE`` short for ``launch submit RECIPE``. ``launch`` alone shows its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or args[0] not in self.commands:
@@ -101,7 +101,7 @@ def submit(
     limit = None
     if time is not None:
         limit = parse_time_limit(time)
-        # Slurm reads 04:00 as four minutes, which few mean.
+        # Printed in full, because Slurm reads 04:00 as four minutes, and most users mean four hours.
         typer.echo(f"time limit of an attempt: {limit or 'none'}", err=True)
     options = sbatch_options(time, account, partition, sbatch)
     _check(loaded, dry_run=dry_run)
@@ -121,7 +121,7 @@ def submit(
 
 
 def _show_job(job: str, run: str, logs: str) -> None:
-    """Print the commands with which the user follows a submitted job."""
+    """Print commands that show the state and the log of a submitted job."""
     logs_option = f" --logs {shlex.quote(logs)}" if logs else ""
     driver_log = Path(logs or "logs") / run / "latest/driver.log"
     typer.echo(f"job {job} ({run})")
@@ -148,7 +148,7 @@ def _plan(recipe: Recipe, gpu: str, limit: timedelta | None, signal: str | None)
 
 
 def _check(recipe: Recipe, *, dry_run: bool) -> None:
-    """Check the recipe and its data; a dry run does not need the data files yet."""
+    """Check the recipe and its data. In a dry run data files may still be missing."""
     from nemo_grpo.run.recipe_checks import check_recipe, remedies
 
     checked = check_recipe(recipe, continues=True)
@@ -165,12 +165,12 @@ def _check(recipe: Recipe, *, dry_run: bool) -> None:
 def sbatch_options(
     time: str | None, account: str | None, partition: str | None, further: list[str] | None
 ) -> dict[str, str | None]:
-    """Collect sbatch's long options; None: not given.
+    """Collect sbatch's long options, where None leaves an option out.
 
     Args:
-        time: --time.
-        account: --account.
-        partition: --partition.
+        time: value of --time.
+        account: value of --account.
+        partition: value of --partition.
         further: values of --sbatch.
     """
     from nemo_grpo.launch.submit import sbatch_option
@@ -183,7 +183,7 @@ def sbatch_options(
 
 
 def job_environment(container: str | None, mounts: str | None, logs: Path | None) -> dict[str, str | None]:
-    """Name the variables that the job scripts read."""
+    """Return the variables of the job scripts that the command line sets."""
     if mounts and not (container or os.environ.get("CONTAINER")):
         raise UserError(f"--mounts {mounts}: nothing is mounted without a container; add --container")
     return {"CONTAINER": container, "MOUNTS": mounts, "LOGS": str(logs.absolute()) if logs else None}
@@ -204,7 +204,7 @@ def status(
 
 @app.command(hidden=True)
 def settings(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Print the run's folders as assignments, for the shell of a job."""
+    """Print the run's folders as shell assignments. The job scripts call this command."""
     from nemo_grpo.launch.preflight import shell_settings
     from nemo_grpo.recipe import load_recipe
 
@@ -216,7 +216,8 @@ slurm = typer.Typer(
     no_args_is_help=True,
     help="Write the job scripts where the repository is not cloned.",
 )
-# Without a callback Typer would make a group of one command that command itself, without its name.
+# With this callback the command keeps its name. Typer would turn a group with a single command into that
+# command.
 slurm.callback()(lambda: None)
 
 
@@ -226,8 +227,8 @@ def scripts(
 ) -> None:
     """Write the job scripts, and the package's sources, which the workers of a job import from there.
 
-    Then set NEMO_GRPO_ROOT to the folder, and `nemo-grpo launch` uses it. By hand, submit slurm/train.sbatch
-    in it.
+    Then set NEMO_GRPO_ROOT to the folder, and `nemo-grpo launch` uses it. To submit a job by hand, use
+    slurm/train.sbatch in the folder.
     """
     import checkpoints_conv
     import nemo_grpo

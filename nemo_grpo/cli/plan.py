@@ -97,7 +97,7 @@ def plan(
             plans.append(plan_recipe(recipe, kind, model_config, hardware, assumed, neighbours))
             recipes.append(recipe)
         except UserError as error:
-            # Of many recipes, those that are right are still planned.
+            # A wrong recipe among several does not keep the others from being planned.
             if len(paths) == 1:
                 raise
             refused.append(f"{path}: {error}")
@@ -123,9 +123,9 @@ def plan(
 
 @contextmanager
 def without_tp_check() -> Iterator[None]:
-    """Load recipes as NVIDIA's own scripts run them, which switch NeMo-RL's check of unequal batches off.
+    """Switch NeMo-RL's check of unequal batches off within the block, as NVIDIA's own scripts do.
 
-    A plan does not depend on it, so the command says it in a note instead of refusing the recipe.
+    A plan does not depend on the check. So the command mentions it in a note and does not refuse the recipe.
     """
     from nemo_grpo.recipe.cluster_rules import TP_CHECK_OFF
 
@@ -148,13 +148,14 @@ def _default_gpu(recipe: Recipe) -> str:
         return "h100"
     device = recipe.nemo_grpo.engine.device
     if device == "auto":
-        # The driver's device node, because torch, which knows best, takes seconds to import.
+        # This file exists if an NVIDIA driver is loaded. Torch would know better, but its import takes
+        # seconds.
         device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
     return CPU if device == "cpu" else "h100"
 
 
 def _recipes_beside(path: Path, overrides: list[str]) -> Iterator[Recipe]:
-    """Load the recipes in a recipe's folder, with its overrides."""
+    """Load the valid recipes in a recipe's folder, with the same overrides."""
     from nemo_grpo.recipe import load_recipe
     from nemo_grpo.support import shipped
 
@@ -164,7 +165,7 @@ def _recipes_beside(path: Path, overrides: list[str]) -> Iterator[Recipe]:
 
 
 def _about_data(recipes: list[Recipe]) -> list[str]:
-    """List remedies for missing files, each once; for a single recipe also the content of its data."""
+    """List the remedies for missing files without repetitions. For a single recipe also describe its data."""
     from nemo_grpo.run.recipe_checks import check_data, missing_files, remedies
 
     if len(recipes) > 1:
@@ -177,7 +178,7 @@ def _about_data(recipes: list[Recipe]) -> list[str]:
 
 
 def _lengths(option: str | None) -> float | Path | None:
-    """Read --lengths: a number of tokens, or else the path of a file."""
+    """Read --lengths. It is a number of tokens, or else the path of a file."""
     if option is None:
         return None
     try:
@@ -187,7 +188,7 @@ def _lengths(option: str | None) -> float | Path | None:
 
 
 def _further(recipe: Recipe, plan: Plan, best: bool, scale: str | None) -> dict[str, Any]:
-    """Compute what --best and --scale ask for."""
+    """Compute the fastest layouts for --best, and the numbers of GPUs for --scale."""
     from nemo_grpo.plan.layouts import best_layouts
     from nemo_grpo.plan.scaling import scaling
 
@@ -238,7 +239,7 @@ def _show(
         line(f"note: {sentence}")
     for sentence in data:
         line(f"data: {sentence}")
-    # Recipes of one model share their approximations; a dict says each once, in order.
+    # Recipes of one model share approximations. A dict drops repetitions and keeps the order.
     for sentence in dict.fromkeys(sentence for plan in plans for sentence in plan.approximated):
         line(f"approximated: {sentence}")
     for plan in plans:
@@ -251,7 +252,7 @@ def _show(
 
 
 def _as_json(plans: list[Plan], further: dict[str, Any], price: float | None) -> dict[str, Any]:
-    """Convert to JSON's types what `_show` prints as tables."""
+    """Convert the content of the tables that `_show` prints to JSON's types."""
     from nemo_grpo.plan.forecast import Forecast, as_dict
 
     def time(forecast: Forecast | None) -> Any:

@@ -38,7 +38,7 @@ def memory_table(plan: Plan) -> Table:
     if plan.gpu == CPU:
         place = f"this machine's CPUs, {setup.gpus_per_node} ranks"
     model = plan.shape.name
-    # A folder's path would widen the table.
+    # The whole path of a model folder would make the table too wide.
     if Path(model).is_absolute():
         model = Path(model).name
     title = f"{plan.name}: {model} on {place}"
@@ -62,7 +62,7 @@ def memory_table(plan: Plan) -> Table:
 
 
 def overview(plans: list[Plan], price: float | None) -> Iterator[tuple[str, str | None]]:
-    """Yield lines and their styles for several recipes; no name is broken at 80 columns."""
+    """Yield lines with their styles, a few per recipe, that fit into 80 columns without broken names."""
     usable = {plan.gpu: f"{plan.usable_bytes / GIB:.1f} usable on {plan.gpu}" for plan in plans}
     yield f"GiB per GPU, of {', '.join(usable.values())}", "bold"
     yield OVERVIEW.format("  layout", *_PHASES, "KV cache", "s/step", "GPU-hours"), "bold"
@@ -91,18 +91,18 @@ def time_table(forecast: Forecast) -> Table:
     """List the seconds of one step, phase by phase."""
     step = forecast.step
     work = forecast.work
-    all_phases = sum(step.phases.values())
+    phase_seconds = sum(step.phases.values())
     table = _table("one step", ("phase", "s", "share"), ("phase",))
     for name, seconds in step.phases.items():
         if not seconds:
             continue
         label = name
-        # Dynamic sampling draws again until enough groups have signal.
+        # Dynamic sampling repeats the rollouts until enough groups have signal.
         if name in ROLLOUT and work.num_draws > 1:
             label += f" x {work.num_draws:.1f} draws"
         if name == "scoring" and work.scoring_passes > 1:
             label += f" x {work.scoring_passes}"
-        table.add_row(label, seconds_of(seconds, step.seconds), f"{seconds / all_phases:.0%}")
+        table.add_row(label, seconds_of(seconds, step.seconds), f"{seconds / phase_seconds:.0%}")
     table.add_section()
     # Asynchronous rollouts overlap the training, so that the step is shorter than the sum of its phases.
     note = f"rollouts {step.rollout:.0f} s beside training {step.training:.0f} s" if step.age else ""
@@ -111,7 +111,7 @@ def time_table(forecast: Forecast) -> Table:
 
 
 def seconds_of(part: float, step: float | None = None) -> str:
-    """Write the seconds of a step, or of a part of one; steps below 10 s get milliseconds."""
+    """Write the seconds of a step, or of a part of it. For steps below 10 s they have three decimals."""
     whole = step or part
     if whole < 10:
         return f"{part:.3f}"
@@ -147,7 +147,7 @@ def sentences(forecast: Forecast, price: float | None) -> list[str]:
 
 
 def _run(forecast: Forecast, price: float | None) -> str:
-    """Describe the whole run, or 100 steps of a run whose end the size of NeMo-RL's own data decides."""
+    """Describe the whole run. If the size of NeMo-RL's own data decides its end, describe 100 steps."""
     work = forecast.work
     if not work.or_passes:
         takes = f"{_duration(forecast.run_seconds)}, {cost(forecast, price)} GPU-hours"
@@ -167,7 +167,7 @@ def _duration(seconds: float) -> str:
 def cost(forecast: Forecast, price: float | None) -> str:
     """Write a run's GPU-hours as ``"1,234"``, or with a price as ``"1,234 ($3,085)"``.
 
-    It is ``"-"`` for a run whose end is not known.
+    For a run whose end is not known the result is ``"-"``.
     """
     if forecast.work.or_passes:
         return "-"
@@ -191,7 +191,10 @@ def best_table(base: Forecast, layouts: Sequence[Found]) -> Table:
 
 
 def scale_table(points: Sequence[Point], price: float | None) -> Table:
-    """List numbers of GPUs, each with its best layout: the same batch (strong), or a growing one (weak)."""
+    """List numbers of GPUs, each with its best layout.
+
+    Strong scaling keeps the batch; weak scaling enlarges it with the number of GPUs.
+    """
     numbers = ("GPUs", "own layout", "strong s/step", "efficiency", "GPU-hours", "weak s/step", "efficiency")
     texts = ("best layout, strong", "")
     table = _table("other numbers of GPUs, each with its best layout", (*numbers, *texts), texts)

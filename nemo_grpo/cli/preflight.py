@@ -60,7 +60,7 @@ def preflight(
 
 
 def _show(rows: list[Row]) -> None:
-    """Print a table of the checks; exits with `EXIT_REFUSED` if one of them refuses."""
+    """Print a table of the checks, and exit with `EXIT_REFUSED` if one of them refuses."""
     width = max(len(row.check) for row in rows)
     for row in rows:
         verdict = typer.style(f"{row.verdict:8}", fg=COLOURS[row.verdict])

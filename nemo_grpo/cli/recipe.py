@@ -69,7 +69,13 @@ def check(
 
 
 def _check_one(path: Path, overrides: list[str], missing_files: list[str]) -> bool:
-    """Check a recipe or sweep and print its line; adds to ``missing_files`` the data that are not there."""
+    """Check a recipe or sweep and print its line; returns True if it is right.
+
+    Args:
+        path: file of the recipe or sweep.
+        overrides: overrides for the recipe or for all settings of the sweep.
+        missing_files: gets the data files that are missing.
+    """
     from nemo_grpo.experiments.sweep import is_sweep
     from nemo_grpo.recipe import advice, load_recipe
     from nemo_grpo.run.recipe_checks import check_recipe
@@ -81,13 +87,13 @@ def _check_one(path: Path, overrides: list[str], missing_files: list[str]) -> bo
         else:
             recipe = load_recipe(path, overrides)
             findings = check_recipe(recipe)
-            # Data can be prepared later, so that a missing file does not make a recipe wrong.
+            # A missing data file does not make a recipe wrong, because it can be prepared later.
             findings.refuse(missing=False)
             missing_files += findings.missing
             summary = _summary(recipe)
             notes = [*advice(recipe), *findings.notes]
     except UserError as error:
-        # Some errors begin with the path that stands in the line already.
+        # Some errors begin with the path, which this line already shows.
         message = str(error).removeprefix(f"{path}: ")
         typer.echo(f"{typer.style('error', fg='red')}  {path}: {message}")
         return False
@@ -125,7 +131,7 @@ def _sweep_summary(path: Path, overrides: list[str], missing_files: list[str]) -
     descriptions = []
     for target in targets(path):
         sweep = load_sweep(path, target)
-        # One seed of each setting: the others differ in nothing that is checked.
+        # One seed of each setting is enough, because no check depends on the seed.
         jobs = make_jobs(with_overrides(sweep.settings, overrides), sweep.seeds[:1], Path("runs"))
         for job in jobs:
             with naming(job.setting):
@@ -141,7 +147,7 @@ def _sweep_summary(path: Path, overrides: list[str], missing_files: list[str]) -
 def resolve(path: RecipeFile, overrides: Overrides = None) -> None:
     """Print a recipe as it will run: bases merged, overrides applied, every default written out.
 
-    Of an invalid recipe the command prints what is wrong above each key.
+    For an invalid recipe the command prints each error above its key.
 
     Example: nemo-grpo recipe resolve recipes/quickstart.yaml loss_fn.variant=gpg
 
@@ -167,10 +173,11 @@ def _settings(path: Path, overrides: Iterable[str] = ()) -> tuple[Resolved, list
 
 
 def annotated(lines: Iterable[str], errors: Iterable[str]) -> Iterator[str]:
-    """Put each message as a comment above its key's line; messages without a line come first."""
+    """Insert each message as a comment above the line of its key. Messages without a line come first."""
     unplaced = list(errors)
     annotated_lines: list[str] = []
-    keys: list[str] = []  # of the sections around a line, and its own
+    # Keys of the sections around the current line, followed by the line's own key.
+    keys: list[str] = []
     for line in lines:
         match = re.match(r"(?P<indent> *)(?P<key>[^\s#-][^\s]*):(?= |$)", line)
         if match:
@@ -180,7 +187,7 @@ def annotated(lines: Iterable[str], errors: Iterable[str]) -> Iterator[str]:
             errors_of_key = [error for error in unplaced if _is_about(error, dotted_key)]
             for error in errors_of_key:
                 annotated_lines.append(_as_comment(error, match["indent"]))
-            # A key may stand in the text twice, in a section and in a value; the first place is enough.
+            # The text may contain a key twice, as a key and inside a value. Its message appears only once.
             unplaced = [error for error in unplaced if error not in errors_of_key]
         annotated_lines.append(line)
     for error in unplaced:
@@ -193,7 +200,7 @@ def _as_comment(error: str, indent: str = "") -> str:
 
 
 def _is_about(error: str, key: str) -> bool:
-    """True if a message begins with the key, and not with a longer one."""
+    """Return True if a message begins with the key, and not with a longer key."""
     return re.match(rf"(unknown key )?{re.escape(key)}(?![\w.])", error) is not None
 
 
@@ -204,7 +211,7 @@ def diff(
 ) -> None:
     """Show which keys differ between two resolved recipes: - only in A, + only in B, ~ in both.
 
-    Of an invalid recipe the errors follow below.
+    If a recipe is invalid, its errors follow below.
 
     Example: nemo-grpo recipe diff recipes/quickstart.yaml recipes/quickstart-cw_grpo.yaml
 
@@ -296,7 +303,7 @@ def copy(
     if path.is_dir():
         path = path / source.name
     try:
-        # Mode x: an existing file may hold somebody's changes.
+        # Mode x refuses an existing file, which may hold somebody's changes.
         with path.open("x", encoding="utf-8") as file:
             file.write(shipped.portable(source))
     except FileExistsError:
@@ -329,7 +336,7 @@ def rules() -> None:
 
 
 def difference(key: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Show in a coloured line how ``key`` differs, or nothing."""
+    """Return a coloured line that shows how ``key`` differs, or no line if it does not."""
     if key not in b:
         return [typer.style(f"- {key}: {shown(a[key])}", fg="red")]
     if key not in a:
@@ -357,13 +364,13 @@ def wide_console(*, stderr: bool = False) -> Console:
 
 
 def is_override(item: str) -> bool:
-    """True for an override, False for a path."""
-    # A path may contain "=", as those of sweeps' runs do.
+    """Return True for an override, False for a path."""
+    # A path may also contain "=": the folders of a sweep's runs do.
     return item.startswith(("~", "++")) or ("=" in item and not Path(item).exists())
 
 
 def recipe_files(item: str) -> list[Path]:
-    """List the file itself, or every recipe below a folder, except in folders named base."""
+    """List the file itself, or all recipes below a folder except those in folders named base."""
     path = shipped.beside(Path(), item) if item.startswith(shipped.SCHEME) else Path(item)
     if not path.is_dir():
         return [path]

@@ -56,10 +56,10 @@ def run_rehearsal(
 
     Args:
         recipe: a cluster recipe.
-        overrides: of the recipe.
+        overrides: overrides of the recipe.
         stack_options: arguments of `find_stack`.
-        max_ranks: ranks of the policy.
-        folder: gets everything; None: a new one in rehearsals.
+        max_ranks: largest number of ranks of the policy.
+        folder: folder for all files; by default a new one in rehearsals.
     """
     from nemo_grpo.recipe import load_recipe
     from nemo_grpo.rehearsal.environment import find_stack, stack_for
@@ -72,7 +72,7 @@ def run_rehearsal(
     try_own_loss(loaded)
     stack = stack_for(loaded, recipe, stack)
     name = f"{loaded.nemo_grpo.run_name}-{datetime.now():%Y%m%d-%H%M%S}"
-    # In another process, because NeMo-RL needs packages that do not live beside this package's.
+    # In another process, because NeMo-RL needs its own Python environment.
     command = [str(stack.python), "-W", "ignore", "-m", "nemo_grpo.rehearsal", str(recipe), *overrides]
     command += ["--nemo-rl", str(stack.nemo_rl), "--folder", str(folder or Path("rehearsals") / name)]
     command += ["--max-ranks", str(max_ranks)]

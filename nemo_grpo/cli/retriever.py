@@ -11,7 +11,8 @@ from typer import Option
 from nemo_grpo.support.errors import UserError
 
 app = typer.Typer(name="retriever", no_args_is_help=True, help="Serve passages to tasks that search.")
-# Without a callback Typer would make a group of one command that command itself, without its name.
+# With this callback the command keeps its name. Typer would turn a group with a single command into that
+# command.
 app.callback()(lambda: None)
 
 

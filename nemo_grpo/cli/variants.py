@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _NameOrCommand(typer.core.TyperGroup):
-    """``nemo-grpo variants NAME`` is short for ``nemo-grpo variants show NAME``."""
+    """Makes ``nemo-grpo variants NAME`` short for ``nemo-grpo variants show NAME``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         return super().resolve_command(ctx, args if args[0] in self.commands else ["show", *args])
@@ -64,7 +64,7 @@ def show(name: Annotated[str, Argument(help="Variant, or FILE:CLASS for a loss o
 
     variant = variant_class(name, "variants")
     console = Console()
-    # The equations stand in the docstring of the variant's module.
+    # The docstring of the variant's module contains the equations.
     equations = getdoc(sys.modules[variant.__module__])
     if equations:
         console.print(equations, markup=False, highlight=False, soft_wrap=True)
@@ -95,7 +95,7 @@ def check(
 
     loss_keys = dict(parse_override(setting) for setting in settings or [])
     if "max_response_length" in variant_class(name, "variants check").model_fields:
-        # A recipe usually sets it; aggregation=constant needs it.
+        # aggregation=constant needs this key, which recipes usually set.
         loss_keys = {"max_response_length": 8} | loss_keys
     config = parse_loss_fn({"variant": name, **loss_keys})
     failures = dict(check_variant(config))
@@ -105,7 +105,7 @@ def check(
             typer.echo(f"not run {check_name}")
         elif check_name in failures:
             typer.echo(f"{typer.style('failed', fg='red')}  {check_name}: {failures[check_name]}")
-            # Without one of the first checks the others say nothing.
+            # The later checks mean nothing if one of the first ones fails.
             has_ended = check_name in FIRST
         else:
             typer.echo(f"{typer.style('ok    ', fg='green')}  {check_name}")
@@ -131,7 +131,7 @@ def overview(configs: dict[str, type[VariantConfig]]) -> Table:
     for name, config in configs.items():
         different = []
         for key, default in _defaults(config).items():
-            # GRPO may lack a key, and its default may be None.
+            # Two tests, because GRPO may lack the key, or may have it with the default None.
             if key not in common or common[key] != default:
                 different.append(f"{key}={as_yaml(default)}")
         table.add_row(f"[bold]{name}[/bold]", config.paper, _needs(config), "\n".join(different) or "-")
@@ -153,7 +153,7 @@ def parameters(name: str, config: type[VariantConfig]) -> Table:
 
 
 def _needs(config: type[VariantConfig]) -> str:
-    # Not validated, because some variants need a value that only a recipe has.
+    # Constructed without validation, because some variants require a value that only a recipe has.
     defaults = config.model_construct()
     needs = []
     if defaults.needs_entropy:
@@ -166,7 +166,7 @@ def _needs(config: type[VariantConfig]) -> str:
 
 
 def _defaults(config: type[VariantConfig]) -> dict[str, object]:
-    # Supervised training inherits the keys of rollouts, and refuses them.
+    # Supervised training inherits the keys for rollouts, but refuses values for them.
     if config.learns_from_demonstrations:
         return {}
     return {key: field.default for key, field in config.model_fields.items() if key != "variant"}

@@ -1,4 +1,4 @@
-"""Data sets: sources of the papers' problems, and their preparation as JSONL files."""
+"""The papers' data sets: where their problems come from, and their preparation as JSONL files."""
 
 from nemo_grpo.data.manifest import verify
 from nemo_grpo.data.preparation import Prepared, Request, check_copies, prepare

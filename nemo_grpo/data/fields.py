@@ -1,4 +1,4 @@
-"""Mappings from a published row to an entry (question, answer, metadata), and filters of entries."""
+"""Mappings that turn a published row into an entry (question, answer, metadata), and filters of entries."""
 
 import itertools
 import random
@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Entry:
-    """A problem without its id; ``images`` are file contents or {"bytes": .., "path": ..} records."""
+    """A problem that has no id yet. ``images`` are file contents or {"bytes": .., "path": ..} records."""
 
     question: str
     answer: str
@@ -26,7 +26,7 @@ FieldMapping = Callable[[Row], Entry]
 
 
 def text(value: Any) -> str:
-    """Write a value as text: a whole float as an integer, a list with commas, None as an empty text."""
+    """Write a value as text. A whole float becomes an integer, a list gets commas, None becomes ""."""
     if value is None:
         return ""
     if isinstance(value, float) and value.is_integer():
@@ -47,12 +47,13 @@ def columns(
     r"""Map one column to the question and one to the answer.
 
     Args:
-        row: published.
+        row: published row.
         question: column of the question.
         answer: column of the answer.
         keep: columns that go to the metadata.
-        read: part of the answer column. text: all of it. boxed: the last complete ``\boxed{..}`` (or
-            ``\fbox``), else nothing. tagged: the text inside ``<answer>`` tags, else all.
+        read: part of the answer column that is the answer. ``text`` is all of it. ``boxed`` is the content of
+            the last complete ``\boxed{..}`` or ``\fbox{..}``, or nothing without one. ``tagged`` is the text
+            inside ``<answer>`` tags, or all of it without tags.
     """
     problem = text(row[question])
     final = text(row[answer])
@@ -65,10 +66,10 @@ def columns(
 
 
 def chat_row(row: Row, *, prefix: str = "", suffix: str = "", keep: Sequence[str] = ()) -> Entry:
-    """Map a row for verl: ``prompt`` is a conversation, ``reward_model.ground_truth`` the answer.
+    """Map a row in verl's format: ``prompt`` is a conversation, ``reward_model.ground_truth`` the answer.
 
     Args:
-        row: published.
+        row: published row.
         prefix: instructions before the question, removed if present.
         suffix: instructions after the question, removed if present.
         keep: keys of ``extra_info`` that go to the metadata.
@@ -81,7 +82,7 @@ def chat_row(row: Row, *, prefix: str = "", suffix: str = "", keep: Sequence[str
 
 
 def worked(row: Row, *, question: str, answer: str) -> Entry:
-    """Map one column to the question, and one whose solution ends in ``#### answer`` (GSM8K)."""
+    """Map a row as in GSM8K, where the answer follows ``####`` at the end of the solution."""
     solution, final = worked_answer(text(row[answer])) or ("", "")
     return Entry(text(row[question]), final, {"solution": solution})
 
@@ -93,13 +94,13 @@ def dialogue(row: Row) -> Entry:
 
 
 def short_answers(row: Row) -> Entry:
-    """Map an open-domain question: any of ``golden_answers`` is correct; the first is the answer shown."""
+    """Map an open-domain question. Any of ``golden_answers`` is correct; reports show the first one."""
     answers = [text(answer) for answer in row["golden_answers"] if text(answer)]
     return Entry(text(row["question"]), answers[0] if answers else "", {"answers": answers})
 
 
 def puzzle(row: Row) -> Entry:
-    """Map a puzzle of knights and knaves; the numbered identities are the answer."""
+    """Map a puzzle of knights and knaves. Its answer is the numbered list of who is what."""
     names = list(row["names"])
     solution = [bool(value) for value in row["solution"]]
     metadata = {"names": names, "solution": solution, "num_people": len(names)}
@@ -115,7 +116,8 @@ def picture(row: Row, *, image: str = "image", **options: Any) -> Entry:
 def offered_choices(row: Row) -> Entry:
     """Map a row of SAT as VisualThinker-R1-Zero's process_dataset.py does: the question lists the choices.
 
-    Deviation: the script shuffles them anew in every run; here the question decides their order.
+    Deviation: that script shuffles the choices anew in every run. Here their order depends only on the
+    question, so that the data are the same everywhere.
     """
     answers = [text(answer) for answer in row["answers"]]
     random.Random(text(row["question"])).shuffle(answers)
@@ -132,12 +134,13 @@ Keep = Callable[[Entry], bool]
 
 @dataclass(frozen=True)
 class Filter:
-    """A rule over entries in their order, with the passage of a paper that asks for it.
+    """A rule that keeps or drops entries, and the passage of the paper that asks for it.
 
     Attributes:
-        rule: in words, for the manifest.
+        rule: the rule in words, for the manifest.
         cited: the passage, for the manifest.
-        build: makes the test; called once per run, so that the test may keep state.
+        build: makes the function that tests an entry. It is called once per run, because the function may
+            remember earlier entries.
     """
 
     rule: str
@@ -146,7 +149,7 @@ class Filter:
 
 
 def complete() -> Filter:
-    """Keep entries with a question and an answer; always the first filter."""
+    """Keep entries that have a question and an answer. It is the first filter of every data set."""
 
     def is_complete(entry: Entry) -> bool:
         return bool(entry.question.strip() and entry.answer.strip())
@@ -184,13 +187,13 @@ def one_image(cited: str) -> Filter:
 
 
 def unique_questions(cited: str) -> Filter:
-    """Keep the first of several entries with the same images and the same question, white space aside."""
+    """Keep the first of entries with equal images and questions, where white space does not count."""
 
     def build() -> Keep:
         earlier_keys: set[object] = set()
 
         def is_new(entry: Entry) -> bool:
-            # The text of the images, as records of them cannot be hashed.
+            # An image may be a dict, which has no hash; its repr has one.
             key = (" ".join(entry.question.split()), repr(entry.images))
             if key in earlier_keys:
                 return False

@@ -1,4 +1,4 @@
-"""Data sets with images that no repository holds as a whole, read from a folder that the user assembles."""
+"""Image data sets that the user must assemble in a folder, because no repository has all of their files."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -23,10 +23,10 @@ Rows = Iterator[dict[str, Any]]
 def reason_seg(folder: Path, split: str) -> Rows:
     """Read LISA's ReasonSeg: ``<split>/*.jpg``, each with ``<same name>.json`` (LabelMe).
 
-    A row has the first text as query and the box around all polygons with the label ``target``:
-    ``(x1,y1),(x2,y2)`` in whole pixels of the image; and the polygons, for masks.
+    A row has the first text as its query, the polygons with the label ``target``, and the box around all of
+    them as ``(x1,y1),(x2,y2)`` in whole pixels of the image.
 
-    Deviation: Visual-RFT's preparation takes the box of the first polygon alone, whatever its label.
+    Deviation: Visual-RFT's preparation takes the box of the first polygon only, with any label.
     """
     images = sorted((folder / split).glob("*.jpg"))
     if not images:
@@ -50,7 +50,7 @@ def polygons(shapes: list[dict[str, Any]], label: str) -> list[list[list[float]]
 
 
 def box_around(target: list[list[list[float]]]) -> str:
-    """Write the smallest box around all polygons; empty without any."""
+    """Write the smallest box around all polygons, or "" if there are none."""
     points = [point for polygon in target for point in polygon]
     if not points:
         return ""
@@ -59,7 +59,7 @@ def box_around(target: list[list[list[float]]]) -> str:
 
 
 def geoqa_test(folder: Path, split: str) -> Rows:
-    """Read R1-V's direct-answer form of GEOQA's test set: its list of prompts, and Geo170K's images."""
+    """Read R1-V's version of GEOQA's test set for direct answers: R1-V's prompts with Geo170K's images."""
     for line in (folder / f"{split}.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         yield {**row, "image": {"path": str(_present(folder / row["image_path"]))}}
@@ -77,22 +77,23 @@ CLASSIFICATION = {
 def classification_test(folder: Path, split: str) -> Rows:
     """Read a test set of Visual-RFT's fine-grained classification.
 
-    Files: ``<split>.pth`` (image -> label), ``<split>.txt`` (a class a line), and the pictures, anywhere.
+    The folder needs ``<split>.pth`` (image -> number of its class), ``<split>.txt`` (one class per line), and
+    the pictures in any subfolder.
     """
     import torch
 
-    names = (folder / f"{split}.txt").read_text(encoding="utf-8").splitlines()
-    # weights_only: the file comes from the internet, and a pickle could run any code.
-    rows = torch.load(_present(folder / f"{split}.pth"), weights_only=True)
+    class_names = (folder / f"{split}.txt").read_text(encoding="utf-8").splitlines()
+    # weights_only, because the file comes from the internet, and a pickle could run any code.
+    labels_by_path = torch.load(_present(folder / f"{split}.pth"), weights_only=True)
     pictures = {path.name: path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg")}
-    kind, what = CLASSIFICATION[split]
-    question = QUESTION.format(kind=kind, what=what, thing=kind.split()[-1])
-    for row in rows:
+    kind, class_word = CLASSIFICATION[split]
+    question = QUESTION.format(kind=kind, what=class_word, thing=kind.split()[-1])
+    for row in labels_by_path:
         for path, entry in row.items():
-            # The paths are those of the authors' machine, of which only the last part is of use.
+            # The paths are those of the authors' machine. Only the file name is of use here.
             file_name = Path(path).name
             image = _present(pictures.get(file_name, folder / file_name))
-            label = names[int(entry["label"])].strip()
+            label = class_names[int(entry["label"])].strip()
             yield {"question": question, "label": label, "image": {"path": str(image)}}
 
 
@@ -114,11 +115,11 @@ class LocalFolder:
     """A split of a folder that the user assembles.
 
     Attributes:
-        reader: a name in `READERS`.
-        split: name of a folder or files in it.
-        label: address, for people.
-        download: files that the user puts into it, for the instructions.
-        revision: none; a folder has no commits.
+        reader: name of a function in `READERS`.
+        split: name of the subfolder or files to read.
+        label: address of the data set for people.
+        download: names the files that the user must put into the folder; part of the instructions.
+        revision: always None, because a folder has no commits.
     """
 
     reader: str

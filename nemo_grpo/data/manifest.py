@@ -1,4 +1,4 @@
-"""Manifest beside a data file: content, source and hash, and the check of files against it."""
+"""Manifests: a file beside each data file with its content, source and hash, against which it is checked."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def manifest_path(path: Path) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Read a data file's manifest; None if it is missing or cannot be read."""
+    """Read a data file's manifest. Returns None if it is missing or cannot be read."""
     try:
         manifest = json.loads(manifest_path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -26,15 +26,15 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest of a data file, under a temporary name first."""
+    """Write the manifest of a data file. It appears complete or not at all."""
     write_atomically(manifest_path(path), json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
 
 
 def verify(folder: Path) -> dict[str, str | None]:
-    """Check every data set of a folder: hash, count, every line, every picture.
+    """Check every data set of a folder: hash, number of problems, each line, each picture.
 
     Returns:
-        Name -> None, or the first fault.
+        Name of the data set -> its first fault, or None if it has none.
     """
     manifests = sorted(folder.glob(f"*{SUFFIX}"))
     if not manifests:

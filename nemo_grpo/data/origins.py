@@ -1,6 +1,6 @@
-"""Origins of rows: a hub repository, files of a Git repository, or this package, which needs no network.
+"""Origins of a data set's rows: a repository of the Hugging Face hub, a Git repository, or a generator here.
 
-Files are read by the ``datasets`` library; nothing that comes with the data is executed.
+The ``datasets`` library reads the files. Code that comes with the data is never executed.
 """
 
 import json
@@ -23,21 +23,21 @@ SEED = 0
 
 
 class Origin(Protocol):
-    """A published data set. `resolve` and `rows` raise the libraries' errors of a network or a file."""
+    """A published data set. `resolve` and `rows` pass on the libraries' network and file errors."""
 
     @property
     def revision(self) -> str | None:
-        """The pinned revision; None: the newest."""
+        """The revision that is pinned; None if the newest one is read."""
 
     @property
     def label(self) -> str:
-        """Address, for people."""
+        """Address of the data set for people."""
 
     def instructions(self, revision: str | None) -> str:
-        """Write which files to download by hand, and their addresses."""
+        """Tell the user which files to download by hand, with their addresses."""
 
     def resolve(self, revision: str | None) -> str:
-        """Find the commit of a revision."""
+        """Return the commit that a revision (branch, tag or commit) names."""
 
     def rows(self, revision: str, folder: Path | None) -> Iterator[Row]:
         """Yield all rows in order, from the network or a local copy."""
@@ -48,11 +48,11 @@ class Hub:
     """A data set repository of the Hugging Face hub.
 
     Attributes:
-        repository: OWNER/NAME.
-        splits: read one after the other.
-        config: the subset; None: the default.
-        files: patterns of the files of these splits, for a download by hand.
-        num_rows: read only the first rows; None: all.
+        repository: OWNER/NAME of the repository.
+        splits: splits to read, one after the other.
+        config: subset of the data set; None for the default one.
+        files: patterns of the splits' files, for a download by hand.
+        num_rows: number of first rows to read; None for all rows.
     """
 
     repository: str
@@ -92,10 +92,14 @@ class Hub:
                 yield from _load(str(path), config, split=name)
 
     def _local(self, folder: Path, split: str) -> tuple[Path, str | None, str]:
-        """Find path, config and split of a copy by its card (README.md), else by its folders and files."""
+        """Find the path, config and split with which ``datasets`` reads a local copy.
+
+        The copy's card (README.md) names them. Without a card its folders and files do.
+        """
         if (folder / "README.md").is_file() or self.config is None:
             return folder, self.config, split
-        # Without a card `datasets` knows no subsets, and calls the split of a file named dev "validation".
+        # Without a card, `datasets` does not know the subsets, and calls the split of a file named dev
+        # "validation".
         config_folder = folder / self.config
         split_by_file_name = "validation" if split == "dev" else split
         return (config_folder if config_folder.is_dir() else folder), None, split_by_file_name
@@ -103,7 +107,7 @@ class Hub:
 
 @dataclass(frozen=True)
 class GitFiles:
-    """Files of a public GitHub repository at a commit: tables (parquet), or JSON lists, an element a row."""
+    """Files of a public GitHub repository at a commit: parquet tables, or JSON lists with a row per item."""
 
     repository: str
     paths: tuple[str, ...]
@@ -131,7 +135,7 @@ class GitFiles:
                 folder = Path(downloads)
                 for path, url in zip(self.paths, self._urls(revision), strict=True):
                     _download(url, folder / path)
-            # One by one: files of one data set may differ in columns that are not used.
+            # Files are loaded one by one, because they may differ in columns that are not used.
             for file in [self._found(folder, path) for path in self.paths]:
                 if file.suffix == ".json":
                     yield from ({"row": element} for element in json.loads(file.read_text(encoding="utf-8")))
@@ -139,7 +143,7 @@ class GitFiles:
                     yield from _load("parquet", None, data_files={"train": [str(file)]}, split="train")
 
     def _found(self, folder: Path, path: str) -> Path:
-        """Find the copy of a file by its whole path or, if that is unambiguous, by its last part."""
+        """Find the local copy of a file by its path in the repository, or by its name if that is unique."""
         name = Path(path).name
         candidates = [path]
         if [Path(listed).name for listed in self.paths].count(name) == 1:
@@ -156,13 +160,13 @@ class GitFiles:
 
 @dataclass(frozen=True)
 class Generated:
-    """Training or held-out problems of the task `logic`, always the same.
+    """Generated problems of the task `logic`. They are the same in every preparation.
 
     Attributes:
-        num_problems: in all.
-        held_out: the task's held-out problems, else its training problems.
-        people: sizes of the puzzles, equally often.
-        revision: none; the seed decides.
+        num_problems: number of problems.
+        held_out: True for the task's held-out problems, False for its training problems.
+        people: numbers of people in a puzzle; each number gets equally many puzzles.
+        revision: always None, because a fixed seed decides the problems.
     """
 
     num_problems: int
@@ -188,7 +192,7 @@ class Generated:
             yield {"question": problem.question, "answer": problem.answer, "metadata": problem.metadata}
 
     def _training(self, task: Task) -> list[Problem]:
-        """Draw distinct problems, each size equally often."""
+        """Draw distinct problems, with equally many of each size."""
         num_of_size = self.num_problems // len(self.people)
         problems: dict[str, Problem] = {}
         sizes: Counter[int] = Counter()
@@ -196,7 +200,7 @@ class Generated:
         while len(problems) < num_of_size * len(self.people):
             problem = task.train_problem(next(indices), SEED)
             size = problem.metadata["num_people"]
-            # The stream is endless and repeats small puzzles, of which there are few.
+            # The endless stream repeats small puzzles, because there are few different ones.
             if problem.id not in problems and sizes[size] < num_of_size:
                 problems[problem.id] = problem
                 sizes[size] += 1
@@ -217,10 +221,10 @@ def _download(url: str, target: Path) -> None:
 
 
 def _load(path: str, config: str | None, **options: Any) -> Iterable[Row]:
-    """Load rows with images as their files' bytes, not decoded, so that they can be written unchanged."""
+    """Load rows. Images stay the bytes of their files, so that they can be written unchanged."""
     from datasets import Image, Sequence, disable_progress_bars, load_dataset
 
-    # Those of the conversion; downloads have bars of their own.
+    # This switches off the bars of the conversion to rows. Downloads still show theirs.
     disable_progress_bars()
     dataset = load_dataset(path, config, **options)
     for name, feature in dataset.features.items():

@@ -1,4 +1,4 @@
-"""Prepares a data set as one JSONL file with its pictures, and a manifest of its content and source."""
+"""Preparation of a data set: one JSONL file, its pictures, and a manifest of its content and source."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,11 +28,11 @@ class Request:
 
     Attributes:
         out: folder of the files.
-        revision: branch, tag or commit; None: the table's pin, or the newest.
-        source: local copy of the repository, or a folder that holds such copies by data set name.
-        generate: make problems here, if the data set has a generator.
-        force: prepare again what is up to date.
-        any_count: accept another number of problems than the paper or publisher states.
+        revision: branch, tag or commit; by default the one that `sources.yaml` pins, or else the newest.
+        source: local copy of the repository, or a folder with such copies, each named after its data set.
+        generate: generate the problems, if the data set has a generator.
+        force: prepare data sets again that are up to date.
+        any_count: accept a number of problems that differs from the one that the paper or publisher states.
     """
 
     out: Path
@@ -66,7 +66,7 @@ def _repository(source: Source) -> str:
 
 
 def check_copies(names: Sequence[str], request: Request) -> None:
-    """Refuse one folder as the copy of several repositories."""
+    """Refuse a --source folder if the named data sets come from several repositories: it can only be one."""
     if request.source is None or request.generate:
         return
     sources = [find_source(name) for name in names]
@@ -85,9 +85,9 @@ class Prepared:
     """The prepared data set.
 
     Attributes:
-        path: of the JSONL file.
-        manifest: of that file.
-        fresh: written by this call, and not found up to date.
+        path: path of the JSONL file.
+        manifest: content of its manifest.
+        fresh: True if this call wrote the file; False if it was up to date.
     """
 
     path: Path
@@ -96,10 +96,10 @@ class Prepared:
 
 
 def prepare(name: str, request: Request) -> Prepared:
-    """Write ``<out>/<name>.jsonl`` and ``<out>/<name>.manifest.json``, or find them up to date.
+    """Write ``<out>/<name>.jsonl`` and ``<out>/<name>.manifest.json``, unless they are up to date.
 
-    The manifest is written last: if it matches the file, the file is complete. Pictures go to
-    ``<name>.images``.
+    Pictures go to ``<name>.images``. The manifest is written last, so that a file with a matching manifest is
+    complete.
     """
     source = find_source(name)
     if request.generate:
@@ -115,7 +115,7 @@ def _prepare(source: Source, request: Request) -> Prepared:
     conditions = _conditions(source, request, folder)
     existing = read_manifest(path) or {}
     is_current = all(existing.get(key) == value for key, value in conditions.items()) and path.is_file()
-    # The hash last: it reads the whole file, which somebody may have edited.
+    # The hash tells whether somebody has edited the file. It comes last, because it reads the whole file.
     if is_current and not request.force and sha256_of(path) == existing.get("sha256"):
         _check_count(source, request, existing["num_problems"])
         return Prepared(path, existing, fresh=False)
@@ -124,7 +124,7 @@ def _prepare(source: Source, request: Request) -> Prepared:
     if folder is None:
         try:
             revision = source.origin.resolve(requested)
-        # Exceptions differ between versions of the client libraries.
+        # Any exception, because versions of the client libraries raise different ones.
         except Exception as error:
             raise _unreachable(source, requested, None, error) from error
     try:
@@ -150,7 +150,7 @@ def _prepare(source: Source, request: Request) -> Prepared:
 
 
 def _conditions(source: Source, request: Request, folder: Path | None) -> dict[str, Any]:
-    """Return the parts of the manifest that are known in advance and determine the file's content."""
+    """Return the part of the manifest that decides the file's content and is known before the download."""
     return {
         "format": FORMAT,
         "task": source.task,
@@ -202,17 +202,17 @@ def write_problems(
 
     Args:
         source: the data set.
-        path: of the file; its images go into a folder beside it.
-        rows: published ones.
-        check: called with the number of problems before the file is renamed; raises to refuse it.
+        path: path of the file; its images go into a folder beside it.
+        rows: published rows.
+        check: called with the number of problems before the file is renamed. An exception refuses the file.
 
     Returns:
-        The filters' counts, and the number of images.
+        The counts of each filter, and the number of images.
     """
     temporary = path.with_suffix(".jsonl.tmp")
     images = path.with_suffix(".images")
     temporary_images = path.with_suffix(".images.tmp")
-    # A killed command may have left some.
+    # A command that was killed may have left images.
     shutil.rmtree(temporary_images, ignore_errors=True)
     num_images = 0
     chain = _Chain(source.filters)
@@ -231,7 +231,7 @@ def write_problems(
                 file.write(as_line(problem))
         check(chain.counts()[-1]["after"])
         flush(temporary)
-    # Also Ctrl-C, which is no Exception.
+    # BaseException, so that Ctrl-C also removes the unfinished files.
     except BaseException:
         temporary.unlink(missing_ok=True)
         shutil.rmtree(temporary_images, ignore_errors=True)
@@ -239,13 +239,16 @@ def write_problems(
     shutil.rmtree(images, ignore_errors=True)
     if num_images:
         temporary_images.rename(images)
-    # The file last: when it is there, its images are, too.
+    # The JSONL file is renamed last, so that its images exist as soon as it does.
     temporary.replace(path)
     return chain.counts(), num_images
 
 
 def _entries(name: str, mapping: FieldMapping, rows: Iterable[Row]) -> Iterator[tuple[int, Entry]]:
-    """Map the rows; a row keeps its number, of which problems get their ids, whatever the filters drop."""
+    """Map the rows to entries, each with the number of its row.
+
+    The id of a problem contains that number, so it does not depend on the filters.
+    """
     for number, row in enumerate(rows):
         try:
             yield number, mapping(row)
@@ -257,12 +260,12 @@ def _entries(name: str, mapping: FieldMapping, rows: Iterable[Row]) -> Iterator[
 
 
 class _Chain:
-    """Filters in order, with counts of the entries before and after each."""
+    """Filters that are applied in order, with the numbers of entries before and after each."""
 
     def __init__(self, filters: tuple[Filter, ...]) -> None:
         self._filters = filters
         self._tests = [filter.build() for filter in filters]
-        # Entries that have reached each filter; the last number is of those that have passed all.
+        # Number i counts the entries that have reached filter i. The last one counts those that passed all.
         self._num_reached = [0] * (len(filters) + 1)
 
     def run(self, entries: Iterable[tuple[int, Entry]]) -> Iterator[tuple[int, Entry]]:
@@ -290,12 +293,12 @@ class _Chain:
 
 
 def _write_image(image: Any, folder: Path, stem: str) -> str:
-    """Write the picture unchanged; returns its file name."""
+    """Write the picture's bytes unchanged; returns the name of the file."""
     if isinstance(image, dict):
         content = image.get("bytes") or Path(image["path"]).read_bytes()
     else:
         content = bytes(image)
-    # By the content, because a record's path may be missing or without a suffix.
+    # The first bytes decide the suffix, because a record may have no path, or one without a suffix.
     suffixes = [suffix for magic, suffix in SUFFIXES.items() if content.startswith(magic)]
     if not suffixes:
         raise UserError(f"{folder.stem}: image {stem} is neither PNG, JPEG, GIF, WebP nor BMP")

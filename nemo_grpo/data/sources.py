@@ -21,8 +21,8 @@ class Expected:
 
     Attributes:
         count: the number.
-        stated: the text that states it.
-        within: fraction by which a count may differ, if the text rounds.
+        stated: the text that states the number.
+        within: fraction by which the count may differ, for a text that rounds.
     """
 
     count: int
@@ -41,17 +41,17 @@ class Source:
     """One data set.
 
     Attributes:
-        name: of the files, too.
-        use: in the paper.
-        task: the task that scores it.
+        name: name of the data set and of its files.
+        use: training or evaluation, as in the papers.
+        task: name of the task that scores responses to it.
         paper: papers that use it, with the passage.
-        schema: source of the columns' names. ``files``: the published files; ``readers``: public programs or
-            cards that read them.
-        origin: of its rows.
+        schema: where the names of the columns come from. ``files`` means the published files, ``readers``
+            public programs or cards that read them.
+        origin: where the rows come from.
         mapping: converts a row to an entry.
-        filters: `complete`, then the set's own, in order.
-        expected: number of problems that a text states; None: no text does.
-        made_here: generator of the same kind of problems, for `generate`.
+        filters: `complete`, then the filters of this data set, in order.
+        expected: number of problems that a text states; None if no text states one.
+        made_here: generator of problems of the same kind, for `generate`; None if there is none.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Source:
         if self.made_here is None:
             names = [source.name for source in SOURCES.values() if source.made_here]
             raise UserError(f"{self.name} cannot be generated; --generate is for {', '.join(names)}")
-        # The filters choose from published problems; those made here need only be complete.
+        # The other filters select from published problems. Generated ones only have to be complete.
         return replace(self, origin=self.made_here, mapping=generated, filters=self.filters[:1])
 
 
@@ -97,7 +97,7 @@ def _source(name: str, entry: dict[str, Any]) -> Source:
 
 
 def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Make lists tuples, as the fields of frozen classes are."""
+    """Convert YAML's lists to tuples, the type that the fields of these dataclasses have."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
 
 

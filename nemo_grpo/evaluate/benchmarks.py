@@ -36,14 +36,14 @@ class Benchmark:
     """Problems, their task and their prompt.
 
     Attributes:
-        name: of the benchmark in the results.
-        task: that scores the responses.
-        problems: the problems to evaluate.
-        prompt: around each problem.
-        prompt_name: the preset, or ``recipe``.
-        by_recipe: a recipe's prompt or task parameters are used.
-        path: file of the problems; None: a recipe's own problems.
-        digest: hash of that file.
+        name: name of the benchmark in the results.
+        task: scores the responses.
+        problems: problems to evaluate.
+        prompt: text that is put around each problem.
+        prompt_name: name of the prompt's preset, or ``recipe``.
+        by_recipe: True if the prompt or the task's parameters come from a recipe.
+        path: file of the problems; None if they are a recipe's own.
+        digest: SHA-256 of that file.
     """
 
     name: str
@@ -56,21 +56,24 @@ class Benchmark:
     digest: str | None = None
 
     def identity(self, num_problems: int) -> dict[str, Any]:
-        """Return JSON values that identify the benchmark: results with other values belong to another one.
+        """Return JSON values that identify the benchmark in a summary.
+
+        Results with different values must not be mixed.
 
         Args:
-            num_problems: number of results; later problems do not count.
+            num_problems: number of problems that have results; only these enter the hash of a recipe's
+                own problems.
         """
         digest = self.digest
         if digest is None:
             digest = problems_digest(self.problems[:num_problems])
         recipe_settings = None
         if self.by_recipe:
-            # Without the files' places: a data set that was moved is the same, and ``sha256`` tells.
-            files = {"train_files", "validation_files"}
+            # The paths of the files are left out, so that data may be moved. ``sha256`` tells its content.
+            file_keys = {"train_files", "validation_files"}
             recipe_settings = {
                 "prompt": self.prompt.model_dump(mode="json", exclude={"preset"}),
-                "task": self.task.config.model_dump(mode="json", exclude=files),
+                "task": self.task.config.model_dump(mode="json", exclude=file_keys),
             }
         return {"sha256": digest, "prompt": self.prompt_name, "recipe": recipe_settings}
 
@@ -78,28 +81,29 @@ class Benchmark:
         """Hash everything that decides the responses: model files, sampling, prompt, benchmark file.
 
         The parameters of a multi-turn task are included, because its tool's answers are part of a response.
-        Those of other tasks only decide the grading, and recorded responses are graded anew. A recipe's own
-        problems have no file; there each recorded line identifies its problem.
+        The parameters of other tasks only decide the grading, and recorded responses are graded anew. A
+        recipe's own problems have no file; each recorded line identifies its problem instead.
         """
         task = None
         if isinstance(self.task, MultiTurnTask):
             task = self.task.config.model_dump(mode="json")
         prompt = self.prompt.model_dump(mode="json")
-        # The seed stands in each line of the file, because the greedy responses serve all seeds.
+        # Each line of the file records its seed, so that one file with one greedy response serves all seeds.
         without_seed = {name: value for name, value in conditions.items() if name != "seed"}
         everything = json.dumps([without_seed, prompt, self.digest, task], sort_keys=True)
         return hashlib.sha256(everything.encode()).hexdigest()[:12]
 
     def as_prompted(self, tokenizer: Any) -> Task:
-        """Return the task that reads responses to this prompt: some chat templates open the think block.
+        """Return the task as it must read responses to this prompt.
 
-        A recipe's own problems are read as in training.
+        If the chat template ends the prompt with ``<think>``, the responses begin inside the think block, and
+        the task must know that. A recipe's own problems are read as in training.
         """
         config = self.task.config
         # A task without this parameter reads every response in the same way.
         if self.path is None or getattr(config, "think_is_open", True):
             return self.task
-        # One prompt is enough: its end, which the chat template writes, is the same for all problems.
+        # One prompt is enough, because the chat template writes the same end for all problems.
         prompt = encode_prompt(tokenizer, self.prompt, self.problems[0], with_images=config.needs_images)
         if not tokenizer.decode(prompt, skip_special_tokens=False).rstrip().endswith("<think>"):
             return self.task
@@ -124,7 +128,13 @@ COLUMNS = "nemo_grpo.task.columns"
 
 
 def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
-    """Load a data set by name, a JSONL or Parquet file, or ``recipe``: a recipe's held-out problems."""
+    """Load one benchmark.
+
+    Args:
+        item: name of a prepared data set, path of a JSONL or Parquet file, or ``recipe`` for the held-out
+            problems of a recipe.
+        config: configuration of the evaluation.
+    """
     path = None if item == RECIPE else _path_of(item, Path(config.data_dir))
     base, base_by_recipe = _task_config(path, config)
     prompt, prompt_name = _prompt(path, base.name, config)
@@ -142,7 +152,7 @@ def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
         task = adapted.build()
         problems = task.validation_problems(config.num_problems or config.section.evaluation.num_problems)
         return Benchmark(RECIPE, task, problems, prompt, prompt_name, by_recipe)
-    # Read here first: the task would name the recipe's key for the file in its errors.
+    # Read here first, because errors of the task would name a recipe's key instead of --benchmarks.
     try:
         problems = read_problems([path], with_images=base.needs_images, columns=getattr(base, "columns", {}))
     except UserError as error:
@@ -163,7 +173,7 @@ def load_benchmark(item: str, config: EvalConfig) -> Benchmark:
 
 
 def _path_of(item: str, data_dir: Path) -> Path:
-    """Return the file of a benchmark: the item itself, or a prepared set's in the folder of data."""
+    """Return the file of a benchmark: ``item`` if it is a file, or the prepared data set of this name."""
     path = Path(item)
     if path.suffix in (".jsonl", PARQUET):
         return path
@@ -184,8 +194,8 @@ def _task_config(path: Path | None, config: EvalConfig) -> tuple[TaskConfig, boo
     """Choose the task's configuration.
 
     Args:
-        path: file of the problems; None: a recipe's held-out problems.
-        config: of the evaluation.
+        path: file of the problems; None for a recipe's held-out problems.
+        config: configuration of the evaluation.
 
     Returns:
         The configuration, and True if a recipe sets some of it.
@@ -219,18 +229,19 @@ def _prompt(path: Path | None, task_name: str, config: EvalConfig) -> tuple[Prom
     """Choose a benchmark's prompt and its name: --prompt, else the recipe's, else the benchmark's default.
 
     Args:
-        path: file of the problems; None: a recipe's held-out problems.
-        task_name: of the benchmark's task.
-        config: of the evaluation.
+        path: file of the problems; None for a recipe's held-out problems.
+        task_name: name of the benchmark's task.
+        config: configuration of the evaluation.
     """
     has_recipe_prompt = _recipe_task(config) is not None
     preset = config.prompt
     if preset is None and not has_recipe_prompt:
-        # A protocol may name presets for a benchmark, which come first, and for a task.
+        # A protocol's presets come before our defaults. A preset for this benchmark comes before one for its
+        # whole task.
         if path is not None:
             preset = config.presets.get(path.stem)
         if not preset:
-            preset = {**DEFAULT_PROMPTS, **config.presets}.get(task_name)
+            preset = config.presets.get(task_name, DEFAULT_PROMPTS.get(task_name))
     if preset is not None:
         if preset not in PRESETS:
             raise UserError(f"--prompt {preset} is unknown{did_you_mean(preset, PRESETS)}")

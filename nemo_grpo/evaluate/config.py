@@ -30,14 +30,15 @@ PROTOCOLS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("
 class EvalConfig:
     """Settings from the command line, a recipe and a protocol. The defaults are ERPO's (A.3).
 
-    The fields of `EvalOptions` have their meaning; None stays where a set, a model or a recipe decides.
+    Fields that `EvalOptions` also has mean the same as there. A field is None if the benchmark, the model or
+    the recipe decides its value.
 
     Attributes:
-        presets: benchmark or task -> preset, if neither a recipe nor ``prompt`` is given.
-        section: a recipe's section ``nemo_grpo``, with its task and prompt.
-        source: of the values of ``protocol``, a key of `PROTOCOLS`.
-        stop_token_ids: in addition to the model's own, `end_tokens`.
-        num_threads: on a CPU; None: torch's default.
+        presets: benchmark or task -> prompt preset, used if neither a recipe nor ``prompt`` is given.
+        section: section ``nemo_grpo`` of a recipe, with its task and prompt.
+        source: where the values of ``protocol`` were published. ``protocol`` is a key of `PROTOCOLS`.
+        stop_token_ids: stop tokens; `resolved` puts the model's own (`end_tokens`) in front of them.
+        num_threads: threads on a CPU; None is torch's default.
     """
 
     model: Path
@@ -76,7 +77,7 @@ class EvalConfig:
         set_options = options.given()
         values = _recipe_values(recipe) if recipe else {}
         if options.seed is not None and options.seeds is None:
-            # One seed takes the place of the recipe's several.
+            # A single --seed replaces all seeds of the recipe.
             values.pop("seeds", None)
         protocol = set_options.get("protocol", values.get("protocol"))
         if protocol is not None:
@@ -90,19 +91,24 @@ class EvalConfig:
         parse_ks(config.pass_at, config.num_samples)
         if "seed" in set_options and "seeds" in set_options:
             raise UserError("--seed and --seeds exclude each other; name all seeds in --seeds")
-        config.all_seeds()  # refuses invalid ones
+        config.all_seeds()  # raises for invalid seeds
         return config
 
     def all_seeds(self) -> list[int]:
-        """List the seeds of the samples: those of ``seeds``, at least two, or else ``seed``."""
+        """List the seeds to sample under: those of ``seeds`` if it is set, else the single ``seed``.
+
+        Raises:
+            UserError: ``seeds`` has fewer than two different seeds, or the sampling is greedy.
+        """
         if self.seeds is None:
             return [self.seed]
-        numbers = list(dict.fromkeys(parse_seeds(self.seeds)))
-        if len(numbers) < 2:
+        # A dict drops repeated seeds and keeps the order.
+        distinct_seeds = list(dict.fromkeys(parse_seeds(self.seeds)))
+        if len(distinct_seeds) < 2:
             raise UserError(f"--seeds {self.seeds}: a deviation needs two seeds or more; for one use --seed")
         if self.temperature == 0:
             raise UserError("--seeds: greedy responses are the same for every seed; set --temperature")
-        return numbers
+        return distinct_seeds
 
     @property
     def uses_vllm(self) -> bool:
@@ -122,8 +128,8 @@ class EvalConfig:
     @property
     def problems_per_call(self) -> int:
         """Problems sampled per call: one batch, or more for vLLM, which fills its batches itself."""
-        at_once = max(self.batch_size, 1024) if self.uses_vllm else self.batch_size
-        return max(1, at_once // self.num_samples)
+        num_responses = max(self.batch_size, 1024) if self.uses_vllm else self.batch_size
+        return max(1, num_responses // self.num_samples)
 
     def resolved(self, tokenizer: Any) -> Self:
         """Replace ``auto`` by the generator, device and dtype in use, and add the model's stop tokens."""
@@ -144,9 +150,10 @@ class EvalConfig:
         )
 
     def conditions(self) -> dict[str, Any]:
-        """Return all that a response depends on besides its problem, for a resolved configuration.
+        """Return everything that a response depends on, except its problem and prompt, as JSON values.
 
-        The device's name is included: results differ in the last digits between devices and generators.
+        Call it on a resolved configuration. The device's name is included, because results differ in their
+        last digits between devices and generators.
         """
         on_gpu = self.device == "cuda"
         return {
@@ -192,7 +199,7 @@ def describe(conditions: Mapping[str, Any], seeds: Sequence[int] = ()) -> str:
 
     Args:
         conditions: see `EvalConfig.conditions`.
-        seeds: of several results under these conditions.
+        seeds: seeds of the results; with two or more, they replace the one in ``conditions``.
     """
     sampling = conditions["sampling"]
     choice = f"temperature {sampling['temperature']:g}, top_p {sampling['top_p']:g}"
@@ -212,7 +219,7 @@ def describe(conditions: Mapping[str, Any], seeds: Sequence[int] = ()) -> str:
 
 
 def _recipe_values(recipe: Recipe) -> dict[str, Any]:
-    """Return the values that a recipe sets: those of its training, replaced by those of its evaluation."""
+    """Return the fields that a recipe sets. Its evaluation section takes precedence over its training."""
     section = recipe.nemo_grpo
     generation = recipe.policy.generation
     training_values = {
@@ -226,7 +233,8 @@ def _recipe_values(recipe: Recipe) -> dict[str, Any]:
         "num_threads": section.engine.num_threads,
     }
     evaluation_values = section.evaluation.given()
-    # It counts the recipe's own problems alone, for which `load_benchmark` reads it; not those of a file.
+    # The recipe's number is for its own held-out problems, for which `load_benchmark` reads it. It must not
+    # shorten a benchmark that comes from a file.
     del evaluation_values["num_problems"]
     return training_values | evaluation_values
 
@@ -236,14 +244,15 @@ CACHE_BYTES = 1 << 30
 
 
 def fitting_batch_size(model: Path, max_tokens: int) -> int:
-    """Count responses of this length whose KV cache fits `CACHE_BYTES` in float32, from 1 to the default.
+    """Compute how many responses of this length have a float32 KV cache that fits into `CACHE_BYTES`.
 
-    A large model then gets small batches, whose answers are on disk early.
+    The result lies between 1 and the default batch size. Large models get small batches, so that their first
+    responses are on disk early.
     """
-    # A model with images has its decoder's numbers in a section of its own.
+    # A vision-language model keeps the sizes of its decoder in a section of its config.
     config = load_config(model).get_text_config()
     if not hasattr(config, "num_attention_heads"):
-        return EvalConfig.batch_size  # without attention there is no such cache
+        return EvalConfig.batch_size  # a model without attention has no KV cache
     num_heads = getattr(config, "num_key_value_heads", None)
     if not num_heads:
         num_heads = config.num_attention_heads

@@ -1,4 +1,4 @@
-"""Folders of an evaluation, checked before the work: the model, and the results."""
+"""Checks of an evaluation's folders before it starts: the model's, and the one for the results."""
 
 import os
 from collections.abc import Iterator
@@ -23,23 +23,32 @@ def finite_logits(model: Path) -> Iterator[None]:
 
 
 def result_name(model: Path) -> str:
-    """Return a name for the results of a model: its folder's.
+    """Return a name for the results of a model: the name of its folder, or of its run.
 
-    Every run calls its model's folder hf, so the run's name takes its place.
+    Every run writes its model to RUN/hf, so "hf" would not tell models apart.
     """
     folder = model.resolve()
-    return folder.parent.name if folder.name == "hf" and folder.parent.name else folder.name
+    run_name = folder.parent.name
+    # The parent of /hf is the root, whose name is empty.
+    if folder.name == "hf" and run_name:
+        return run_name
+    return folder.name
 
 
 def check_place(out: Path) -> None:
-    """Refuse a folder that cannot be written, before the work; creates nothing yet."""
+    """Refuse an output folder that cannot be written. Nothing is created yet."""
     existing = existing_parent(out)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"--out {out} cannot be made: {existing} cannot be written; choose another folder")
 
 
 def tokenizer_of(model: Path) -> Any:
-    """Load the model's tokenizer; refuses one without an end of sequence, and adapters beside the model."""
+    """Load the model's tokenizer.
+
+    Raises:
+        UserError: the tokenizer is missing or has no end-of-sequence token, or the folder also holds weights
+            that would be ignored, such as an adapter.
+    """
     if not model.is_dir():
         raise UserError(f"--model {model} is not a folder; {how_to_get(model)}")
     tokenizer_files = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -54,7 +63,7 @@ def tokenizer_of(model: Path) -> Any:
 
 
 def _remedy(model: Path) -> str:
-    """Say where to get the tokenizer of a model folder without one."""
+    """Tell the user how to put a tokenizer into a model folder that has none."""
     name, metadata = base_model(Training(), model)
     if "base_model" in metadata:
         load = f"AutoTokenizer.from_pretrained({name!r})"
@@ -67,6 +76,6 @@ def model_limits(model: Path) -> tuple[int | None, int | None]:
     if not (model / "config.json").is_file():
         return None, None
     config = hf_config(model)
-    # A vision-language model has the numbers of its language model in a section of its own.
+    # A vision-language model keeps the sizes of its language model in a section of its config.
     language_model = {**config, **config.get("text_config", {})}
     return language_model.get("max_position_embeddings"), language_model.get("vocab_size")

@@ -60,8 +60,8 @@ class Majority:
     """Outcome of a vote.
 
     Attributes:
-        score: of the winning answer.
-        cut_short: a limit was hit, so that equal answers may have counted separately.
+        score: score of the winning answer.
+        cut_short: True if a limit stopped the comparisons, so that equal answers may count separately.
     """
 
     score: float
@@ -77,18 +77,18 @@ def majority_at_k(
     """Find the score of the most frequent answer; ties go to the earliest.
 
     Args:
-        answers: normalised; None does not vote.
-        scores: of the same samples.
-        same: compares with the first answer of each kind, at most `MOST_COMPARISONS` times and until
-            `MOST_UNDECIDED` comparisons had no verdict; then answers are equal only if their texts are.
-        hopeless: answers that could not be compared with this problem's reference. Comparing them with every
-            other answer would take long, so they too are equal only if their texts are.
+        answers: normalised answer of each sample; None does not vote.
+        scores: score of each sample.
+        same: compares two answers. After `MOST_COMPARISONS` calls, or `MOST_UNDECIDED` calls without a
+            verdict, the remaining answers count as equal only if their texts are equal.
+        hopeless: answers that could not be compared with this problem's reference in time. Each comparison
+            with another answer would run into the time limit too, so only equal texts count as equal.
 
     Returns:
-        The score of the first sample that gave the winning answer; 0 if nobody voted.
+        The score of the first sample that gave the winning answer; 0 if no sample has an answer.
     """
     counts = Counter(answer for answer in answers if answer is not None)
-    # A kind is called by its first answer: all that equal it vote for it.
+    # Equal answers with different texts (1/2 and 0.5) form one kind. Its first answer is its name here.
     votes: Counter[str] = Counter()
     comparisons = _Comparisons(same, hopeless)
     for answer, count in counts.items():
@@ -100,7 +100,7 @@ def majority_at_k(
 
 
 def _kind_of(answer: str, kinds: Iterable[str], comparisons: _Comparisons) -> str:
-    """Return the first kind that an answer equals; otherwise the answer, which is a new kind."""
+    """Return the first of the kinds that equals the answer. If there is none, the answer is a new kind."""
     for kind in kinds:
         if comparisons.are_equal(kind, answer):
             return kind
@@ -109,7 +109,15 @@ def _kind_of(answer: str, kinds: Iterable[str], comparisons: _Comparisons) -> st
 
 @dataclass
 class _Comparisons:
-    """Compares the answers of one vote, within the limits."""
+    """Comparisons of one vote, with the counts for its limits.
+
+    Attributes:
+        same: see `majority_at_k`.
+        hopeless: see `majority_at_k`.
+        num_compared: comparisons that were counted so far.
+        num_undecided: comparisons without a verdict so far.
+        cut_short: True as soon as one comparison was skipped or had no verdict.
+    """
 
     same: SameAnswer
     hopeless: Collection[str]
@@ -130,7 +138,7 @@ class _Comparisons:
         return bool(verdict)
 
     def _verdict(self, kind: str, answer: str) -> bool | None:
-        """Compare two answers; return None without a verdict, or if a limit was hit before."""
+        """Compare two answers, or return None if the comparison has no verdict or a limit forbids it."""
         if kind in self.hopeless or answer in self.hopeless:
             return None
         if self.num_compared == MOST_COMPARISONS or self.num_undecided == MOST_UNDECIDED:

@@ -1,4 +1,4 @@
-"""Table and bar chart of an evaluation's results."""
+"""Table, bar chart and per-group lines that `nemo-grpo eval` shows of its results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def show(evaluation: Evaluation, model: Path) -> None:
         summary_file = SUMMARY
         spread = ERRORS
         spread_name = "standard error over problems"
-    # Of several seeds, all results have the same protocol, and conditions that differ in the seed alone.
+    # The results of several seeds share the protocol, and their conditions differ only in the seed.
     result = next(iter(evaluation.results.values()))
     conditions = describe(result.conditions, list(summaries))
     plot(summary, out / PICTURE, f"{model.resolve().name}: {conditions}", spread)
@@ -53,7 +53,7 @@ def show(evaluation: Evaluation, model: Path) -> None:
     for line in groups(summary):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"{conditions}; prompts {prompts}{protocol}", highlight=False)
-    # soft_wrap: a path stays in one piece, to be copied.
+    # soft_wrap keeps a path in one piece, so that it can be copied.
     console.print(f"{out / summary_file}, {out / PICTURE}", highlight=False, soft_wrap=True)
 
 
@@ -75,7 +75,7 @@ def table(summary: Mapping[str, Any], spread: str = ERRORS) -> Table:
     if len(columns) > 1:
         columns.append(summary["average"])
         rows.add_column(f"average\n{len(entries)} sets", justify="right")
-    # Only metrics that every column has: an older version may have written fewer.
+    # A column from an older version may have fewer metrics; only the common ones are shown.
     metrics = common([column["metrics"] for column in columns])
     for metric, label in labels(num_samples, metrics).items():
         cells = [_cell(metric, column["metrics"], column[spread]) for column in columns]
@@ -88,7 +88,7 @@ def table(summary: Mapping[str, Any], spread: str = ERRORS) -> Table:
 
 
 def groups(summary: Mapping[str, Any]) -> list[str]:
-    """Write a line per benchmark with grouped problems: avg@k of each group."""
+    """Write avg@k of each group of problems, one line per benchmark that has groups."""
     lines = []
     for name, entry in summary[BENCHMARKS].items():
         accuracies = [f"{label} {100 * group['accuracy']:.1f}" for label, group in entry["groups"].items()]
@@ -131,8 +131,8 @@ def plot(summary: Mapping[str, Any], path: Path, title: str, spread: str = ERROR
 
     Args:
         summary: as in `table`.
-        path: of the picture.
-        title: above the bars.
+        path: path of the PNG.
+        title: text above the bars.
         spread: as in `table`.
     """
     from nemo_grpo.support.pictures import COLORS, INK, new_figure, tidy, write_png
@@ -146,9 +146,9 @@ def plot(summary: Mapping[str, Any], path: Path, title: str, spread: str = ERROR
     figure = new_figure(max(4.4, 1.0 + 1.7 * len(entries)), 3.6)
     axes = figure.add_subplot()
     for number, (metric, label) in enumerate(bars.items()):
-        # The bars of a benchmark stand side by side around its place.
+        # Benchmark i is at x = i. Its bars stand side by side, centred on i.
         offset = width * (number - (len(bars) - 1) / 2)
-        places = [place + offset for place in range(len(entries))]
+        places = [index + offset for index in range(len(entries))]
         heights = [100 * entry["metrics"][metric] for entry in entries.values()]
         errors = [100 * entry[spread].get(metric, 0.0) for entry in entries.values()]
         style: dict[str, Any] = {

@@ -33,11 +33,11 @@ class Verdicts:
 
     Attributes:
         completions: texts of the responses.
-        extracted: answers; None: the response has none.
-        scores: the component accuracy.
-        formats: the component format.
-        lengths: numbers of the policy's tokens.
-        truncated: True if the length limit ended the response.
+        extracted: answer in each response, or None if it has none.
+        scores: reward component "accuracy" of each response.
+        formats: reward component "format" of each response.
+        lengths: number of the policy's tokens in each response.
+        truncated: True for responses that the length limit ended.
     """
 
     completions: list[str]
@@ -53,9 +53,9 @@ class ProblemResult:
     """One problem, its greedy response and its samples.
 
     Attributes:
-        id: of the problem.
+        id: identity of the problem.
         prompt: text that the policy continued.
-        gold: the reference answer.
+        gold: reference answer.
         greedy: the greedy response.
         samples: the random responses.
     """
@@ -101,7 +101,7 @@ class EvalResult:
         undecided: returns True if a reference and an extracted answer could not be compared in time.
         pass_at: values of k for pass@k in addition to powers of two; at most the number of samples.
         overall: the task's own metrics, see `nemo_grpo.tasks.base.Answered`.
-        rewards: the samples' `validation_rewards`; none of an evaluation without a scorer.
+        rewards: `validation_rewards` of the samples; empty for an evaluation without a scorer.
     """
 
     task: dict[str, Any]
@@ -134,7 +134,10 @@ class EvalResult:
         return means | self.overall
 
     def standard_errors(self) -> dict[str, float]:
-        """Return ``accuracy_runs`` (`stderr_of_runs`) and, over two problems or more, the metrics' errors."""
+        """Return the standard error of each metric over problems, if there are two problems or more.
+
+        ``accuracy_runs`` is that of the accuracy over repeated evaluations, see `stderr_of_runs`.
+        """
         run_error = stderr_of_runs([problem.samples.scores for problem in self.problems])
         if len(self.problems) == 1:
             return {"accuracy_runs": run_error}
@@ -168,7 +171,7 @@ class EvalResult:
         for problem in self.problems:
             extracted = problem.samples.extracted
             answers = {answer for answer in extracted if answer is not None}
-            # Scoring has met these already; the vote does not pay for them again.
+            # Scoring already ran into the time limit on these answers. The vote does not compare them again.
             hopeless = {answer for answer in answers if self.undecided(problem.gold, answer)}
             votes.append(majority_at_k(extracted, problem.samples.scores, self.same_answer, hopeless))
         num_cut_short = sum(vote.cut_short for vote in votes)
@@ -200,7 +203,7 @@ class EvalResult:
 
 
 def ks(num_samples: int, further: Sequence[int] = ()) -> list[int]:
-    """List 1, 2, 4, 8, ... below the number of samples, that number, and further ones, in order."""
+    """List the k of pass@k: powers of two below the number of samples, that number, and ``further``."""
     powers = [2**exponent for exponent in range(num_samples.bit_length())]
     smaller_powers = [power for power in powers if power < num_samples]
     return sorted({*smaller_powers, num_samples, *further})
@@ -218,13 +221,13 @@ def evaluate_problems(
 
     Args:
         source: gives the responses.
-        problems: at least one.
+        problems: at least one problem.
         num_samples: random responses to each problem.
-        scorer: also computes the rewards of the samples; None: the task's score alone.
-        requests: the problems' encoded prompts; None: they are encoded here.
+        scorer: also computes the rewards of the samples. Without it, only the task's score is computed.
+        requests: encoded prompts of the problems, if the caller has them already.
 
     Returns:
-        The result. The same arguments give the same one, whatever is recorded.
+        The result. It does not depend on which responses were recorded before.
 
     Raises:
         UserError: a prompt and its response do not fit into the model's context.
@@ -240,13 +243,14 @@ def evaluate_problems(
         call_requests = [requests[index] for index in indices]
         greedy = source.greedy(call_requests, call_seed)
         if source.sampling.greedy:
-            samples = [responses * num_samples for responses in greedy]  # every sample is that response
+            # At temperature 0 every sample would be the greedy response again.
+            samples = [responses * num_samples for responses in greedy]
         else:
             samples = source.samples(call_requests, num_samples, call_seed)
         scores = _scores(scorer, task, [problems[index] for index in indices], samples)
         for place, index in enumerate(indices):
             problem = problems[index]
-            # The own functions of a scorer are for the samples alone: the greedy response has no reward.
+            # The greedy response gets no reward, so that the scorer's own reward functions do not see it.
             (greedy_scores,) = _scores(None, task, [problem], [greedy[place]])
             results[index] = ProblemResult(
                 id=problem.id,
@@ -256,7 +260,7 @@ def evaluate_problems(
                 samples=_judge(task, samples[place], scores[place]),
             )
             components += scores[place]
-    # The calls need not be in the order of the problems: repeated prompts come last.
+    # Calls are not in the order of the problems, because repeated prompts come last.
     ordered = [results[index] for index in range(len(problems))]
     optional = _task_fields(task, problems, ordered)
     if scorer is not None:
@@ -265,7 +269,7 @@ def evaluate_problems(
 
 
 def _task_fields(task: Any, problems: Sequence[Problem], results: Sequence[ProblemResult]) -> dict[str, Any]:
-    """Return the fields of `EvalResult` that a task may give, but need not."""
+    """Return the fields of `EvalResult` that come from optional attributes of the task."""
     task_fields: dict[str, Any] = {}
     for name in ("same_answer", "undecided"):
         if hasattr(task, name):
@@ -296,7 +300,7 @@ def _scores(
         pairs = zip(repeated_problems, texts, strict=True)
         return [checked_score(task, problem, text) for problem, text in pairs]
 
-    # As in rollouts, one rank scores for all: an own function need not give the same value twice.
+    # As in rollouts, one rank scores for all, because a user's reward function may be random.
     scores = iter(from_first_rank(score))
     return [[next(scores) for _ in responses_to_problem] for responses_to_problem in responses]
 

@@ -1,4 +1,4 @@
-"""Responses to problems, sampled or read from the disk."""
+"""Responses to an evaluation's problems: sampled once, recorded in a file, and read from it afterwards."""
 
 import hashlib
 import json
@@ -23,9 +23,9 @@ class Completion(NamedTuple):
     """Text of a response.
 
     Attributes:
-        text: without special tokens.
-        num_tokens: of the policy, stop token included.
-        truncated: the length limit ended the response.
+        text: text of the response without special tokens.
+        num_tokens: number of the policy's tokens, stop token included.
+        truncated: True if the length limit ended the response.
     """
 
     text: str
@@ -37,8 +37,8 @@ class EvalRequest(NamedTuple):
     """A problem's encoded prompt.
 
     Attributes:
-        id: of the problem, with a digest of each image.
-        tokens: of the prompt.
+        id: the problem's id, followed by a digest of each image.
+        tokens: tokens of the prompt.
         images: paths of the prompt's images.
     """
 
@@ -58,11 +58,11 @@ sample."""
 
 
 class ResponseFile:
-    """Responses to one benchmark in a JSONL file, a line each.
+    """JSONL file with the responses to one benchmark, one response per line.
 
-    The file's name is a hash of all that decides them, see `Benchmark.response_key`. Recorded responses are
-    read and not sampled again. New lines are appended, and are on disk when `put` returns. A last line that a
-    kill truncated is dropped. The file is locked for one process at a time.
+    The file's name is a hash of everything that decides the responses, see `Benchmark.response_key`. Recorded
+    responses are read instead of sampled again. `put` appends lines, which are on disk when it returns. An
+    incomplete last line, which a kill leaves, is dropped. A lock keeps other processes out.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,35 +89,38 @@ class ResponseFile:
         """Return the responses to a problem, or None unless all are recorded.
 
         Args:
-            request: of the problem.
+            request: encoded prompt of the problem.
             count: number of responses.
-            seed: of the random responses; None: greedy.
+            seed: seed of random responses, or None for greedy ones.
         """
         places = [(request.id, request.prompt_hash, seed, number) for number in range(count)]
         recorded = [self._recorded[place] for place in places if place in self._recorded]
         return recorded if len(recorded) == count else None
 
     def put(self, answered: Iterable[tuple[EvalRequest, Sequence[Completion]]], seed: int | None) -> None:
-        """Record problems with all their responses in order, in one write.
+        """Append the responses that are not recorded yet, in one write.
 
         Args:
-            answered: the problems and their responses.
-            seed: of the random responses; None: greedy.
+            answered: encoded prompts, each with all of its responses in the order of the samples.
+            seed: seed of random responses, or None for greedy ones.
         """
         lines = []
+        new_responses: dict[Place, Completion] = {}
         for request, responses in answered:
             for number, response in enumerate(responses):
-                if (request.id, request.prompt_hash, seed, number) not in self._recorded:
-                    place = {"id": request.id, "prompt": request.prompt_hash, "seed": seed, "sample": number}
-                    lines.append({**place, **response._asdict()})
+                place = (request.id, request.prompt_hash, seed, number)
+                if place not in self._recorded:
+                    identity = dict(zip(("id", "prompt", "seed", "sample"), place, strict=True))
+                    lines.append({**identity, **response._asdict()})
+                    new_responses[place] = response
         self._file.write("".join(json.dumps(line) + "\n" for line in lines).encode())
-        # A job that is killed now has lost nothing.
+        # On disk now, so that a job that is killed later has lost nothing.
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._recorded |= dict(map(_entry, lines))
+        self._recorded |= new_responses
 
     def _read(self) -> dict[Place, Completion]:
-        """Read all complete lines, and cut off a last one that is incomplete."""
+        """Read all complete lines, and cut off an incomplete last line."""
         self._file.seek(0)
         content = self._file.read()
         complete_lines = content[: content.rfind(b"\n") + 1]
@@ -139,16 +142,17 @@ def _entry(line: Mapping[str, Any]) -> tuple[Place, Completion]:
 
 
 _ROUND_SEED_STEP = 1_000_003
-"""Distance of the seeds of two rounds: larger than any range of seeds that somebody averages over."""
+"""Distance of the seeds of two rounds, see `calls`. It is larger than any range of seeds that somebody
+averages over, so that no round shares its seed with another run."""
 
 
 def calls(requests: Sequence[EvalRequest], size: int, seed: int) -> Iterator[tuple[list[int], int]]:
     """Yield the indices of each call's problems, and its seed.
 
     Args:
-        requests: of all problems.
+        requests: encoded prompts of all problems.
         size: largest number of problems in a call.
-        seed: of the evaluation.
+        seed: seed of the evaluation.
     """
     # Each repetition of a prompt gets a separate call and seed, so that its responses do not depend on how
     # the calls are split. A generator tells equal prompts apart only within one call.
@@ -169,18 +173,18 @@ PROBLEMS_PER_CALL = 64
 
 @dataclass(frozen=True)
 class ResponseSource:
-    """Responses to a task's problems: recorded ones, else sampled and recorded, one call at a time.
+    """Gives responses to a task's problems: recorded ones, and sampled ones where none are recorded.
 
     Attributes:
-        generator: with the weights to evaluate.
+        generator: samples with the weights to evaluate.
         tokenizer: a Hugging Face tokenizer.
-        task: of the problems.
-        prompt: around each problem.
-        sampling: of the random responses; its length limit and stop tokens hold for greedy ones too.
-        seed: of the random responses.
+        task: task of the problems.
+        prompt: text that is put around each problem.
+        sampling: parameters of random responses; greedy ones share the length limit and the stop tokens.
+        seed: seed of random responses.
         meter: counts every token and response.
-        recorded: responses on disk; those of each call are added when it ends.
-        problems_per_call: a smaller number takes less memory.
+        recorded: file of responses; the new ones of each call are added when the call ends.
+        problems_per_call: problems that are sampled together; a smaller number takes less memory.
     """
 
     generator: Sampler
@@ -198,7 +202,7 @@ class ResponseSource:
         has_images = self.task.config.needs_images
         tokens = encode_prompt(self.tokenizer, self.prompt, problem, with_images=has_images)
         images: Images = tuple(problem.metadata["images"]) if has_images else ()
-        # A picture may be replaced under the same name, which changes its responses.
+        # The id contains the pictures' content, because a file may be replaced under the same name.
         request_id = " ".join([problem.id, *map(image_digest, images)])
         return EvalRequest(request_id, tokens, images)
 
@@ -218,7 +222,7 @@ class ResponseSource:
         self, requests: Sequence[EvalRequest], count: int, sampling: SamplingParams, call_seed: int
     ) -> list[list[Completion]]:
         """Return ``count`` responses to each request; the requests all differ in prompt or images."""
-        # Greedy responses are recorded without a seed: they serve all seeds.
+        # Greedy responses are recorded without a seed, because they are the same for all seeds.
         seed = None if sampling.greedy else self.seed
         responses: dict[int, list[Completion]] = {}
         if self.recorded is not None:
@@ -247,7 +251,7 @@ class ResponseSource:
         opening = first_words(self.prompt, self.task.config)
         responses = sample_responses(self.generator, self.tokenizer, self.task, batch, opening)
         completions = [
-            # The mask leaves out the tokens of an environment's observations.
+            # The mask excludes the environment's observations from the count.
             Completion(response.text, int(response.token_mask.sum()), response.truncated)
             for response in responses
         ]

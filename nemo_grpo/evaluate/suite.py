@@ -1,4 +1,4 @@
-"""Evaluation of several benchmarks under the same conditions, and the files of their results."""
+"""Evaluation of a model folder on several benchmarks, under one or more seeds, with its files."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -36,9 +36,9 @@ class SuiteResult:
 
     Attributes:
         conditions: see `EvalConfig.conditions`.
-        benchmarks: by name, in the order of the command.
-        results: by the benchmark's name.
-        protocol: its name and source; None: no protocol.
+        benchmarks: name -> benchmark, in the order of the command.
+        results: name of the benchmark -> its results.
+        protocol: name and source of the protocol, if one is used.
     """
 
     conditions: dict[str, Any]
@@ -47,7 +47,10 @@ class SuiteResult:
     protocol: dict[str, str] | None = None
 
     def groups(self, name: str) -> dict[str, dict[str, float]]:
-        """Compute a benchmark's avg@k, greedy and number of problems by ``key=value`` of their metadata."""
+        """Compute avg@k, greedy accuracy and size of a benchmark's groups of problems.
+
+        A group has one value of a key of `GROUPED_BY` in the problems' metadata; its label is ``key=value``.
+        """
         members: dict[str, list[ProblemResult]] = {}
         results = self.results[name].problems
         for problem, result in zip(self.benchmarks[name].problems, results, strict=True):
@@ -82,7 +85,7 @@ class SuiteResult:
         """Write summary.json, and samples-NAME.jsonl of each benchmark.
 
         Returns:
-            The summary, with earlier benchmarks of the folder under the same conditions.
+            The summary. It includes benchmarks that the folder already holds under the same conditions.
         """
         folder.mkdir(exist_ok=True)
         for name, result in self.results.items():
@@ -97,10 +100,10 @@ class Suite:
     """Benchmarks to evaluate under one configuration.
 
     Attributes:
-        config: resolved.
-        conditions: of the configuration; computed once, because they hash the model's files.
-        tokenizer: of the model.
-        benchmarks: to evaluate, in order.
+        config: resolved configuration.
+        conditions: conditions of ``config``; computed once, because that hashes all of the model's files.
+        tokenizer: tokenizer of the model.
+        benchmarks: benchmarks to evaluate, in order.
         out: folder of the recorded responses.
     """
 
@@ -116,7 +119,7 @@ class Suite:
         return self.out / f"responses-{benchmark.name}-{key}.jsonl"
 
     def run(self, generator: Sampler, seed: int, meter: TokenMeter | None = None) -> SuiteResult:
-        """Evaluate one benchmark after the other; recorded responses are not sampled again."""
+        """Evaluate the benchmarks one by one. Recorded responses are not sampled again."""
         config = self.config
         results = {}
         for benchmark in self.benchmarks:
@@ -148,8 +151,8 @@ class Evaluation:
     """Results of an evaluation.
 
     Attributes:
-        results: by seed.
-        summaries: as they were written, by seed.
+        results: seed -> results.
+        summaries: seed -> the summary that was written.
         out: folder of all files.
     """
 
@@ -170,9 +173,10 @@ def evaluate(
 
     Args:
         model: Hugging Face folder.
-        options: of the command line; they take precedence over the recipe.
+        options: options of the command line; they take precedence over the recipe.
         recipe: gives the task, prompt and settings.
-        out: folder of the results; None: ``eval-NAME`` in the recipe's folder of runs, or in ``runs``.
+        out: folder of the results. The default is ``eval-NAME`` in the recipe's folder of runs, or in
+            ``runs`` without a recipe.
         overwrite: replace results of other conditions in ``out``.
 
     Raises:
@@ -183,7 +187,7 @@ def evaluate(
     benchmarks = load_benchmarks(config)
     limit, vocab_size = model_limits(model)
     if config.protocol and options.max_tokens is None and limit is not None:
-        # A protocol's length is cut to the room that the model leaves after the longest prompt.
+        # A protocol's response length may exceed what this model can hold after the longest prompt.
         room = limit - longest_prompt(benchmarks, tokenizer, model, 0, None, vocab_size)
         config = replace(config, max_tokens=max(1, min(config.max_tokens, room)))
     if out is None:
@@ -208,7 +212,7 @@ def _evaluate_seeds(
     """Evaluate under every seed; results are not written yet.
 
     Args:
-        suite: the benchmarks.
+        suite: benchmarks with their configuration.
         folders: seed -> folder of its results.
         longest: tokens of the longest prompt.
         overwrite: replace results of other conditions.
@@ -225,14 +229,15 @@ def _evaluate_seeds(
             check_summary(folder, {**suite.conditions, "seed": seed}, benchmarks)
 
     def build() -> Sampler:
-        # A task's tool first: an index that cannot be built is reported before the model is loaded.
+        # The tasks' tools come first, so that an index that cannot be built is reported before the model
+        # takes minutes to load.
         for benchmark in benchmarks:
             make_ready(benchmark.task)
         return config.build_generator(longest, max_images)
 
     generator = LazyGenerator(build)
     if not all(suite.responses(benchmark).exists() for benchmark in benchmarks):
-        # Now, so that a broken model is reported before anything is created.
+        # Load the model now, so that a broken one is reported before any file is created.
         generator.load()
     num_problems = sum(len(benchmark.problems) for benchmark in benchmarks)
     responses_per_problem = 1 if config.sampling.greedy else 1 + config.num_samples
@@ -243,7 +248,7 @@ def _evaluate_seeds(
 
 
 class LazyGenerator:
-    """Generator that loads the model when the first response is sampled: never if all are recorded.
+    """Generator that loads the model when the first response is sampled, so never if all are recorded.
 
     Args:
         build: makes the generator, with the model's weights.
@@ -265,15 +270,18 @@ def longest_prompt(
     limit: int | None,
     vocab_size: int | None = None,
 ) -> int:
-    """Count tokens of the longest prompt, images included; refuses prompts that do not fit the model.
+    """Count the tokens of the longest prompt, images included.
 
     Args:
-        benchmarks: with the problems.
-        tokenizer: of the model.
-        model: its folder.
-        max_new_tokens: of a response.
-        limit: the model's longest sequence; None: unknown.
-        vocab_size: the model's vocabulary; None: unknown.
+        benchmarks: benchmarks whose prompts are counted.
+        tokenizer: tokenizer of the model.
+        model: folder of the model.
+        max_new_tokens: largest number of tokens of a response.
+        limit: the model's longest sequence, if it is known.
+        vocab_size: size of the model's vocabulary, if it is known.
+
+    Raises:
+        UserError: a prompt does not fit into the model, or has a token that the model does not know.
     """
     longest = 0
     image_tokens = cache(ImageTokens)  # loads the model's processor when the first problem has images
@@ -295,7 +303,7 @@ def longest_prompt(
 
 
 def _remedy(length: int, max_new_tokens: int, limit: int) -> str:
-    """Write the remedy for a prompt that does not fit: shorter responses, if it leaves room for any."""
+    """Write what to do about a prompt that is too long: shorten the responses, or else leave it out."""
     if length < limit:
         return f" and --max-tokens is {max_new_tokens}: use --max-tokens {limit - length} or less"
     return ", which leaves no room for a response; take it out, or choose a model with more positions"

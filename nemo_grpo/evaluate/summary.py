@@ -1,4 +1,4 @@
-"""Summary of an evaluation, summary.json: joined with earlier results, averaged over seeds."""
+"""The file summary.json: read, checked against new results, joined with them, averaged over seeds."""
 
 import json
 import math
@@ -89,9 +89,9 @@ _REMEDY = "choose another --out, or --overwrite"
 
 
 def differences(before: object, now: Mapping[str, Any]) -> list[str]:
-    """Name the conditions that differ as JSON values."""
+    """List the names of the conditions that differ between a file and this evaluation."""
     old = before if isinstance(before, dict) else {}
-    # A tuple is a list in the file that it is compared with.
+    # Through JSON, because the tuples of ``now`` are lists in a file.
     new = json.loads(json.dumps(now))
     return sorted(key for key in {*old, *new} if old.get(key) != new.get(key))
 
@@ -112,7 +112,7 @@ def average(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Average the metrics over benchmarks, with standard errors sqrt(sum_b se_b^2) / B."""
     entries = list(entries)
     means = _means([entry["metrics"] for entry in entries])
-    # Errors of the benchmarks do not average like metrics: those of the average follow below.
+    # Standard errors must not be averaged like metrics; they are combined below.
     metrics = {name: mean for name, mean in means.items() if not name.endswith("_stderr")}
     errors = [entry[ERRORS] for entry in entries]
     average_errors = {}
@@ -123,7 +123,7 @@ def average(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def common(values: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List names common to all: an older version may have written fewer."""
+    """List the names that all mappings have. A file of an older version may have fewer."""
     return [name for name in values[0] if all(name in mapping for mapping in values)]
 
 
@@ -131,14 +131,14 @@ def over_seeds(summaries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Average the summaries of several seeds, with the standard deviation over the seeds.
 
     Args:
-        summaries: by seed, at least two, of the same conditions and benchmarks.
+        summaries: seed -> summary, for at least two seeds under the same conditions.
 
     Returns:
-        A summary. ``standard_deviations`` are over the seeds, ``standard_errors`` are the seeds' mean error
-        over problems, and ``by_seed`` has each seed's metrics.
+        A summary. ``standard_deviations`` are over the seeds. ``standard_errors`` are the errors over
+        problems, averaged over the seeds. ``by_seed`` has each seed's metrics.
     """
     first, *_ = summaries.values()
-    # A folder may hold earlier benchmarks that were evaluated under some of the seeds alone.
+    # A folder may also hold earlier benchmarks that only some of the seeds have.
     names = common([summary[BENCHMARKS] for summary in summaries.values()])
     benchmarks = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""An experiment on Slurm: writes every run's recipe to a file and submits all of them as one array."""
+"""Experiments on Slurm: every run's recipe is written to a file, and one array job runs them all."""
 
 import json
 import logging
@@ -29,9 +29,9 @@ class Slurm:
     """Options of `nemo_grpo.launch.submit.prepare`, and the GPU to plan for.
 
     Attributes:
-        gpu: a name of the planner's.
-        options: long options of sbatch; None: not given.
-        environment: variables of the job scripts; None: as in this process.
+        gpu: name of a GPU that the planner knows.
+        options: long options of sbatch; None leaves an option out.
+        environment: variables of the job scripts; None keeps this process's value.
     """
 
     gpu: str
@@ -44,9 +44,9 @@ class ArrayJob:
     """Runs that are submitted as one Slurm array.
 
     Attributes:
-        runs: in the order of the array's tasks.
-        recipes: file with their recipes, one a line.
-        submission: the command.
+        runs: runs in the order of the array's tasks.
+        recipes: file that lists the runs' recipe files, one on each line.
+        submission: the sbatch command.
     """
 
     runs: Sequence[Job]
@@ -55,16 +55,18 @@ class ArrayJob:
 
 
 def prepare_array(jobs: Sequence[Job], out: Path, slurm: Slurm, *, dry_run: bool = False) -> ArrayJob | None:
-    """Check all jobs as `nemo-grpo launch` does, and make the command for the new ones; writes nothing.
+    """Check all jobs as `nemo-grpo launch` does, and build the command that submits the new ones.
+
+    Nothing is written.
 
     Args:
-        jobs: of all settings and seeds.
-        out: the experiment's folder.
+        jobs: runs of all settings and seeds.
+        out: folder of the experiment.
         slurm: options of the submission.
         dry_run: accept missing data files.
 
     Returns:
-        None if all jobs are submitted already.
+        The array of the runs that are not submitted yet; None if all are.
     """
     submitted = _read(out / SUBMITTED)
     new = [job for job in jobs if job.name not in submitted]
@@ -90,7 +92,8 @@ def prepare_array(jobs: Sequence[Job], out: Path, slurm: Slurm, *, dry_run: bool
                 f"{job.setting.label} needs {nodes}, and {first.setting.label} {expected_nodes}: the runs "
                 "are tasks of one Slurm array; make cluster.num_nodes and cluster.gpus_per_node equal"
             )
-    # Named after its first run: an array that waits in the queue still reads the list of an earlier command.
+    # The list is named after its first run. A list of an earlier command must stay, because an array that
+    # still waits in the queue will read it.
     recipes = (out / RECIPES / f"from-{first.name}.txt").absolute()
     options = {**slurm.options, "array": f"0-{len(new) - 1}", "job-name": out.name}
     submission = prepare(first.recipe, recipes, [], options, slurm.environment)
@@ -122,14 +125,14 @@ def recipe_file(job: Job, out: Path) -> Path:
 def submit_experiment(
     jobs: Sequence[Job], out: Path, slurm: Slurm, command: str, baseline: str | None = None
 ) -> Results:
-    """Write the recipes, submit the runs that were not submitted yet, and write the results of complete runs.
+    """Write the recipes, submit the runs that are not submitted yet, and write the results of complete runs.
 
-    The runs are tasks of one Slurm array. ``out/submitted.json`` lists each run's task, and is written at
-    once, so that a repeated command submits only what is new.
+    The new runs become tasks of one Slurm array. ``out/submitted.json`` lists the task of each run. It is
+    written right after the submission, so that a repeated command submits only new runs.
 
     Args:
-        jobs: of all settings and seeds.
-        out: the experiment's folder.
+        jobs: runs of all settings and seeds.
+        out: folder of the experiment.
         slurm: options of the submission.
         command: this command line, for the record.
         baseline: see `results.baseline_of`.
@@ -153,7 +156,7 @@ def submit_experiment(
 
 
 def _check_submitted_recipes(jobs: Sequence[Job], out: Path, numbers: Mapping[str, str]) -> None:
-    """Refuse a command whose recipes differ from those of jobs that wait, run, or have run."""
+    """Refuse jobs whose recipes differ from the recipes with which they were submitted."""
     for job in jobs:
         path = recipe_file(job, out)
         if job.name not in numbers or not path.is_file():
@@ -181,6 +184,6 @@ def _read(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     remedy = "correct it, or choose another --out: it is not known what was submitted"
-    # AttributeError: valid JSON that is no object has no items.
+    # AttributeError, because JSON that is not an object has no items.
     with reading(path, "a JSON object of job numbers", remedy, AttributeError):
         return {str(name): str(number) for name, number in json.loads(path.read_text()).items()}

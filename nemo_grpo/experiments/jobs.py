@@ -37,12 +37,12 @@ VALIDATION = (
 
 @dataclass(frozen=True)
 class Setting:
-    """One line of the table.
+    """A recipe with overrides that is trained under every seed; one line of the table of results.
 
     Attributes:
-        label: unique name.
-        recipe: file.
-        overrides: of the recipe, without seed and names.
+        label: unique name of the setting.
+        recipe: file of the recipe.
+        overrides: overrides of the recipe, without the seed and the run's name.
         varied: keys that differ between the settings.
     """
 
@@ -54,7 +54,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a setting with a seed, and all overrides for the command line."""
+    """One run: a setting under one seed, its name, its recipe, and all overrides for the command line."""
 
     setting: Setting
     seed: int
@@ -72,8 +72,8 @@ class Status:
     """State of a run.
 
     Attributes:
-        state: how its last process ended.
-        exit_code: of that process.
+        state: how the run's last process ended.
+        exit_code: exit code of that process.
         error: last error line of a failed run.
     """
 
@@ -86,13 +86,13 @@ class Status:
 
 
 def make_jobs(settings: Sequence[Setting], seeds: Sequence[int], out: Path, *, prefix: str = "") -> list[Job]:
-    """Make the runs, seed by seed, so that early results already compare all settings.
+    """Make the runs, ordered by seed, so that the first results already compare all settings.
 
     Args:
-        settings: at least one.
-        seeds: at least one; a repeated seed counts once.
-        out: the experiment's folder; the runs go to ``out/runs``.
-        prefix: of the runs' names, which are also the names of cluster jobs.
+        settings: at least one setting.
+        seeds: at least one seed; a repeated one counts once.
+        out: folder of the experiment; the runs go to ``out/runs``.
+        prefix: beginning of the runs' names, which are also the names of cluster jobs.
     """
     override_keys = {override_key(override) for setting in settings for override in setting.overrides}
     for key, remedy in OWN_KEYS.items():
@@ -109,7 +109,7 @@ def make_jobs(settings: Sequence[Setting], seeds: Sequence[int], out: Path, *, p
 
 def _check_unshared(kind: str, folders: Sequence[Path]) -> None:
     """Refuse runs that would write into one folder."""
-    # Labels that differ in special characters alone give equal names.
+    # Labels that differ only in special characters give equal names.
     if len(set(folders)) < len(folders):
         raise UserError(
             f"several runs would share the {kind} {max(folders, key=folders.count)}; give the settings "
@@ -127,7 +127,7 @@ def naming(setting: Setting) -> Iterator[None]:
 
 
 def one_per_setting(jobs: Sequence[Job]) -> list[Job]:
-    """Return one job of each setting, because seeds are alike."""
+    """Return one job of each setting, for checks that do not depend on the seed."""
     return list({job.setting.label: job for job in jobs}.values())
 
 
@@ -137,14 +137,15 @@ def override_key(override: str) -> str:
 
 
 def overlap(key: str, other_key: str) -> bool:
-    """True if one key is the other, or a section that holds it."""
+    """Return True if the keys are equal, or one of them is a section that contains the other."""
     return f"{key}.".startswith(f"{other_key}.") or f"{other_key}.".startswith(f"{key}.")
 
 
 def _job(setting: Setting, seed: int, out: Path, prefix: str) -> Job:
     label = re.sub(r"[^A-Za-z0-9_.=+-]+", "-", setting.label)
     name = f"{prefix}{label}-s{seed}"
-    # Quoted, because an override's value is YAML: of a folder called "runs #1" YAML reads "runs".
+    # Quoted, because an override's value is YAML, in which "#" begins a comment: without quotes, "runs #1"
+    # would become "runs".
     runs_dir = json.dumps(str(out / RUNS), ensure_ascii=False)
     overrides = (
         *setting.overrides,

@@ -27,17 +27,17 @@ RESULTS = "results.json"
 
 
 def steps_done(job: Job) -> int:
-    """Find the last step in the run's metrics; 0 without any."""
+    """Return the last step in the run's metrics, or 0 if it has none."""
     steps = (row.get("step") for row in json_lines(job.folder / METRICS_FILE))
     return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def is_complete(job: Job) -> bool:
-    """Return True if the run's metrics reach its last step, or the goal that ends a run early."""
+    """Return True if the run's metrics contain its last step, or reach the goal that ends a run early."""
     last_step = steps_done(job)
     if last_step >= job.recipe.grpo.max_num_steps:
         return True
-    # A start that reaches the goal before any step is no finished training.
+    # The model may reach the goal before its first step, but then the run has not trained.
     if last_step == 0:
         return False
     rows = json_lines(job.folder / METRICS_FILE)
@@ -45,7 +45,7 @@ def is_complete(job: Job) -> bool:
 
 
 def finished_groups(jobs: Sequence[Job], ended: Mapping[str, Status]) -> list[RunGroup]:
-    """Group the finished runs by setting, seeds in order; settings without any are left out."""
+    """Group the finished runs by setting, ordered by seed. Settings without a finished run are left out."""
     runs_by_label: dict[str, list[RunLog]] = {job.setting.label: [] for job in jobs}
     for job in sorted(jobs, key=lambda job: job.seed):
         if _is_finished(job, ended):
@@ -58,12 +58,12 @@ def _is_finished(job: Job, ended: Mapping[str, Status]) -> bool:
 
 
 def settings_that_differ(jobs: Sequence[Job]) -> tuple[list[str], list[list[str]]]:
-    """Tabulate the keys whose values differ between the settings' recipes, a row per key.
+    """Tabulate the keys whose values differ between the settings' recipes, one row per key.
 
-    A variant's own parameters are empty for a variant without them.
+    A cell is empty if the setting's variant does not have this parameter.
 
     Returns:
-        Head and rows, as `report.summary.markdown_table` takes them; no rows if nothing differs.
+        Head and rows for `report.summary.markdown_table`. There are no rows if nothing differs.
     """
     by_label = {job.setting.label: dict(leaves(job.recipe.to_dict())) for job in jobs}
     keys = sorted({key for settings in by_label.values() for key in settings} - set(NOT_A_SETTING))
@@ -81,11 +81,11 @@ class Results:
 
     Attributes:
         groups: finished runs by setting.
-        unfinished: unfinished run -> reason.
-        num_jobs: of all settings and seeds.
+        unfinished: name of an unfinished run -> reason.
+        num_jobs: number of runs, finished or not.
         baseline: label of the setting that the others are compared with.
-        paired: every other setting against the baseline.
-        files: written ones, the report first.
+        paired: differences of every other setting from the baseline.
+        files: files that were written, the report first.
     """
 
     groups: Sequence[RunGroup]
@@ -116,14 +116,14 @@ def write_results(
     unfinished: Mapping[str, str] | None = None,
     baseline: str | None = None,
 ) -> Results:
-    """Write the files; they name unfinished runs, which enter no mean.
+    """Write report, table and results.json from the finished runs. They also list the unfinished runs.
 
     Args:
-        jobs: of all settings and seeds.
-        ended: job's name -> how its last process ended.
-        out: the experiment's folder.
-        command: this command line, for the record.
-        unfinished: unfinished run -> reason; None: from ``ended``.
+        jobs: runs of all settings and seeds.
+        ended: name of a job -> how its last process ended.
+        out: folder of the experiment.
+        command: this command line, which the files record.
+        unfinished: name of an unfinished run -> reason; by default ``ended`` gives the reasons.
         baseline: see `baseline_of`.
     """
     if unfinished is None:
@@ -137,7 +137,7 @@ def write_results(
         write_group_report(groups, out / REPORT, paired, baseline)
         files.insert(0, out / REPORT)
     else:
-        # What an earlier command drew is of runs that are to be repeated.
+        # A report of an earlier command shows runs that no longer count, because they must be repeated.
         (out / REPORT).unlink(missing_ok=True)
     if not paired:
         (out / PLOTS / FOREST).unlink(missing_ok=True)
@@ -154,7 +154,7 @@ def write_results(
 
 
 def _tables(results: Results, jobs: Sequence[Job], command: str) -> str:
-    """Write table.md: the command, both tables, the notes, the settings that differ."""
+    """Return the text of table.md: the command, both tables, the notes, the settings that differ."""
     parts = [f"```\n{command}\n```\n\n"]
     if results.groups:
         parts.append(f"{markdown(results.groups)}\n")
@@ -169,7 +169,7 @@ def _tables(results: Results, jobs: Sequence[Job], command: str) -> str:
 
 
 def baseline_of(jobs: Sequence[Job], label: str | None = None) -> str:
-    """Choose the setting that the others are compared with: the given label, else grpo, else the first."""
+    """Choose the setting that the others are compared with: ``label``, or else grpo, or else the first."""
     labels = [job.setting.label for job in jobs]
     if label is None:
         return "grpo" if "grpo" in labels else labels[0]

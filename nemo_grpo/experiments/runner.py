@@ -1,4 +1,4 @@
-"""Runs of an experiment on this machine, several at a time; runs that are complete are skipped."""
+"""Experiments on this machine: runs of `nemo-grpo train`, several at a time, each in its own process."""
 
 import logging
 import subprocess
@@ -32,19 +32,19 @@ def run_experiment(
     """Run the jobs and write the results.
 
     Args:
-        jobs: of all settings and seeds.
-        out: folder of everything.
-        num_parallel: runs at a time.
-        command: this command line, for the record.
+        jobs: runs of all settings and seeds.
+        out: folder of the experiment.
+        num_parallel: number of runs at a time.
+        command: this command line, which the results record.
         baseline: see `results.baseline_of`.
 
     Returns:
         The results, and the exit code: 0 if every run is finished, 75 if Ctrl-C stopped some, else 1.
 
     Raises:
-        UserError: before any run starts.
+        UserError: a setting is wrong; raised before any run starts.
     """
-    # Everything that can be refused is refused now, not after hours of training.
+    # All checks come first, so that no setting is refused after hours of training others.
     baseline = baseline_of(jobs, baseline)
     missing_files = check_settings(jobs)
     if missing_files:
@@ -55,14 +55,14 @@ def run_experiment(
     states = [status.state for status in ended.values()]
     if "failed" in states:
         return results, 1
-    # A run without a status was not started when Ctrl-C came.
+    # A run that Ctrl-C kept from starting has no status.
     if "interrupted" in states or len(ended) < len(jobs):
         return results, EXIT_INTERRUPTED
     return results, 0
 
 
 def check_settings(jobs: Sequence[Job]) -> list[str]:
-    """Refuse settings that cannot be trained, checking one seed of each.
+    """Refuse settings that cannot be trained. One seed of each setting is checked.
 
     Returns:
         Missing files, see `recipe_checks.remedies`.
@@ -78,7 +78,7 @@ def check_settings(jobs: Sequence[Job]) -> list[str]:
 
 
 def train_command(job: Job) -> list[str]:
-    """Make the command that runs a job, or resumes it, to its end."""
+    """Build the command that starts or resumes a job and runs it to its end."""
     start = [sys.executable, "-m", "nemo_grpo.cli.child"]
     return [*start, "train", str(job.setting.recipe), *job.overrides, "--resume"]
 
@@ -86,27 +86,27 @@ def train_command(job: Job) -> list[str]:
 def run_jobs(
     jobs: Sequence[Job], out: Path, num_parallel: int = 1, command: Callable[[Job], list[str]] = train_command
 ) -> dict[str, Status]:
-    """Run the jobs that are not complete, ``num_parallel`` at a time, each in a process of its own.
+    """Run the jobs that are not complete, ``num_parallel`` at a time, each in its own process.
 
     A run that was interrupted resumes from its newest checkpoint. A run that fails does not stop the others.
-    Ctrl-C reaches the runs, too, as they are in the terminal's process group: they save and end, and no other
-    starts. If this process is ended otherwise, they notice (`cli.child`).
+    Ctrl-C also reaches the runs, because they belong to the terminal's process group. They save and end, and
+    no further run starts. If this process ends in another way, its runs notice and stop too (`cli.child`).
 
     Args:
-        jobs: accepted by `check_unchanged`.
-        out: the experiment's folder.
-        num_parallel: runs at a time.
-        command: makes the command of a job; exit codes as of ``nemo-grpo train``.
+        jobs: runs that `check_unchanged` has accepted.
+        out: folder of the experiment.
+        num_parallel: number of runs at a time.
+        command: builds the command of a job, whose exit codes must be those of ``nemo-grpo train``.
 
     Returns:
-        Job's name -> status, in the order of ``jobs``; without jobs that were not started.
+        Name of a job -> status, in the order of ``jobs``, without jobs that were not started.
     """
     with only_one(out):
         ended = {job.name: Status("finished", 0) for job in jobs if is_complete(job)}
         if ended:
             log.info("%d of %d runs are already finished", len(ended), len(jobs))
         log_files = {job.name: out / LOGS / f"{job.name}.log" for job in jobs}
-        # Threads, as each only waits for the process that it has started.
+        # Threads are enough, because each only waits for the process that it has started.
         executor = ThreadPoolExecutor(num_parallel)
         runs: dict[Future[int], str] = {}
         for job in jobs:
@@ -125,16 +125,19 @@ def run_jobs(
                 if name in ended or run.cancelled():
                     continue
                 code = run.result()
-                # A run that was still starting when Ctrl-C came ends with any code, and has not failed.
+                # Ctrl-C can end a run that is still starting with any exit code, which is not a failure.
                 ended[name] = Status("finished", 0) if code == 0 else Status("interrupted", code)
         finally:
-            # Also after an error, else the runs that have not started would start.
+            # Also after an error in this process; otherwise the executor would start the remaining runs.
             executor.shutdown(cancel_futures=True)
         return {job.name: ended[job.name] for job in jobs if job.name in ended}
 
 
 def _run(command: Sequence[str], log_file: Path) -> int:
-    """Run a job's process to its end; its standard input ends if this process does (`cli.child`)."""
+    """Run a job's process to its end and return its exit code.
+
+    Its standard input is a pipe from this process, so the job notices if this process ends (`cli.child`).
+    """
     with (
         log_file.open("wb") as file,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file, stderr=file) as process,
@@ -153,7 +156,7 @@ def _status(name: str, code: int, log_file: Path) -> Status:
 
 
 def _last_error(log_file: Path) -> str:
-    """Find the last line of a log that begins with ``error:``, else the last line."""
+    """Return the last line of a log that begins with ``error:``, or else its last line."""
     lines = [line.strip() for line in log_file.read_text(errors="replace").splitlines()]
     lines = [line for line in lines if line]
     if not lines:
@@ -163,8 +166,8 @@ def _last_error(log_file: Path) -> str:
 
 
 def check_unchanged(jobs: Sequence[Job]) -> None:
-    """Refuse runs that were trained or validated differently before, because a mean needs like runs."""
-    # Cached, because the runs share a model, and it logs the files that it skips at every call.
+    """Refuse to continue a run with a changed recipe or model: its steps could not enter one mean."""
+    # Cached, because the runs share a model, and every call would log the files that it skips.
     files_of_model = cache(model_files)
     for job in jobs:
         check_same_run(job.recipe, job.folder / RECIPE_FILE, ANOTHER_OUT, may_extend=False)
@@ -174,14 +177,14 @@ def check_unchanged(jobs: Sequence[Job]) -> None:
 
 @contextmanager
 def only_one(out: Path) -> Iterator[None]:
-    """Make the experiment's folder and hold its lock."""
+    """Create the experiment's folder and hold its lock within the block."""
     try:
         for folder in (out / RUNS, out / LOGS):
             folder.mkdir(parents=True, exist_ok=True)
         lock = (out / ".lock").open("w")
     except OSError as error:
         raise UserError(f"--out {out} cannot be written ({error.strerror}); choose another folder") from None
-    # Two commands that train the same runs would write into the same folders.
+    # The lock keeps a second command from writing into the folders of the same runs.
     with lock:
         refusal = f"--out {out} is in use by another process; wait for it or end it"
         hold_lock(lock, refusal, per_process=True)

@@ -40,7 +40,7 @@ Target = Literal["embedded", "cluster"]
 
 
 class _OneSweep(BaseModel):
-    """The settings of one target. Unknown keys are errors."""
+    """Keys of a sweep for one target. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -52,7 +52,7 @@ class _OneSweep(BaseModel):
 
 
 class _SweepFile(_OneSweep):
-    """The section ``sweep``; the keys of ``cluster`` replace the others with the target cluster."""
+    """The section ``sweep``. For the cluster, keys of its part ``cluster`` replace the others."""
 
     cluster: _OneSweep | None = None
 
@@ -60,7 +60,7 @@ class _SweepFile(_OneSweep):
         """Return the settings of a target."""
         if target == "embedded" or self.cluster is None:
             return self
-        # Keys that the file leaves out have defaults here, which must not replace the embedded target's.
+        # Only keys that the file sets: the defaults of the others must not replace the embedded target's.
         written = {key: getattr(self.cluster, key) for key in self.cluster.model_fields_set}
         return self.model_copy(update=written)
 
@@ -70,8 +70,8 @@ class Sweep(NamedTuple):
 
     Attributes:
         name: the file's stem.
-        settings: one for each line of the table.
-        seeds: of every setting.
+        settings: settings to train, one for each line of the table.
+        seeds: seeds of every setting.
     """
 
     name: str
@@ -80,13 +80,13 @@ class Sweep(NamedTuple):
 
 
 def is_sweep(path: Path) -> bool:
-    """True for a YAML file whose only section is ``sweep``."""
+    """Return True for a YAML file whose only section is ``sweep``."""
     try:
         text = path.read_text()
-        # Most YAML files are recipes, which need not be parsed here.
+        # Most YAML files are recipes. Without the word they need not be parsed, which takes longer.
         tree = yaml.safe_load(text) if SECTION in text else None
     except (*UNREADABLE, yaml.YAMLError):
-        # The recipe loader reports the error.
+        # Not a sweep, so that the recipe loader reads the file and reports the error.
         return False
     return isinstance(tree, dict) and list(tree) == [SECTION]
 
@@ -103,7 +103,7 @@ def find_sweep(name: str) -> Path:
 
 
 def targets(path: Path) -> list[Target]:
-    """List the targets that a sweep file has settings for."""
+    """List the targets for which a sweep file has settings."""
     return ["embedded"] if _read(path).cluster is None else ["embedded", "cluster"]
 
 
@@ -123,7 +123,7 @@ def load_sweep(path: Path, target: Target = "embedded") -> Sweep:
 
 
 def sweep_variants(recipe: Path, variants: Sequence[str], seeds: Sequence[int]) -> Sweep:
-    """Vary ``loss_fn.variant`` alone; each setting is named after its variant."""
+    """Make a sweep that varies only ``loss_fn.variant``. Each setting is named after its variant."""
     points = [{LABEL: variant, VARIANT: variant} for variant in variants]
     settings = _settings(f"--variants {','.join(variants)}", points, shipped.recipe_file(recipe), ())
     return Sweep(recipe.stem, settings, list(seeds))
@@ -132,7 +132,7 @@ def sweep_variants(recipe: Path, variants: Sequence[str], seeds: Sequence[int]) 
 def _settings(
     source: str, points: Sequence[Mapping[str, Any]], recipe: Path, common: tuple[str, ...]
 ) -> list[Setting]:
-    """Make the settings; the default label is what varies: ``tau=0.5`` or ``lower=1.0 upper=1.2``."""
+    """Make the settings of a sweep. A default label lists the varied keys: ``lower=1.0 upper=1.2``."""
     settings: dict[str, Setting] = {}
     for point in points:
         varied = {key: value for key, value in point.items() if key != LABEL}
@@ -142,7 +142,7 @@ def _settings(
             raise UserError(f"{source}: the setting {label!r} is repeated; name it once")
         variant_recipe, variant_overrides = _recipe_of(varied.get(VARIANT), recipe)
         changes = [_override(key, value) for key, value in varied.items() if key != VARIANT]
-        # In this order: what a setting varies replaces what is common to all.
+        # The order matters: of two overrides of one key the last one holds, which must be the varied one.
         overrides = (*variant_overrides, *common, *changes)
         settings[label] = Setting(label, variant_recipe, overrides, tuple(varied))
     return list(settings.values())
@@ -163,11 +163,12 @@ def _read(path: Path) -> _SweepFile:
 
 
 def _recipe_of(variant: str | None, recipe: Path) -> tuple[Path, tuple[str, ...]]:
-    """Find the recipe of a variant, and the overrides that make it the variant's.
+    """Choose the recipe that trains a variant, and the overrides that select the variant in it.
 
-    It is the given recipe if that has the variant already; else ``<stem>-<variant>.yaml`` beside it; else the
-    given recipe with the variant, whose parameters keep the values that the recipe sets. Otherwise a KL
-    penalty, say, would hold in one arm of a comparison and not in the others.
+    1. ``recipe`` itself without overrides, if it already has the variant.
+    2. ``<stem>-<variant>.yaml`` beside it, if there is such a file.
+    3. ``recipe`` with its variant replaced. Parameters of the loss that the new variant also has keep the
+       recipe's values, so that a KL penalty, for example, holds for all variants of a comparison.
     """
     if variant is None:
         return recipe, ()
@@ -181,12 +182,12 @@ def _recipe_of(variant: str | None, recipe: Path) -> tuple[Path, tuple[str, ...]
     try:
         parameters = set(variant_class(variant, VARIANT).model_fields)
     except UserError:
-        # `make_jobs` refuses the variant, and names the setting.
+        # An unknown variant is passed on. `make_jobs` refuses it with the name of the setting.
         return recipe, (f"{VARIANT}={variant}",)
-    # In a recipe of NeMo-RL's, `recipe.host` converts the keys of its loss.
+    # A recipe of NeMo-RL itself uses NeMo-RL's names for keys of the loss; `recipe.host` converts them.
     if keeps_its_data(tree):
         parameters |= NeMoRLLoss.keys().keys()
-    # Parameters that the variant does not have would be errors in its recipe.
+    # Parameters that the variant does not have would be unknown keys, and must be removed.
     removals = [f"~loss_fn.{key}" for key in loss if key not in parameters]
     return recipe, (*removals, f"{VARIANT}={variant}")
 
@@ -194,13 +195,17 @@ def _recipe_of(variant: str | None, recipe: Path) -> tuple[Path, tuple[str, ...]
 def _override(key: str, value: Any) -> str:
     """Write a key and its value as on a command line, where the value is YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
-    # After a scalar PyYAML marks the document's end.
+    # PyYAML ends a scalar with the line "...".
     text = text.removesuffix("...\n").strip()
     return f"{key}={text}"
 
 
 def with_overrides(settings: list[Setting], overrides: Sequence[str]) -> list[Setting]:
-    """Add overrides to all settings; refuses those that would undo what the settings vary."""
+    """Add overrides to all settings.
+
+    Raises:
+        UserError: an override sets a key that the settings vary.
+    """
     varied = sorted({key for setting in settings for key in setting.varied})
     for override in overrides:
         for key in varied:

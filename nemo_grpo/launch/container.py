@@ -1,4 +1,4 @@
-"""Folders of a job in a container: paths that Pyxis can mount, and files that the container does not see."""
+"""Checks of a job in a container: can Pyxis mount its folders, and are all of its files in one of them?"""
 
 import os
 import re
@@ -16,12 +16,12 @@ SEPARATORS = re.compile(r"[\s,:]")
 
 
 def check_paths(root: Path, environment: Mapping[str, str], run_name: str) -> None:
-    """Refuse a container whose image or mounts Pyxis would read as other paths; nothing without a container.
+    """Refuse an image or mounts whose paths Pyxis would misread. Without a container nothing is checked.
 
     Args:
-        root: folder of the job scripts' repository.
+        root: folder of the repository with the job scripts.
         environment: the job's CONTAINER, MOUNTS and LOGS.
-        run_name: of the run, whose logs lie in a folder of that name.
+        run_name: name of the run, and of the folder with its logs.
     """
     image = environment.get("CONTAINER")
     if not image:
@@ -53,31 +53,32 @@ def hidden_files(
     """Find what a job in this container reads or writes outside the folders that are mounted.
 
     Args:
-        recipe: of the job.
-        file: the recipe's.
+        recipe: recipe of the job.
+        file: file of the recipe.
         root: see `check_paths`.
         environment: see `check_paths`.
 
     Yields:
-        A description, and the path with links resolved.
+        The recipe's key or a description of the path, and the path with links resolved.
     """
     visible = [root.resolve(), Path.cwd().resolve(), _logs(environment).resolve()]
     for entry in _entries(environment):
         source, target = entry.split(":")[:2]
-        # Under another name in the container, a folder does not hold the paths that the recipe names.
+        # The recipe names paths of this machine, so a folder counts only if it has the same path inside.
         if source == target:
             visible.append(Path(source).resolve())
     for name, path in _paths_of(recipe, file):
-        # A mount does not follow links that leave it.
+        # Links are resolved, because a link that leads out of a mounted folder is broken inside.
         resolved = path.resolve()
         if not any(resolved.is_relative_to(folder) for folder in visible):
             yield name, resolved
 
 
 def hidden_cache(recipe: Recipe, environment: Mapping[str, str]) -> bool:
-    """Return True if the model comes from the Hub, and HF_HOME names no folder that the container keeps.
+    """Return True if a job would download its model from the Hub again in every container.
 
-    The home folder, with Hugging Face's default cache, is not mounted.
+    Hugging Face's default cache is in the home folder, which is not mounted. Only an HF_HOME in a mounted
+    folder keeps the model.
     """
     model = recipe.policy.model_name
     if model is None or Path(model).is_dir():
@@ -119,7 +120,7 @@ def _paths_of(recipe: Recipe, file: Path) -> Iterator[tuple[str, Path]]:
     package = shipped.folder("recipes").resolve()
     bases = {Path(name) for name in recipe.source.origins.values() if name != OVERRIDE}
     for path in sorted(bases | {file.resolve()}):
-        # The package brings its own recipes into the container.
+        # The package in the container contains the shipped recipes.
         if not path.is_relative_to(package):
             yield "recipe", path
     model = recipe.policy.model_name

@@ -1,7 +1,7 @@
 """One node's report before a job starts: ``python node_facts.py FOLDER`` writes FOLDER/NODE.json.
 
-Runs as a script on all nodes at once; imports the standard library only, so that it is quick and works on a
-broken node. The file's arrival also proves that the folder is shared and writable.
+The script runs on all nodes at once. It imports only the standard library, so that it is quick and works on a
+node with a broken installation. The file's arrival also proves that the folder is shared and writable.
 """
 
 import importlib.metadata
@@ -23,9 +23,9 @@ def collect() -> dict[str, Any]:
     """Return this node's facts.
 
     Returns:
-        node: Slurm's name, or the host's.
+        node: name of the node in Slurm, or of the host.
         gpus: names of the GPUs.
-        versions: of Python and of the installed `PACKAGES`.
+        versions: versions of Python and of the installed `PACKAGES`.
     """
     return {
         "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
@@ -35,17 +35,18 @@ def collect() -> dict[str, Any]:
 
 
 def find_gpus() -> list[str]:
-    """Name the GPUs that this job may use; without nvidia-smi, "gpu" for each that Slurm allocated.
+    """List the names of the GPUs that this job may use.
 
-    Empty if nvidia-smi fails or hangs, as it does when a GPU is lost: the node is unusable.
+    Without nvidia-smi the list has one "gpu" for each GPU that Slurm allocated. It is empty if nvidia-smi
+    fails or hangs, as it does after losing a GPU, because the node is unusable then.
     """
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        # A driver that has lost a GPU may let nvidia-smi hang for ever.
+        # nvidia-smi can hang for ever if the driver has lost a GPU, so it gets a minute.
         listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         return listed.stdout.split("\n")[:-1]
     except OSError:
-        # There is no nvidia-smi, so that Slurm's count is all that is known.
+        # Without nvidia-smi, only Slurm's count is known.
         return ["gpu"] * int(os.environ.get("SLURM_GPUS_ON_NODE") or 0)
     except subprocess.SubprocessError as error:
         sys.stderr.write(f"nvidia-smi: {getattr(error, 'stdout', None) or ''}{error}\n")
@@ -55,18 +56,19 @@ def find_gpus() -> list[str]:
 def _versions() -> dict[str, str]:
     versions = {}
     for package in PACKAGES:
-        # In NeMo-RL's container, megatron-core and vLLM lie in the workers' own environments.
+        # A package may be missing here: NeMo-RL's container has megatron-core and vLLM only in the
+        # environments of its workers.
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions
 
 
 def main(folder: Path) -> int:
-    """Write the facts; 1 if the folder is missing or cannot be written."""
+    """Write the facts; returns exit code 1 if the folder is missing or cannot be written."""
     facts = collect()
     target = folder / f"{facts['node']}.json"
     try:
-        # By a rename, so that nobody reads half a file.
+        # Write under another name and rename, so that nobody reads half a file.
         temporary = target.with_suffix(".tmp")
         temporary.write_text(json.dumps(facts, indent=1) + "\n")
         temporary.rename(target)

@@ -21,11 +21,11 @@ BYTES_OF_OPTIMIZER = 12
 def plan_verdict(recipe: Recipe, gpu: str) -> tuple[bool, str]:
     """Check that a recipe fits on a kind of GPU; returns (accepted, why).
 
-    Only cluster recipes are planned: embedded runs are small and check their own node.
+    Only cluster recipes are planned. Embedded runs are accepted, because they are small.
 
     Args:
-        recipe: of either target.
-        gpu: a name of `nemo_grpo.plan.HARDWARE`.
+        recipe: a cluster or an embedded recipe.
+        gpu: name of a GPU in `nemo_grpo.plan.HARDWARE`.
     """
     if recipe.nemo_grpo.target != "cluster":
         return True, "embedded engine, not planned"
@@ -45,14 +45,14 @@ def plan_verdict(recipe: Recipe, gpu: str) -> tuple[bool, str]:
 def time_verdict(recipe: Recipe, gpu: str, limit: timedelta, signal: str | None = None) -> tuple[bool, str]:
     """Check that a job's start, a step and a checkpoint fit into its time limit; returns (accepted, why).
 
-    It refuses only if they do not fit even with a step that is faster than predicted by the worst known
-    error. Recipes that are not planned are not compared with the limit.
+    A prediction may be too slow. So the check refuses only if the limit is too short even for a step that is
+    faster than predicted by the worst error known. Recipes that are not planned are accepted.
 
     Args:
-        recipe: of either target.
-        gpu: a name of `nemo_grpo.plan.HARDWARE`.
-        limit: of one attempt.
-        signal: sbatch's option; None: the job script's.
+        recipe: a cluster or an embedded recipe.
+        gpu: name of a GPU in `nemo_grpo.plan.HARDWARE`.
+        limit: time limit of one attempt.
+        signal: value of sbatch's --signal; None if the job script's own holds.
     """
     target = recipe.nemo_grpo.target
     seconds = limit.total_seconds()
@@ -78,7 +78,7 @@ def time_verdict(recipe: Recipe, gpu: str, limit: timedelta, signal: str | None 
             f"--time {limit}: {durations} on {gpu}, and {verdict}: NeMo-RL starts in {START:.0f} s or more, "
             f"and {stop}; give more time or GPUs, or see nemo-grpo plan"
         )
-    # The step in which the signal arrives is finished.
+    # Plus one, because the run finishes the step during which the signal arrives.
     steps_until_signal = 1 + int((seconds - START - lead) / step)
     steps = max(min(forecast.steps_within(seconds - START), steps_until_signal), 1)
     total = forecast.work.num_steps
@@ -89,9 +89,10 @@ def time_verdict(recipe: Recipe, gpu: str, limit: timedelta, signal: str | None 
 
 
 def checkpoint_bytes(recipe: Recipe) -> int | None:
-    """Estimate an upper bound of a checkpoint's bytes, ignoring LoRA; None: the model is not known.
+    """Estimate an upper bound of a checkpoint's bytes as if all weights were trained, also with LoRA.
 
-    From the files of policy.model_name, taken as 2 bytes per parameter, or the planner's table.
+    The number of parameters comes from the files of policy.model_name, at 2 bytes per parameter, or else from
+    the planner's table. Returns None if neither knows the model.
     """
     bytes_per_parameter = BYTES_OF_WEIGHT
     if recipe.checkpointing.save_optimizer:
@@ -108,13 +109,13 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
 
 
 def kind_of(name: str) -> str | None:
-    """Find the planner's name of a GPU that calls itself ``name``; None: unknown.
+    """Find the planner's name for a GPU that the driver calls ``name``, or return None if it has none.
 
-    The planner's A100 has 80 GB, so that one of 40 GB is unknown.
+    The planner's A100 has 80 GB, so an A100 of 40 GB has no name here.
     """
     lower_name = name.lower()
     if "40gb" in lower_name:
         return None
-    # The longest name: a GB200 is also called B200.
+    # The longest match, because the name of a GB200 also contains B200.
     kinds = [kind for kind in HARDWARE if kind in lower_name]
     return max(kinds, key=len, default=None)

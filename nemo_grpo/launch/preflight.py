@@ -20,9 +20,9 @@ class Row:
     """Result of one check.
 
     Attributes:
-        check: name, for the table.
-        verdict: ``note`` does not keep a job from starting.
-        finding: what was measured; of a refusal the rule, value and remedy.
+        check: name of the check in the table.
+        verdict: only ``refused`` keeps a job from starting; ``note`` does not.
+        finding: result of the measurement; for a refusal also the rule and the remedy.
     """
 
     check: str
@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Job:
-    """The allocation.
+    """Nodes that Slurm allocated to a job, with what they reported.
 
     Attributes:
         nodes: names of the nodes.
@@ -86,7 +86,7 @@ def recipe_and_data(recipe: Recipe, _job: Job) -> Iterator[Row]:
 
 def shared_folder(_recipe: Recipe, job: Job) -> Iterator[Row]:
     """Check that every node's report has arrived in the log folder."""
-    # A report that arrived proves more than any look at the mounts: the folder is shared and can be written.
+    # A report that arrived proves that the folder is shared and writable. A list of mounts would not.
     silent_nodes = sorted(set(job.nodes) - {facts["node"] for facts in job.facts})
     if silent_nodes:
         finding = (
@@ -123,7 +123,7 @@ def gpus(recipe: Recipe, job: Job) -> Iterator[Row]:
         yield Row("GPUs", "refused", finding)
         return
     kinds = sorted({name for facts in job.facts for name in facts["gpus"]})
-    # Several kinds train, at the pace of the slowest.
+    # GPUs of several kinds can train together, so this is only a note. The slowest one sets the pace.
     if len(kinds) > 1:
         yield Row("GPUs", "note", f"{expected} per node, of several kinds: {', '.join(kinds)}")
     else:
@@ -131,7 +131,7 @@ def gpus(recipe: Recipe, job: Job) -> Iterator[Row]:
 
 
 def free_space(recipe: Recipe, _job: Job) -> Iterator[Row]:
-    """Check that one more checkpoint fits, if the run saves any; quotas are not seen."""
+    """Check that the disk has room for one more checkpoint, if the run saves any. Quotas are not checked."""
     if not recipe.checkpointing.enabled:
         return
     folder = existing_parent(recipe.checkpoint_dir)
@@ -143,7 +143,7 @@ def free_space(recipe: Recipe, _job: Job) -> Iterator[Row]:
     elif free >= required:
         yield Row("free space", "ok", f"{room}, a checkpoint needs {gib(required)}")
     elif recipe.policy.megatron_cfg.lora_in_use:
-        # The bound is that of the whole model, of which adapters are a small part.
+        # ``required`` is for the whole model. Adapters are a small part of it, so they may well fit.
         finding = f"{room}; the whole model would need {gib(required)}, its adapters less"
         yield Row("free space", "note", finding)
     else:
@@ -164,7 +164,7 @@ def versions(_recipe: Recipe, job: Job) -> Iterator[Row]:
 
 
 def differing(tables: dict[str, dict[str, str]]) -> str:
-    """List as ``"KEY: n1 a, n2 b"`` the keys whose value is not the same in all tables."""
+    """List the keys whose values differ between the tables, as ``"KEY: n1 a, n2 b"``."""
     lines = []
     for key in sorted({key for table in tables.values() for key in table}):
         values = {node: table.get(key, "unset") for node, table in sorted(tables.items())}
@@ -180,7 +180,7 @@ def gib(num_bytes: float) -> str:
 
 
 def shell_settings(recipe: Recipe) -> str:
-    """Write assignments for a shell: the run's folders, GPUs per node, the starting model."""
+    """Write the run's folders, GPUs per node and initial model as shell assignments for the job scripts."""
     values = {
         "RUN_DIR": recipe.run_dir.absolute(),
         "CHECKPOINT_DIR": recipe.checkpoint_dir.absolute(),
@@ -191,15 +191,15 @@ def shell_settings(recipe: Recipe) -> str:
         "MODEL": folder_of(recipe.policy.model_name or ""),
         "LORA": "merge" if recipe.policy.megatron_cfg.lora_in_use else "",
     }
-    # Quoted, because a folder's name may hold spaces, or characters that a shell would run.
+    # Quoted, because a folder's name may contain spaces, or characters that a shell would interpret.
     return "".join(f"{name}={shlex.quote(str(value))}\n" for name, value in values.items())
 
 
 def folder_of(model: str) -> str:
-    """Find a Hub model's local folder; folders and models that are not downloaded are returned unchanged."""
+    """Find the local folder of a downloaded Hub model. Any other ``model`` is returned unchanged."""
     if not model or Path(model).is_dir():
         return model
-    # Imported here: it takes a second, which commands that need no model should not.
+    # Imported here, because the import takes a second and most commands do not need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

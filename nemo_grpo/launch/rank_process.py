@@ -1,10 +1,9 @@
 """One rank of the preflight: ``python rank_process.py FOLDER MODULE...``, started by srun once for each GPU.
 
-The rank imports the modules and takes part in one all-reduce over all ranks, by nccl on a GPU and by gloo
-without one. Before each step it writes FOLDER/RANK.json, so that the file of a rank that hangs, or is killed,
-names the step.
+The rank imports the modules and takes part in one all-reduce over all ranks, with nccl on a GPU and with gloo
+otherwise. Before each step it writes FOLDER/RANK.json, which tells where a rank hung or was killed.
 
-Until the modules are imported this script uses the standard library only: it has to report a broken torch.
+This script itself imports only the standard library, because it must be able to report a broken torch.
 """
 
 import importlib
@@ -38,9 +37,9 @@ class Report:
     """The file of one rank.
 
     Attributes:
-        rank: from 0.
-        fields: what is written: rank, node, step, error ("" unless the step failed), versions of the imported
-            modules, backend of the all-reduce.
+        rank: number of the rank, from 0.
+        fields: content of the file: rank, node, step, error ("" unless the step failed), versions of the
+            imported modules, backend of the all-reduce.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -50,31 +49,33 @@ class Report:
         self.fields: dict[str, Any] = {"rank": rank, "node": node, "versions": {}, "backend": ""}
 
     def write(self, step: str, error: str = "") -> None:
-        """Replace the file by one that names this step."""
+        """Write the file anew with this step."""
         self.fields["step"] = step
         self.fields["error"] = error
-        # By a rename, so that nobody reads half a file.
+        # Write under another name and rename, so that nobody reads half a file.
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.fields) + "\n")
         temporary.rename(self.path)
 
 
 def main(folder: Path, modules: list[str]) -> int:
-    """Import the modules, then all-reduce; returns 1 if either fails."""
+    """Import the modules, then all-reduce; returns exit code 1 if either fails."""
     if "nemo_rl" in modules and os.environ.get("NEMO_RL_PY_EXECUTABLES_SYSTEM") != "1":
         python = worker_python()
         if python is not None:
-            # The training's ranks run there. Now it is the only Python, so that this does not happen again.
+            # Ranks of a training run in the workers' environment, so restart in it. The variable prevents a
+            # second restart.
             os.environ["NEMO_RL_PY_EXECUTABLES_SYSTEM"] = "1"
             os.execv(python, [str(python), __file__, str(folder), *modules])
-        # NeMo-RL makes its workers' environment by uv when the run starts; there is nothing to import yet.
+        # NeMo-RL creates the environment of its workers with uv when the run starts. Until then their
+        # packages cannot be imported.
         modules = [module for module in modules if module not in OF_NEMO_RL_WORKERS]
     report = Report(folder, int(os.environ["SLURM_PROCID"]))
     for module in modules:
         report.write(f"import {module}")
         try:
             importlib.import_module(module)
-        # A broken package raises anything, such as OSError for a missing library.
+        # A broken package may raise any exception, such as OSError for a missing library.
         except Exception as error:
             report.write(f"import {module}", f"{described(module)} cannot be imported: {first_line(error)}")
             raise
@@ -90,10 +91,10 @@ def main(folder: Path, modules: list[str]) -> int:
 
 
 def all_reduce(report: Report) -> None:
-    """Sum a one of every rank, and check that the sum is their number.
+    """Add up a 1 from every rank, and check that the sum is the number of ranks.
 
-    The limit is the job script's, which kills ranks that hang: torch's own would only end this process, and
-    a hanging nccl does not always obey it.
+    The job script limits the time and kills ranks that hang. Torch's own timeout would end only this process,
+    and a hanging nccl does not always obey it.
     """
     import torch
     import torch.distributed as dist
@@ -105,7 +106,7 @@ def all_reduce(report: Report) -> None:
     report.write(ALL_REDUCE)
     device = torch.device("cpu")
     if has_gpu:
-        # A cluster may bind each task to one GPU, which then is number 0 for all of them.
+        # The remainder, because a cluster may show each task only one GPU, which then has number 0.
         device = torch.device("cuda", int(os.environ["SLURM_LOCALID"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method="env://", rank=report.rank, world_size=num_ranks)
@@ -118,7 +119,7 @@ def all_reduce(report: Report) -> None:
 
 
 def worker_python() -> Path | None:
-    """Find the interpreter of NeMo-RL's Megatron workers on this node; None: it does not exist yet."""
+    """Find the Python of NeMo-RL's Megatron workers on this node, or return None before it is created."""
     folder = os.environ.get("NEMO_RL_VENV_DIR")
     if folder is None:
         package = importlib.util.find_spec("nemo_rl")
@@ -130,7 +131,7 @@ def worker_python() -> Path | None:
 
 
 def version(module: str) -> str:
-    """Return the version of a module's package; empty if it is no installed package, as NeMo-RL's clone."""
+    """Return the version of a module's package, or "" for one that is not installed, such as a clone."""
     try:
         return importlib.metadata.version(DISTRIBUTIONS[module])
     except importlib.metadata.PackageNotFoundError:

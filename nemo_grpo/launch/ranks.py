@@ -1,4 +1,4 @@
-"""Judgement of the preflight's ranks: the reports that `rank_process` writes, one for each GPU of the job."""
+"""Evaluation of the preflight's rank reports, which `rank_process` writes for each GPU of the job."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -29,14 +29,18 @@ def read_reports(folder: Path) -> Reports:
 
 
 def check_ranks(recipe: Recipe, nodes: Sequence[str], reports: Reports) -> list[Row]:
-    """Return the rows "imports" and "all-reduce" of a job.
+    """Return the rows "imports" and "all-reduce" of the preflight's table.
 
     Args:
-        nodes: names of the job's nodes, in Slurm's order: each has the next `cluster.gpus_per_node` ranks.
+        recipe: recipe of the job.
+        nodes: names of the job's nodes in Slurm's order. The first `cluster.gpus_per_node` ranks are on the
+            first node, and so on.
+        reports: report of each rank.
     """
     rank_nodes = [node for node in nodes for _ in range(recipe.cluster.gpus_per_node)]
     failures = list(_failures(reports))
-    # The job script ends all ranks when one fails, so the others' unfinished steps say nothing then.
+    # When one rank fails, the job script ends all of them. Then the other ranks' unfinished steps are only a
+    # consequence of the failure, and are not reported.
     if not failures:
         failures = list(_unfinished(rank_nodes, reports))
     if failures:
@@ -65,7 +69,7 @@ def _failures(reports: Reports) -> Iterator[Row]:
 
 
 def _unfinished(rank_nodes: Sequence[str], reports: Reports) -> Iterator[Row]:
-    """Yield a row for each step in which ranks were when the limit ended them."""
+    """Yield a row for each step in which the job script's time limit ended some ranks."""
     nodes_by_step: dict[str, dict[int, str]] = {}
     for rank, node in enumerate(rank_nodes):
         step = reports[rank]["step"] if rank in reports else "start"
@@ -79,7 +83,8 @@ def _unfinished(rank_nodes: Sequence[str], reports: Reports) -> Iterator[Row]:
             f"{named(nodes)} did not answer: ended at {step}; see ranks.log, leave the node out (sbatch "
             "--exclude), or give more time by PREFLIGHT_SECONDS",
         )
-    # Ranks wait in the all-reduce for those that have not come so far; they are at fault only if all have.
+    # In the all-reduce, ranks wait for those that have not reached it, and these are at fault. Only if all
+    # ranks have reached it, the all-reduce itself hangs.
     if waiting and not nodes_by_step:
         yield Row("all-reduce", "refused", _stuck(waiting, {reports[rank]["backend"] for rank in waiting}))
 
@@ -97,7 +102,7 @@ def _stuck(waiting: dict[int, str], backends: set[str]) -> str:
 
 
 def named(nodes: dict[int, str]) -> str:
-    """Name ranks by their nodes, such as ``ranks 8, 9 on n2``; by all ranks in order of the nodes."""
+    """Describe ranks with their nodes, such as ``ranks 8, 9 on n2``."""
     parts = []
     for node in dict.fromkeys(nodes.values()):
         ranks = [str(rank) for rank in nodes if nodes[rank] == node]

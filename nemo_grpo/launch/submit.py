@@ -46,19 +46,20 @@ SET_BY_LAUNCH = {
 }
 """Options of sbatch that contradict what a submission sets or plans -> reason and alternative."""
 SIGNAL = re.compile(r"(?P<to>[RB]*):(SIG)?(USR1|10)(@(?P<lead>\d+))?", re.IGNORECASE)
-"""sbatch's option --signal with SIGUSR1. B: to the script alone, which passes it on to the driver; without it
-Slurm signals the steps, and Ray ends. R: when a reservation takes the nodes, too."""
+"""sbatch's option --signal with SIGUSR1. With B only the script gets the signal, and passes it on to the
+driver. Without B Slurm signals the job's steps, which ends Ray. With R the signal also comes before a
+reservation takes the nodes."""
 SIGNAL_LEAD = 60
 """Seconds before the time limit if --signal names none, sbatch's default."""
 
 
 def spare_seconds() -> int:
-    """Return the seconds between the last moment of a save and the time limit, as slurm/lib/parts.sh does."""
+    """Return how many seconds before the time limit a save must end, as slurm/lib/parts.sh computes it."""
     return int(os.environ.get("SPARE_SECONDS") or 45)
 
 
 def lets_the_job_save(signal: str) -> bool:
-    """Check that the job script handles a signal, and still has time to save."""
+    """Check that the job script receives this --signal, early enough before the time limit to save."""
     parsed = SIGNAL.fullmatch(signal)
     if parsed is None or "B" not in parsed["to"].upper():
         return False
@@ -71,13 +72,13 @@ def _names_no_gpu(value: str) -> bool:
 
 ALLOWED: dict[str, Callable[[str], bool]] = {
     "signal": lets_the_job_save,
-    # Where Slurm does not manage GPUs.
+    # 0 is needed on clusters whose Slurm does not manage GPUs.
     "gpus-per-node": lambda value: value == "0",
     "export": lambda value: value.split(",")[0] == "ALL",
     "gres": _names_no_gpu,
     "tres-per-task": _names_no_gpu,
 }
-"""Values of these options that contradict nothing."""
+"""Option of sbatch -> test for values that do not contradict the recipe or the job scripts."""
 FLAGS = (
     "contiguous",
     "exclusive",
@@ -105,7 +106,7 @@ class Submission:
     environment: dict[str, str]
 
     def __str__(self) -> str:
-        """Write a command line for any shell and folder, with the variables that a job inherits."""
+        """Write a command line for any shell and folder, including the variables that the job inherits."""
         variables = {name: os.environ[name] for name in INHERITED if os.environ.get(name)}
         variables |= self.environment
         assignments = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -113,7 +114,7 @@ class Submission:
 
 
 def scripts_folder() -> Path:
-    """Find the job scripts of NEMO_GRPO_ROOT, else of the repository, beside the sources."""
+    """Find the folder of the job scripts: in NEMO_GRPO_ROOT, or else in this clone of the repository."""
     root = Path(os.environ.get("NEMO_GRPO_ROOT") or Path(nemo_grpo.__file__).parents[1]).absolute()
     if not (root / "slurm").is_dir():
         raise UserError(
@@ -124,12 +125,12 @@ def scripts_folder() -> Path:
 
 
 def recipe_for_job(name: Path) -> Path:
-    """Find the file that the job will read; for a shipped recipe, the copy beside the job scripts."""
+    """Find the recipe file that the job will read. For a shipped recipe it is the job scripts' copy."""
     file = shipped.recipe_file(name)
     package = shipped.folder("recipes").resolve()
     if not file.resolve().is_relative_to(package):
         return file.absolute()
-    # A container does not have the folder in which pip installed the package.
+    # A container does not see the folder in which pip installed the package.
     copy = scripts_folder().parent / "recipes" / file.resolve().relative_to(package)
     if not copy.is_file():
         raise UserError(
@@ -151,14 +152,14 @@ def prepare(
     options: Mapping[str, str | None],
     environment: Mapping[str, str | None],
 ) -> Submission:
-    """Build the command that submits a recipe; nodes and GPUs are the recipe's, the name is the run's.
+    """Build the command that submits a recipe. The recipe gives the nodes, GPUs and name of the job.
 
     Args:
-        recipe: as loaded.
-        path: the recipe's file.
-        overrides: of the recipe, which the job repeats.
-        options: long options of sbatch; None: not given, "": without a value.
-        environment: CONTAINER, MOUNTS, LOGS...; None: as it is.
+        recipe: the loaded recipe.
+        path: file of the recipe.
+        overrides: overrides of the recipe; the job loads it with the same ones.
+        options: long options of sbatch. None leaves an option out, "" is for an option without a value.
+        environment: variables of the job scripts, such as CONTAINER. None keeps this shell's value.
     """
     target = recipe.nemo_grpo.target
     cluster = recipe.cluster
@@ -169,14 +170,15 @@ def prepare(
         )
     all_options = {
         "job-name": recipe.nemo_grpo.run_name,
-        # The recipe's paths are relative to it, wherever the command is typed.
+        # The recipe's relative paths start in the folder where the user typed the command.
         "chdir": str(Path.cwd()),
         "nodes": str(cluster.num_nodes),
     }
     if target == "cluster" or recipe.nemo_grpo.engine.device == "cuda":
         all_options["gpus-per-node"] = str(cluster.gpus_per_node)
     all_options |= {name: value for name, value in options.items() if value is not None}
-    # sbatch prefers the variable to the script's own line, so that it is checked like an option.
+    # For sbatch, SBATCH_SIGNAL overrides the #SBATCH line of the script. So its value is checked like that of
+    # an option.
     inherited_signal = os.environ.get("SBATCH_SIGNAL")
     if inherited_signal and "signal" not in all_options:
         name, value = sbatch_option(f"signal={inherited_signal}")
@@ -186,14 +188,18 @@ def prepare(
     added = {name: value for name, value in environment.items() if value is not None}
     job_variables = {**os.environ, **added}
     check_paths(scripts_folder().parent, job_variables, recipe.nemo_grpo.run_name)
-    # A container has a Python of its own.
+    # A container has its own Python. Without one, the job uses the Python that runs this command.
     if not job_variables.get("CONTAINER") and "PYTHON" not in os.environ:
         added["PYTHON"] = sys.executable
     return Submission(command, added)
 
 
 def sbatch_option(option: str) -> tuple[str, str]:
-    """Split ``name=value`` of sbatch, or one of `FLAGS`, into (name, value or ""); refuses contradictions."""
+    """Split an sbatch option, ``name=value`` or one of `FLAGS`, into its name and value ("" for a flag).
+
+    Raises:
+        UserError: the option is malformed, or contradicts the recipe or the job scripts.
+    """
     name, equals, value = option.lstrip("-").partition("=")
     is_complete = bool(value) if equals else name in FLAGS
     if not is_complete:
@@ -206,7 +212,7 @@ def sbatch_option(option: str) -> tuple[str, str]:
             reasons[contradicting_name] = reason
     full_names = [name]
     if name not in reasons:
-        # sbatch takes abbreviations, too.
+        # sbatch also accepts abbreviated names, so an abbreviation of a refused option is refused.
         full_names = [full_name for full_name in reasons if full_name.startswith(name)]
     if not full_names:
         return name, value
@@ -221,10 +227,10 @@ def signal_lead(target: str, signal: str | None) -> int:
     """Find how many seconds before its time limit a job is told to save and stop.
 
     Args:
-        target: nemo_grpo.target, which chooses the script.
-        signal: the option of sbatch, accepted by `lets_the_job_save`; None: the script's own.
+        target: nemo_grpo.target, which decides the job script.
+        signal: value of sbatch's --signal, accepted by `lets_the_job_save`; None if it is not given.
     """
-    # In sbatch's order: an option, the variable, the line of the script.
+    # sbatch's order of precedence: the option, the variable SBATCH_SIGNAL, the #SBATCH line of the script.
     if not signal:
         signal = os.environ.get("SBATCH_SIGNAL")
     if not signal:
@@ -252,7 +258,7 @@ UNLIMITED = ("infinite", "unlimited", "-1")
 
 
 def parse_time_limit(text: str) -> timedelta | None:
-    """Read a time limit as ``sbatch --time`` does; None: no limit, which Slurm also means by zero.
+    """Read a time limit as ``sbatch --time`` does. Returns None for no limit, which zero also means in Slurm.
 
     Forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
     days-hours:minutes:seconds, infinite, unlimited.
@@ -262,7 +268,8 @@ def parse_time_limit(text: str) -> timedelta | None:
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     units: tuple[str, ...] = ("minutes", "seconds")
-    # After days, the first number counts hours, else only if there are three: 4:00 is four minutes.
+    # The first number counts hours after a number of days, or if there are three numbers. Otherwise it counts
+    # minutes, so that 4:00 is four minutes.
     if dash or len(parts) == 3:
         units = ("hours", "minutes", "seconds")
     numbers = [days, *parts] if dash else parts
@@ -271,7 +278,7 @@ def parse_time_limit(text: str) -> timedelta | None:
             f"--time={text}: Slurm reads minutes, hours:minutes:seconds or days-hours:minutes:seconds, such "
             "as 04:00:00"
         )
-    # Slurm lets the last units be left out.
+    # Slurm allows the last units to be omitted, so there may be fewer numbers than units.
     by_unit = {unit: int(part) for unit, part in zip(units, parts, strict=False)}
     limit = timedelta(days=int(days or 0), **by_unit)
     return limit or None
@@ -286,16 +293,16 @@ def status_of(run: str, logs: Path, num_lines: int = 5) -> list[str]:
     """Describe the newest job of a run: Slurm's state, attempts, newest checkpoint, end of the log.
 
     Args:
-        run: the job's name, or its number.
+        run: name of the run, or number of the job.
         logs: folder of all logs.
-        num_lines: of the driver's log.
+        num_lines: number of last lines to show of the driver's log.
     """
     if not re.fullmatch(FOLDER_NAME, run, re.ASCII):
         raise UserError(f"{run!r} is no name of a run, and no number of a job")
     folder = _find(run, logs)
     queued = _queued(run)
     job = folder.parent.name if folder else ""
-    # Numbers of jobs grow, so that a queued job with a greater number has not started yet.
+    # Slurm numbers its jobs in order. A queued job that is newer than the newest logs has not started yet.
     if queued and int(queued) > int(job or 0):
         return [_state_of(queued), "  logs: none yet"]
     if folder is None:
@@ -329,10 +336,10 @@ def _queued(run: str) -> str | None:
 
 
 def _state_of(job: str) -> str:
-    """Write Slurm's fields of a job on one line."""
+    """Describe a job on one line with fields of `scontrol show job`."""
     fields = []
     for line in _slurm("scontrol", "show", "job", job, "-o").splitlines():
-        # For the number of an array, which is its last task's, Slurm shows every task.
+        # An array shares its number with its last task. For that number Slurm shows all tasks of the array.
         if not line.startswith(f"JobId={job} "):
             continue
         for item in line.split():
@@ -353,7 +360,7 @@ def _attempts(folder: Path) -> Iterator[str]:
 
 
 def _newest_step(folder: Path) -> Iterator[str]:
-    """Write the newest checkpoint, once the job has passed its preflight, which writes settings.sh."""
+    """Name the newest checkpoint. Before the preflight has written settings.sh its folder is unknown."""
     settings = folder / "settings.sh"
     if not settings.exists():
         return
@@ -378,7 +385,7 @@ def _end_of_log(folder: Path, num_lines: int) -> Iterator[str]:
 
 
 def _slurm(*command: str) -> str:
-    """Return the output of one of Slurm's programs; empty where there is no Slurm, or it does not answer."""
+    """Return the output of a Slurm program, or "" if Slurm is not installed or does not answer."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -1,1 +1,1 @@
-"""Reports on runs: metrics read back (`runs`), curves, and one HTML file (`report`)."""
+"""Reports on runs: `runs` reads their metrics, `plots` draws curves, `report` writes one HTML file."""

@@ -39,12 +39,12 @@ Pair = Callable[[RunLog, RunLog], tuple[float, float] | None]
 
 @dataclass(frozen=True)
 class Difference:
-    """Setting minus baseline over the seeds that both have.
+    """Differences of one figure, setting minus baseline, for the seeds that both have.
 
     Attributes:
         by_seed: seed -> difference; not empty.
-        higher_is_better: False for a loss, where a positive difference is worse.
-        metric: its name in a sentence.
+        higher_is_better: False for a loss, for which a positive difference is worse.
+        metric: name of the metric in a sentence.
     """
 
     by_seed: Mapping[str, float]
@@ -57,15 +57,17 @@ class Difference:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Confidence interval mean -+ t s / sqrt(n), s the sample standard deviation of the differences.
+        """Confidence interval mean -+ t s / sqrt(n), with s the sample standard deviation of the differences.
 
-        None if they do not vary: a single seed, or equal differences, as of accuracies on few problems.
+        It is None if there is a single seed, or if all differences are equal, which happens to accuracies on
+        few problems.
         """
         n = len(self.by_seed)
         if n == 1:
             return None
         deviation = statistics.stdev(self.by_seed.values())
-        # Differences that are equal but for rounding would give an interval of no width, and so a verdict.
+        # Differences that are equal except for rounding would give an interval of almost no width, and so a
+        # verdict that looks certain.
         if deviation <= ROUNDING * abs(self.mean):
             return None
         half = t_quantile(n - 1) * deviation / math.sqrt(n)
@@ -84,7 +86,7 @@ class Difference:
         return f"{word} at {n} {seeds}"
 
     def cell(self, digits: int = 3) -> str:
-        """Write ``+0.041 [+0.012, +0.070]``; the mean alone without an interval."""
+        """Write mean and interval as ``+0.041 [+0.012, +0.070]``. Without an interval write only the mean."""
         mean = f"{self.mean:+,.{digits}f}"
         if self.interval is None:
             return mean
@@ -97,8 +99,8 @@ class Paired:
     """One setting against the baseline.
 
     Attributes:
-        label: the setting's.
-        differences: name of a figure -> difference; figures that no pair of runs has are left out.
+        label: label of the setting.
+        differences: name of a figure -> differences. Figures that no pair of runs has are left out.
     """
 
     label: str
@@ -106,11 +108,12 @@ class Paired:
 
 
 def t_quantile(df: int) -> float:
-    """Compute the t with P(-t < T < t) = `CONFIDENCE` for Student's t with ``df`` >= 1 degrees of freedom.
+    """Compute t with P(-t < T < t) = `CONFIDENCE`, for a Student's T with ``df`` >= 1 degrees of freedom.
 
-    Bisects the closed form of P for whole df (Abramowitz and Stegun 26.7.3 and 26.7.4) in atan(t / sqrt(df)).
+    For a whole df, P has a closed form in the angle atan(t / sqrt(df)): Abramowitz and Stegun 26.7.3 and
+    26.7.4.
     """
-    # The angle is bounded, which a bisection needs; t is not.
+    # Bisection needs bounds. The angle has them, t does not.
     low = 0.0
     high = math.pi / 2
     for _ in range(60):  # halves the interval below the precision of a double
@@ -123,7 +126,7 @@ def t_quantile(df: int) -> float:
 
 
 def _probability_within(angle: float, df: int) -> float:
-    """Compute P(|T| < sqrt(df) tan(angle)): a sum of every second power of the cosine, below df - 1.
+    """Compute P(|T| < sqrt(df) tan(angle)), a sum over every second power of the cosine up to df - 2.
 
     Odd df:   2/pi (angle + sine (cosine + 2/3 cosine^3 + ... ))      26.7.3
     Even df:  sine (1 + 1/2 cosine^2 + 3/8 cosine^4 + ...)            26.7.4
@@ -142,7 +145,7 @@ def _probability_within(angle: float, df: int) -> float:
 
 
 def _at_common_steps(key: str, pick: Callable[[Points], float]) -> Pair:
-    """Compare two runs by the steps that both have validated: `pick` chooses from them."""
+    """Make a function that compares two runs at steps that both have validated; `pick` chooses a value."""
 
     def pair(baseline_run: RunLog, run: RunLog) -> tuple[float, float] | None:
         baseline_points = baseline_run.points(key)
@@ -150,7 +153,7 @@ def _at_common_steps(key: str, pick: Callable[[Points], float]) -> Pair:
         common = baseline_points.keys() & points.keys()
         if not common:
             return None
-        # A run that was validated further would have the better chance of a high value.
+        # Only common steps, because a run with more validations has a better chance of a high value.
         baseline_common = {step: baseline_points[step] for step in common}
         run_common = {step: points[step] for step in common}
         return pick(baseline_common), pick(run_common)
@@ -163,7 +166,10 @@ def _last(points: Points) -> float:
 
 
 def _at_same_rollouts(key: str) -> Pair:
-    """Compare two runs where both have sampled as many responses as the one that samples less has in all."""
+    """Make a function that compares two runs after equally many sampled responses.
+
+    The number is the total of the run that samples less.
+    """
 
     def pair(baseline_run: RunLog, run: RunLog) -> tuple[float, float] | None:
         baseline_curve = _by_rollouts(baseline_run, key)
@@ -185,7 +191,7 @@ def _interpolated(curve: Points, num_responses: int) -> float:
 
 
 def _by_rollouts(run: RunLog, key: str) -> Points:
-    """Map the number of responses sampled before each validation to its metric; empty without counts."""
+    """Map the number of responses sampled before each validation to its metric; empty if it is not logged."""
     prompts_by_step = run.points("rollout/num_prompts")
     if not prompts_by_step:
         return {}
@@ -201,9 +207,9 @@ def _by_rollouts(run: RunLog, key: str) -> Points:
 
 
 def compare_groups(groups: Sequence[RunGroup], baseline: str) -> list[Paired]:
-    """Compare every other group with the one labelled ``baseline``; none if that has no finished run.
+    """Compare every other group with the one labelled ``baseline``. Without that group the list is empty.
 
-    Final, best and same rollouts are of the metric that the recipes rank checkpoints by, see `measure_of`.
+    The figures "final", "best" and "same rollouts" use the metric that ranks checkpoints, see `measure_of`.
     """
     baseline_groups = [group for group in groups if group.label == baseline]
     if not baseline_groups:
@@ -233,7 +239,7 @@ def compare_groups(groups: Sequence[RunGroup], baseline: str) -> list[Paired]:
 
 
 def _difference(baseline_group: RunGroup, group: RunGroup, measure: Measure, pair: Pair) -> Difference | None:
-    """Subtract the baseline from a setting, seed by seed; None if no seed has a pair of values."""
+    """Subtract the baseline from a setting, seed by seed. Returns None if no seed has both values."""
     baseline_runs = {run.seed: run for run in baseline_group.runs}
     by_seed = {}
     for run in group.runs:
@@ -244,8 +250,8 @@ def _difference(baseline_group: RunGroup, group: RunGroup, measure: Measure, pai
 
 
 def paired_table(paired: Sequence[Paired], baseline: str) -> tuple[list[str], list[list[str]]]:
-    """Make head and rows as texts: a column per figure that any setting has."""
-    # A dict keeps the order of first appearance, which a set would lose.
+    """Return head and rows of the table, with a column for each figure that any setting has."""
+    # A dict drops repetitions and keeps the order, which a set would lose.
     names = list(dict.fromkeys(name for setting in paired for name in setting.differences))
     rows = []
     for setting in paired:
@@ -259,7 +265,7 @@ def paired_table(paired: Sequence[Paired], baseline: str) -> tuple[list[str], li
 
 
 def sentences(paired: Sequence[Paired], baseline: str) -> list[str]:
-    """Write a line per setting: its verdict by the final metric, and by that at the same rollouts."""
+    """Write one line per setting, with its verdicts by the final metric and by the one at equal rollouts."""
     lines = []
     for setting in paired:
         verdicts = []
@@ -275,7 +281,7 @@ def sentences(paired: Sequence[Paired], baseline: str) -> list[str]:
 
 
 def paired_records(paired: Sequence[Paired], baseline: str) -> dict[str, Any]:
-    """Convert to JSON's types: every difference by seed, its mean, interval and verdict."""
+    """Convert the differences to JSON's types, each with its values by seed, mean, interval and verdict."""
     settings = {}
     for setting in paired:
         settings[setting.label] = {
@@ -296,10 +302,12 @@ def _record(difference: Difference) -> dict[str, Any]:
 
 
 def draw_forest(paired: Sequence[Paired], baseline: str, path: Path) -> None:
-    """Draw the forest plot: a row per setting, the baseline a line at 0; filled marks exclude 0.
+    """Draw the forest plot: one row per setting, and a line at 0 for the baseline.
+
+    A mark is filled if its interval excludes 0.
 
     Args:
-        paired: at least one; the first is on top.
+        paired: at least one setting; the first is on top.
     """
     figure = new_figure(5.6, 1.6 + 0.45 * len(paired))
     axes = figure.add_subplot()
@@ -308,7 +316,7 @@ def draw_forest(paired: Sequence[Paired], baseline: str, path: Path) -> None:
         _draw_marks(axes, paired, name)
     axes.set_yticks([-row for row in range(len(paired))], [_row_label(setting) for setting in paired])
     axes.set_ylim(0.6 - len(paired), 0.6)
-    # One metric judges all settings.
+    # All settings are judged by one metric, so this set has at most one name.
     metrics = {setting.differences[FINAL].metric for setting in paired if FINAL in setting.differences}
     metric = min(metrics, default=Measure().name)
     label = f"difference in held-out {metric},\nmean and 95 % interval over paired seeds; filled: excludes 0"
@@ -323,7 +331,7 @@ def draw_forest(paired: Sequence[Paired], baseline: str, path: Path) -> None:
 
 
 def _draw_marks(axes: Axes, paired: Sequence[Paired], name: str) -> None:
-    """Draw one figure's mean and interval in each row that has it."""
+    """Draw mean and interval of one figure into the row of each setting that has it."""
     label, color, marker, offset = FOREST_MARKS[name]
     is_drawn = False
     for row, setting in enumerate(paired):
@@ -338,7 +346,7 @@ def _draw_marks(axes: Axes, paired: Sequence[Paired], name: str) -> None:
         axes.plot(difference.mean, height, marker=marker, ms=6, color=color, mfc=fill, ls="")
         is_drawn = True
     if is_drawn:
-        # An empty line for the legend, whose mark must not be filled.
+        # This line has no points. It only gives the legend a mark that is not filled.
         axes.plot([], [], color=color, marker=marker, ms=6, mfc="white", lw=1.8, label=label)
 
 

@@ -49,7 +49,7 @@ Draw = Callable[[Axes, Sequence[RunGroup], Sequence[str]], str]
 
 @dataclass(frozen=True)
 class Style:
-    """Style of one group in every panel."""
+    """Colour, dash and marker of one group, the same in every panel."""
 
     color: str
     dash: Any
@@ -58,15 +58,16 @@ class Style:
 
 def style_of(index: int) -> Style:
     """Choose colour, dash and marker of group number ``index``; the first 32 are distinct."""
-    # The dashes shift by one when the colours begin again: eight colours are a multiple of four dashes.
+    # Eight colours are a multiple of four dashes, so colour and dash would repeat together. Therefore the
+    # dashes shift by one whenever the colours start again.
     dash = DASHES[(index + index // len(COLORS)) % len(DASHES)]
     return Style(COLORS[index % len(COLORS)], dash, MARKERS[index % len(MARKERS)])
 
 
 def draw_validation(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """Draw the mean over seeds, a band of one standard deviation.
+    """Draw the mean over seeds, with a band of one standard deviation.
 
-    A single group's accuracy has greedy and pass@k beside it.
+    For a single group, the accuracy is shown together with greedy and pass@k.
     """
     has_companions = len(groups) == 1 and keys[0].endswith("/accuracy")
     for index, group in enumerate(groups):
@@ -90,7 +91,10 @@ def draw_validation(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str])
 
 
 def draw_training(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """Draw the running mean of one metric, `common_key`, over single steps or the spread of the seeds."""
+    """Draw the running mean of the first of ``keys`` that the groups have (`common_key`).
+
+    Behind it are the single steps of one run, or the spread of several seeds.
+    """
     key = common_key(groups, keys)
     for index, group in enumerate(groups):
         style = style_of(index)
@@ -108,7 +112,7 @@ def draw_training(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -
 
 
 def draw_percentiles(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """Draw a line per percentile, their range shaded; the axis is linear near 0 and logarithmic beyond."""
+    """Draw one line per percentile and shade their range. The axis is logarithmic, but linear near 0."""
     for index, group in enumerate(groups):
         style = style_of(index)
         curves = []
@@ -124,14 +128,14 @@ def draw_percentiles(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]
             # A run may lack a percentile at some steps; a shade needs both ends at each.
             if len(steps) == len(highest_steps):
                 axes.fill_between(steps, lowest, highest, color=style.color, alpha=0.1, lw=0)
-    # Most tokens lie near 0, and the outermost percentiles orders of magnitude away, on both sides.
+    # Most values are near 0, while the outermost percentiles are orders of magnitude larger, on both sides.
     axes.set_yscale("symlog", linthresh=0.1)
     percentiles = [key.rpartition("/")[2] for key in keys[1:]]
     return " ".join([keys[0], *percentiles])
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
-    """Compute a centred mean over about a fifteenth of the run, over fewer values at its ends."""
+    """Compute a centred mean over about a fifteenth of the run. At its ends it has fewer values."""
     half = len(values) // 30
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
 
@@ -143,14 +147,14 @@ class Panel:
     Attributes:
         name: file name of its PNG.
         title, unit: title, and label of the y axis.
-        keys: metrics of metrics.jsonl; alternatives for `draw_training`.
-        each: pattern of metrics, in place of ``keys``; see `of_each`.
-        of_own_loss: only runs with a loss of the user's own count for ``each``.
+        keys: metrics of metrics.jsonl to draw; `draw_training` draws the first one that the runs have.
+        each: pattern of metrics, in place of ``keys``, that gives a panel for each; see `of_each`.
+        of_own_loss: ``each`` only looks at runs with a user-defined loss.
         explanation: a sentence for the report.
         draw: function that draws it.
-        from_zero: the y axis starts at 0.
+        from_zero: True if the y axis starts at 0.
         xlabel: label of the x axis.
-        of_diagnostics: drawn from diagnostics.jsonl; ``keys`` name its parts.
+        of_diagnostics: True if the data come from diagnostics.jsonl; then ``keys`` name its parts.
     """
 
     name: str
@@ -166,29 +170,32 @@ class Panel:
     of_own_loss: bool = False
 
     def of_each(self, groups: Sequence[RunGroup]) -> list[Self]:
-        """List a panel for each metric that `each` matches, named by its group; else the panel itself."""
+        """List one panel for each metric that `each` matches, named by the pattern's group.
+
+        Without `each` the list is the panel itself.
+        """
         if not self.each:
             return [self]
         if self.of_own_loss:
             groups = [group for group in groups if is_reference(group.runs[0].variant)]
         panels = []
         for match in matching(groups, self.each):
-            # The name becomes a file's, and a metric may have a slash in its name.
+            # Quoted, because the name becomes a file name, and a metric's name may contain a slash.
             name = f"{self.name}-{quote(match[1], safe='')}"
             panels.append(replace(self, name=name, title=self.title.format(match[1]), keys=(match[0],)))
         return panels
 
     def is_filled(self, groups: Sequence[RunGroup]) -> bool:
-        """True if any run has a value to draw."""
+        """Return True if any run has a value to draw."""
         runs = [run for group in groups for run in group.runs]
         if self.of_diagnostics:
             return any(run.diagnostics for run in runs)
         return any(run.points(key) for run in runs for key in self.keys)
 
     def is_always_zero(self, groups: Sequence[RunGroup]) -> bool:
-        """True if there are values and all are 0, which a sentence says as well as a picture.
+        """Return True if there are values and all are 0, so that a sentence can replace the picture.
 
-        Held-out measures are drawn even then: a flat line at 0 is the result.
+        Held-out measures never count as such, because for them a flat line at 0 is the result.
         """
         if self.of_diagnostics or self.draw is draw_validation or not self.is_filled(groups):
             return False
@@ -198,7 +205,7 @@ class Panel:
 
 
 def draw_panel(panel: Panel, groups: Sequence[RunGroup], path: Path) -> None:
-    """Write one panel as a picture of its own."""
+    """Write one panel as a picture."""
     figure = new_figure(*PANEL_SIZE)
     axes = figure.add_subplot()
     _fill(axes, panel, groups)
@@ -214,12 +221,12 @@ def draw_overview(panels: Sequence[Panel], groups: Sequence[RunGroup], path: Pat
     rows = max(1, math.ceil(len(panels) / columns))
     figure = new_figure(4.1 * columns, 3.05 * rows + 0.5)
     engine: Any = figure.get_layout_engine()
-    # Inches. Closer together, a title reads as the caption of the panel above.
+    # In inches. With less space a title looks like the caption of the panel above it.
     engine.set(w_pad=0.08, h_pad=0.12)
     for number, panel in enumerate(panels, 1):
         axes = figure.add_subplot(rows, columns, number)
         _fill(axes, panel, groups)
-        # The lowest panel of a column labels those above it that have the same axis.
+        # Panels above the lowest one of their column need no label if they have the same axis.
         is_lowest = number > len(panels) - columns
         if is_lowest or panel.xlabel != Panel.xlabel:
             axes.set_xlabel(panel.xlabel)
@@ -228,7 +235,7 @@ def draw_overview(panels: Sequence[Panel], groups: Sequence[RunGroup], path: Pat
 
 
 def _add_legend(figure: Figure, groups: Sequence[RunGroup], columns: int) -> int:
-    """Name the groups below the axes, if there are several; returns the legend's rows."""
+    """Add a legend of the groups below the axes, if there are several; returns its number of rows."""
     if len(groups) == 1:
         return 0
     labels = [_seeds_label(group) for group in groups]
@@ -252,7 +259,7 @@ def _seeds_label(group: RunGroup) -> str:
 def _fill(axes: Axes, panel: Panel, groups: Sequence[RunGroup]) -> None:
     """Draw a panel with its title, labels and limits."""
     metric = panel.draw(axes, groups, panel.keys)
-    # Below the title; beside it, the two would overlap.
+    # The name is below the title, because beside it the two would overlap.
     axes.text(0, 1.02, metric, transform=axes.transAxes, fontsize=7.5, color=COMPANION)
     set_title(axes, panel.title, METRIC_HEIGHT)
     axes.set_ylabel(panel.unit, fontsize=9, color=INK)
@@ -264,13 +271,13 @@ def _fill(axes: Axes, panel: Panel, groups: Sequence[RunGroup]) -> None:
     if panel.from_zero or _is_never_negative(axes):
         axes.set_ylim(bottom=0)
         for line in axes.lines:
-            # The axis would cover the lower half of a line at 0.
+            # Without clipping, the axis does not cover the lower half of a line at 0.
             line.set_clip_on(False)
     tidy(axes)
 
 
 def step_ticks(axes: Axes) -> list[float]:
-    """Choose round numbers of steps, and the last step in place of ticks that it would touch."""
+    """Choose ticks at round numbers of steps and at the last step, without round ones too close to that."""
     steps = [np.asarray(line.get_xdata()) for line in axes.lines]
     last = max((float(x.max()) for x in steps if x.size), default=0.0)
     first, _ = axes.get_xlim()
@@ -283,7 +290,7 @@ def step_ticks(axes: Axes) -> list[float]:
 
 
 def _is_never_negative(axes: Axes) -> bool:
-    """True for lines at or above 0 whose axis would begin below 0."""
+    """Return True if no line goes below 0, but the axis would begin below 0."""
     values = [np.asarray(line.get_ydata()) for line in axes.lines]
     lowest = min((np.nanmin(y) for y in values if y.size), default=-1.0)
     begins_below_zero = axes.get_ylim()[0] < 0

@@ -75,12 +75,13 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path) -> Path:
     """Compare runs in one HTML file, with its plots as PNG files in ``plots/`` beside it.
 
     Runs that differ only in their seed become one line with a band. The folder of a comparison or a sweep
-    stands for its runs.
+    means all of its runs.
 
     Returns:
         The path ``output``.
     """
-    # A run may be named twice, by itself and by its comparison, or through a link; its first name stands.
+    # A run may be named twice: by itself and by its comparison, or through a link. It is read once, under the
+    # first name.
     folders = dict[Path, Path]()
     for run_dir in run_dirs:
         for folder in run_folders(run_dir):
@@ -97,8 +98,8 @@ def write_group_report(
     """Write the report of labelled groups.
 
     Args:
-        output: the HTML file; the plots lie beside it.
-        paired: the differences of the other groups from the group ``baseline``.
+        output: the HTML file; the plots go beside it.
+        paired: differences of the other groups from the group ``baseline``.
     """
     output = Path(output)
     plots = output.parent / PLOTS
@@ -115,13 +116,13 @@ def write_group_report(
 
 
 def _is_report(file: Path) -> bool:
-    """True for a report, and for an empty file, which loses nothing when it is replaced."""
+    """Return True for a file that may be replaced: a report, or an empty file."""
     with file.open("rb") as opened:
         return opened.read(len(HEAD)) in (HEAD, b"")
 
 
 def draw(groups: Sequence[RunGroup], folder: Path) -> None:
-    """Draw every panel that has data, and all of them in ``overview.png``; remove outdated files."""
+    """Draw each panel that has data, and an ``overview.png`` of all of them. Remove outdated pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     filled = drawn_panels(groups)
     (folder / f"{JUDGED}.png").unlink(missing_ok=True)
@@ -135,9 +136,9 @@ def draw(groups: Sequence[RunGroup], folder: Path) -> None:
 
 
 def panels_of(groups: Sequence[RunGroup]) -> list[Panel]:
-    """List all panels in order, with one for each reward component and each of several validation sets.
+    """List all panels in order. Each reward component, and each of several validation sets, has its own.
 
-    The first is of the metric by which the recipes rank checkpoints, unless another panel draws it.
+    If no panel draws the metric that ranks checkpoints, an additional first panel does.
     """
     panels = [single for panel in PANELS for single in panel.of_each(groups)]
     measure = measure_of(groups)
@@ -153,13 +154,13 @@ def panels_of(groups: Sequence[RunGroup]) -> list[Panel]:
 
 
 def drawn_panels(groups: Sequence[RunGroup]) -> list[Panel]:
-    """List the panels that show something: they have values, and not only zeros."""
+    """List the panels that have values other than zeros."""
     panels = [panel for panel in panels_of(groups) if panel.is_filled(groups)]
     return [panel for panel in panels if not panel.is_always_zero(groups)]
 
 
 def render(groups: Sequence[RunGroup], plots: Path, paired: Sequence[Paired], baseline: str) -> str:
-    """Render the HTML text with the plots embedded."""
+    """Render the report's HTML with its plots embedded."""
     title = " vs ".join(group.label for group in groups)
     if len(title) > TITLE_LENGTH:
         title = f"{len(groups)} settings"
@@ -189,7 +190,7 @@ def render(groups: Sequence[RunGroup], plots: Path, paired: Sequence[Paired], ba
 
 
 def _settings(groups: Sequence[RunGroup]) -> list[list[str]]:
-    """List settings that differ between groups; for a single group, the whole recipe."""
+    """List the settings that differ between the groups, or the whole recipe of a single group."""
     if len(groups) == 1:
         return [[key, shown(value)] for key, value in groups[0].runs[0].settings.items()]
     rows = []
@@ -204,5 +205,5 @@ def _as_base64(picture: Path) -> str:
 
 
 def _with_deviation_sign(text: str) -> Markup:
-    """Escape a text for HTML, and write its ``+-`` as a sign that does not end a line."""
+    """Escape a text for HTML, and replace its ``+-`` by a plus-minus sign after which no line breaks."""
     return escape(text).replace("+- ", Markup("&plusmn;&nbsp;"))

@@ -52,10 +52,10 @@ class RunLog:
     """One run, finished or not.
 
     Attributes:
-        path: its folder.
-        rows: metrics by step, ascending.
-        settings: dotted keys and values of the resolved recipe; empty if the folder has none.
-        diagnostics: objects of diagnostics.jsonl, in the order of steps; empty if the folder has none.
+        path: folder of the run.
+        rows: step -> metrics, in ascending order of steps.
+        settings: dotted keys and values of the resolved recipe; empty if the folder has no recipe.
+        diagnostics: objects of diagnostics.jsonl, in the order of steps; empty if there is no such file.
     """
 
     path: Path
@@ -70,7 +70,7 @@ class RunLog:
 
     @property
     def engine(self) -> str:
-        """Name of the engine that trained it; runs without a recipe count as embedded."""
+        """Name of the engine that trained the run. A run without a recipe counts as embedded."""
         return ENGINES.get(str(self.settings.get("nemo_grpo.target")), ENGINES["embedded"])
 
     @property
@@ -84,7 +84,7 @@ class RunLog:
         return {name for row in self.rows.values() for name in row}
 
     def points(self, key: str) -> Points:
-        """Return the metric's finite values; steps without one are left out."""
+        """Map steps to the metric's values, without steps that have no finite value."""
         return {step: float(row[key]) for step, row in self.rows.items() if _is_number(row.get(key))}
 
 
@@ -94,7 +94,7 @@ class RunGroup:
 
     Attributes:
         label: distinguishes the group from the others.
-        runs: at least one.
+        runs: runs of the group, at least one.
     """
 
     label: str
@@ -108,17 +108,17 @@ class RunGroup:
         curves = self._curves(key)
         if not curves:
             return np.array([]), np.array([]), np.array([])
-        # With the steps of some runs only, the mean would jump where a run ends early.
+        # Only common steps, because the mean would jump at the step where a shorter run ends.
         steps = sorted(set.intersection(*(set(points) for points in curves)))
         if not steps:
             return np.array([]), np.array([]), np.array([])
         values = np.array([[points[step] for step in steps] for points in curves])
-        # A sample deviation (ddof=1) of one run would be 0 / 0.
+        # The sample deviation (ddof=1) of a single run would be 0 / 0.
         spread = values.std(axis=0, ddof=1) if len(curves) > 1 else np.zeros(len(steps))
         return np.array(steps), values.mean(axis=0), spread
 
     def each(self, key: str, which: Literal["first", "last"]) -> list[float]:
-        """Return one value per run that has the metric."""
+        """Return the first or the last value of each run that has the metric."""
         return [values[0 if which == "first" else -1] for values in self.values(key)]
 
     def values(self, key: str) -> list[list[float]]:
@@ -126,7 +126,7 @@ class RunGroup:
         return [list(points.values()) for points in self._curves(key)]
 
     def gains(self, key: str) -> list[float]:
-        """Return last minus first value of each run that has two or more."""
+        """Return last minus first value of each run with at least two values."""
         return [values[-1] - values[0] for values in self.values(key) if len(values) > 1]
 
     def _curves(self, key: str) -> list[Points]:
@@ -136,7 +136,10 @@ class RunGroup:
 
 
 def run_folders(path: str | Path) -> list[Path]:
-    """List the folder itself or, for a comparison or sweep, the folders of its runs that made a step."""
+    """List the folders of runs that a path means.
+
+    A run's folder means itself. The folder of a comparison or sweep means its runs that have made a step.
+    """
     folder = Path(path)
     if (folder / METRICS_FILE).is_file() or not (folder / "runs").is_dir():
         return [folder]
@@ -146,9 +149,9 @@ def run_folders(path: str | Path) -> list[Path]:
 def read_run(path: str | Path) -> RunLog:
     """Read a run's folder.
 
-    A line that is not JSON (the last one, if the run was killed while writing it) is skipped; rows of the
-    same step are merged, and later values win. A resumed run may measure diagnostics of a step again; the
-    last ones count.
+    Lines that are not JSON are skipped; a killed run may leave one at the end. Rows of the same step are
+    merged, and later values replace earlier ones. A resumed run may measure the diagnostics of a step again;
+    the last ones count.
     """
     folder = Path(path)
     file = folder / METRICS_FILE
@@ -171,7 +174,7 @@ def read_run(path: str | Path) -> RunLog:
 
 
 def _diagnostics(file: Path) -> tuple[dict[str, Any], ...]:
-    """Read the measured steps in their order; later lines of a step replace earlier ones."""
+    """Read the measured steps, sorted. Of several lines for one step, the last one counts."""
     by_step = {}
     for measured in json_lines(file):
         if measured.keys() >= {"step", "num_tokens", "tokens"}:
@@ -180,7 +183,7 @@ def _diagnostics(file: Path) -> tuple[dict[str, Any], ...]:
 
 
 def json_lines(file: Path) -> Iterable[dict[str, Any]]:
-    """Yield the objects of a JSONL file, none if it is missing; lines that are not JSON are skipped."""
+    """Yield the objects of a JSONL file, which may be missing. Lines that are not JSON are skipped."""
     if not file.is_file():
         return
     lines = file.read_text(errors="replace").splitlines()
@@ -188,7 +191,7 @@ def json_lines(file: Path) -> Iterable[dict[str, Any]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            # The last line is incomplete while the run writes it, and after a kill: no reason to warn.
+            # There is no warning about the last line, which a running or killed run may leave incomplete.
             if line.strip() and number < len(lines):
                 log.warning("%s line %d is not JSON and is skipped", file, number)
             continue
@@ -211,14 +214,14 @@ def _settings(file: Path) -> dict[str, Any]:
 def group_runs(runs: Sequence[RunLog]) -> list[RunGroup]:
     """Group runs whose settings differ only in the seed, in the order of first appearance.
 
-    A group is labelled by its variant; if several groups share one, also by engine and by the settings
-    that differ.
+    A group's label is its variant. If several groups share a variant, their labels also name the engine and
+    the settings that differ.
     """
     runs_by_settings: dict[str, list[RunLog]] = {}
     for run in runs:
         same_settings = runs_by_settings.setdefault(_identity(run), [])
         for earlier in same_settings:
-            # Twice the same run would narrow the band without a further sample.
+            # Counting a run twice would narrow the band without adding a sample.
             if earlier.seed == run.seed:
                 raise UserError(
                     f"{earlier.path} and {run.path} have the same settings and grpo.seed={run.seed}; leave "
@@ -230,7 +233,7 @@ def group_runs(runs: Sequence[RunLog]) -> list[RunGroup]:
 
 
 def differing_settings(groups: Sequence[Sequence[RunLog]]) -> dict[str, list[Any]]:
-    """Find keys whose values differ between groups, with each group's value (None: missing)."""
+    """Map the keys whose values differ between groups to the value of each group, or None if it has none."""
     group_settings = [group[0].settings for group in groups]
     keys = {key for settings in group_settings for key in settings}
     differing = {}
@@ -246,7 +249,7 @@ class Measure:
     """Metric by which a report judges runs.
 
     Attributes:
-        key: its name in metrics.jsonl; a metric of a validation.
+        key: name of the metric in metrics.jsonl; it is always a validation metric.
         higher_is_better: False for a loss.
     """
 
@@ -255,7 +258,7 @@ class Measure:
 
     @property
     def name(self) -> str:
-        """Name in a sentence, as ``accuracy``."""
+        """Name of the metric in a sentence, such as ``accuracy``."""
         return self.key.removeprefix("validation/")
 
     def best(self, values: Iterable[float]) -> float:
@@ -268,7 +271,10 @@ class Measure:
 
 
 def measure_of(groups: Sequence[RunGroup]) -> Measure:
-    """Find the metric that ranks the runs' checkpoints; accuracy if they differ in it, or lack its values."""
+    """Find the metric by which the runs' recipes rank checkpoints.
+
+    It is the accuracy if the recipes rank by different metrics, or if the runs have no values of it.
+    """
     measures = set()
     for group in groups:
         for run in group.runs:
@@ -278,7 +284,7 @@ def measure_of(groups: Sequence[RunGroup]) -> Measure:
     if len(measures) != 1:
         return Measure()
     key, is_higher_better = measures.pop()
-    # A metric of training cannot judge: it is measured on other problems at every step.
+    # A training metric cannot judge runs, because every step measures it on other problems.
     if key is None or not key.startswith("validation/"):
         return Measure()
     has_values = any(group.each(key, "last") for group in groups)
@@ -286,7 +292,7 @@ def measure_of(groups: Sequence[RunGroup]) -> Measure:
 
 
 def common_key(groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """Choose the first metric that every group has, else the first that any has."""
+    """Choose the first of ``keys`` that every group has, or else the first that any group has."""
     groups_with_key = {key: sum(len(group.curve(key)[0]) > 0 for group in groups) for key in keys}
     for key in keys:
         if groups_with_key[key] == len(groups):
@@ -298,20 +304,20 @@ def common_key(groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
 
 
 def pass_key(groups: Sequence[RunGroup]) -> str:
-    """Name ``validation/pass@k`` with the largest k that any run has; pass@8 if none has any."""
+    """Return the name ``validation/pass@k`` with the largest k of any run, or k = 8 if no run has one."""
     sample_counts = [int(match[1]) for match in matching(groups, r"validation/pass@(\d+)")]
     return f"validation/pass@{max(sample_counts, default=8)}"
 
 
 def matching(groups: Sequence[RunGroup], pattern: str) -> list[re.Match[str]]:
-    """Match the whole names of the runs' metrics, in the order of names."""
+    """Match a pattern with the full name of every metric of the runs; returns the matches sorted by name."""
     names = {name for group in groups for run in group.runs for name in run.names}
     matches = [re.fullmatch(pattern, name) for name in sorted(names)]
     return [match for match in matches if match]
 
 
 def validation_note(row: Mapping[str, Any]) -> str:
-    """Write the log line of a validation: accuracy or loss, and the accuracy of each of several sets."""
+    """Write the log line of a validation: its accuracy or loss. Several sets also have their accuracies."""
     phrases = [template.format(row[name]) for name, template in HELD_OUT.items() if name in row]
     for name, value in row.items():
         match = re.fullmatch(SET_ACCURACY, name)
@@ -321,7 +327,7 @@ def validation_note(row: Mapping[str, Any]) -> str:
 
 
 def _identity(run: RunLog) -> str:
-    """Return a text that is equal for runs of one group; a run without a recipe is its own group."""
+    """Return a text that is equal for all runs of one group. A run without a recipe is a group by itself."""
     settings = {key: value for key, value in run.settings.items() if key not in NOT_A_SETTING}
     return json.dumps(settings, sort_keys=True, default=str) if settings else str(run.path)
 
@@ -336,7 +342,8 @@ def _label(group: list[RunLog], groups: list[list[RunLog]]) -> str:
     if len(same_label) == 1:
         return label
     differing = differing_settings(same_label)
-    # A legend has no room for more than two settings, and none may differ if the runs have no recipe.
+    # Otherwise the label is the folder's name: a legend has room for at most two settings, and runs without a
+    # recipe differ in none.
     if not 1 <= len(differing) <= 2:
         return f"{label} ({group[0].path.name})"
     position = same_label.index(group)
@@ -345,5 +352,5 @@ def _label(group: list[RunLog], groups: list[list[RunLog]]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    # True and False are ints to Python, but no values of a metric.
+    # In Python, True and False are ints, but they are not values of a metric.
     return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))

@@ -16,12 +16,12 @@ MAX_LETTERS = 2000
 
 @dataclass(frozen=True)
 class HeldOutProblem:
-    """A problem, and the greedy responses to it.
+    """A held-out problem with its greedy responses during the run.
 
     Attributes:
-        title: its validation set and name.
-        prompt: as sampled.
-        answer: the right one.
+        title: validation set and name of the problem.
+        prompt: prompt that the policy continued.
+        answer: right answer.
         rows: [step, accuracy, response] as texts, in the order of steps.
     """
 
@@ -32,9 +32,9 @@ class HeldOutProblem:
 
 
 def held_out_problems(run: RunLog) -> list[HeldOutProblem]:
-    """Read the first held-out problems of a run; none if its samples.jsonl has no validation.
+    """Read the first held-out problems of a run. There are none if its samples.jsonl has no validation.
 
-    A resumed run may have validated a step twice; the later responses count.
+    If a resumed run has validated a step twice, the later responses count.
     """
     by_problem = dict[tuple[str, str], dict[int, dict[str, Any]]]()
     for row in json_lines(run.path / SAMPLES_FILE):
@@ -57,7 +57,7 @@ def held_out_problems(run: RunLog) -> list[HeldOutProblem]:
 
 
 def _spread(steps: list[int]) -> list[int]:
-    """Choose at most `MAX_VALIDATIONS` steps at about equal distances, with both ends."""
+    """Choose at most `MAX_VALIDATIONS` steps at about equal distances, including the first and the last."""
     if len(steps) <= MAX_VALIDATIONS:
         return steps
     last = len(steps) - 1
@@ -66,7 +66,7 @@ def _spread(steps: list[int]) -> list[int]:
 
 
 def _cells(step: int, row: dict[str, Any]) -> list[str]:
-    """Write one response as a row of the table; a task of the user's own may have no accuracy."""
+    """Write one response as a row of the table. A user-defined task may have no accuracy."""
     scores = row.get("scores")
     accuracy = scores.get("accuracy") if isinstance(scores, dict) else None
     response = str(row["response"])

@@ -33,12 +33,13 @@ def findings(
 
     Args:
         rows: metrics of training steps in order, as in metrics.jsonl.
-        weights: the recipe's ``nemo_grpo.rewards``; what has no weight is no obstacle. None: unknown.
+        weights: the recipe's ``nemo_grpo.rewards``. A component without a weight cannot keep a run from
+            learning. None means that the weights are unknown.
 
     Returns:
-        One sentence for each reason; none for a run that learns, or without steps.
+        One sentence for each reason. There are none for a run that learns or has no steps.
     """
-    # Supervised runs have no groups; nothing here is about them.
+    # Supervised runs have no groups. Their rows are dropped here, so that nothing is found.
     rows = [row for row in rows if _number(row, SIGNAL) is not None][-NUM_STEPS:]
     if not rows:
         return []
@@ -49,7 +50,7 @@ def findings(
     asks_for_form = True
     if weights is not None:
         weighted = [name for name, weight in weights.items() if weight]
-        # A reward function of the user's own may judge anything; a component of the task judges answers.
+        # Components of the task judge answers. A user-defined reward function may judge anything else.
         judges_answers = any(not is_reference(name) for name in weighted)
         asks_for_form = any(name.startswith("format") for name in weighted)
     sentences = [_no_signal(rows, judges_answers=judges_answers), _truncated(rows)]
@@ -60,13 +61,13 @@ def findings(
 
 
 class Watch:
-    """Follows a run; returns each finding when it begins to hold, and again every `AGAIN_AFTER` steps."""
+    """Follows a run. Returns a finding as soon as it holds, and again every `AGAIN_AFTER` steps."""
 
     def __init__(self, max_num_steps: int, weights: Mapping[str, float] | None = None) -> None:
         """Start before the first step.
 
         Args:
-            max_num_steps: of the run; a short one is judged by all of its steps.
+            max_num_steps: number of steps of the run; a short run is judged by all of its steps.
             weights: see `findings`.
         """
         self.weights = weights
@@ -79,9 +80,9 @@ class Watch:
         if len(self.rows) < (self.rows.maxlen or 0):
             return []
         step = int(row["step"])
-        # The numbers in a sentence change with every step; its subject does not.
+        # The numbers in a sentence change with every step. Its subject stays, and identifies the finding.
         by_subject = {_subject(sentence): sentence for sentence in findings(self.rows, weights=self.weights)}
-        # What no longer holds is forgotten, so that it is logged at once when it holds again.
+        # Findings that no longer hold are forgotten, so that they are logged at once when they return.
         self.logged_at = {subject: at for subject, at in self.logged_at.items() if subject in by_subject}
         sentences = []
         for subject, sentence in by_subject.items():
@@ -92,7 +93,7 @@ class Watch:
 
 
 def _subject(sentence: str) -> str:
-    """Cut steps and numbers from a finding."""
+    """Return a finding's sentence without steps and numbers."""
     return sentence.partition(": ")[2].partition(" (")[0]
 
 
@@ -145,7 +146,7 @@ def _format(rows: Sequence[Mapping[str, Any]]) -> str | None:
     accuracy = _mean(rows, "reward/accuracy")
     if well_formed is None or well_formed > ZERO:
         return None
-    # Right answers were read, so the form does not matter to this task.
+    # The task has read right answers, so it does not depend on the format.
     if accuracy is not None and accuracy > ZERO:
         return None
     numbers = "format 0" if accuracy is None else f"format 0, accuracy {accuracy:.2g}"
@@ -163,7 +164,7 @@ def _not_finite(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _share(rows: Sequence[Mapping[str, Any]], factors: Mapping[str, float]) -> float | None:
-    """Average the first metric that the rows have, as a share; None if they have none.
+    """Average the first metric that the rows have, as a share. Returns None if they have none.
 
     Args:
         factors: metric of either engine -> factor that makes it a share.
@@ -176,7 +177,7 @@ def _share(rows: Sequence[Mapping[str, Any]], factors: Mapping[str, float]) -> f
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """Average over the rows; None if one lacks it."""
+    """Average a metric over the rows. Returns None if a row does not have it."""
     values = []
     for row in rows:
         value = _number(row, key)

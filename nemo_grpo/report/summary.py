@@ -1,4 +1,4 @@
-"""Table of a report: a row per setting, each figure as mean +- sample standard deviation over seeds."""
+"""Table of a report: one row per setting, figures as mean +- sample standard deviation over seeds."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -26,8 +26,8 @@ class Column:
 
     Attributes:
         name: head of the column.
-        values: function that returns one number per run that has it.
-        digits: decimals.
+        values: function that returns the figure of each run that has it.
+        digits: number of decimals.
         sign: ``+`` shows the sign of positive numbers too.
     """
 
@@ -37,7 +37,10 @@ class Column:
     sign: str = ""
 
     def cell(self, group: RunGroup) -> str:
-        """Write ``0.600 +- 0.141``, mean and sample standard deviation; one number alone; ``-`` for none."""
+        """Write mean and sample standard deviation as ``0.600 +- 0.141``.
+
+        A single value has no deviation. Without values the cell is ``-``.
+        """
         values = self.values(group)
         if not values:
             return "-"
@@ -46,7 +49,7 @@ class Column:
 
 
 def columns(groups: Sequence[RunGroup]) -> list[Column]:
-    """List the columns of the table, without those that no group can fill."""
+    """List the columns of the table that at least one group can fill."""
     measure = measure_of(groups)
     key = measure.key
     passes = pass_key(groups)
@@ -59,7 +62,7 @@ def columns(groups: Sequence[RunGroup]) -> list[Column]:
         Column("gain", lambda group: group.gains(key), sign="+"),
         Column("least gain", lambda group: _least_gain(group, measure), sign="+"),
     ]
-    # Where another metric ranks checkpoints, a reader still looks for the accuracy.
+    # Readers expect the accuracy, also if another metric ranks checkpoints.
     if key != ACCURACY:
         candidates.append(_last("accuracy", ACCURACY))
     candidates += [_last("greedy", "validation/greedy"), _last(passes.rpartition("/")[2], passes)]
@@ -82,7 +85,7 @@ def _at_step_0(group: RunGroup, key: str) -> list[float]:
 
 def _least_gain(group: RunGroup, measure: Measure) -> list[float]:
     gains = group.gains(measure.key)
-    # The least gain of one run is its gain, which has a column already.
+    # A single run's least gain is its gain, which already has a column.
     return [measure.worst(gains)] if len(gains) > 1 else []
 
 
@@ -101,7 +104,7 @@ def _last(name: str, key: str, digits: int = 3) -> Column:
 
 
 def note(groups: Sequence[RunGroup]) -> str:
-    """Explain the columns and deviations that the table has."""
+    """Write the note below the table, which explains its columns and deviations."""
     names = {column.name for column in columns(groups)}
     measure = measure_of(groups)
     notes = {
@@ -122,7 +125,7 @@ def note(groups: Sequence[RunGroup]) -> str:
 
 
 def table(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
-    """Make head and rows as texts, with +- between mean and deviation."""
+    """Return the head and the rows of the table as texts."""
     figures = columns(groups)
     rows = []
     for group in groups:
@@ -145,7 +148,7 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def records(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
-    """Convert the table to JSON's types: values of every run, mean and standard deviation, folders."""
+    """Convert the table to JSON's types: every run's values, their mean and deviation, and the folders."""
     figures = columns(groups)
     objects = []
     for group in groups:
@@ -169,7 +172,7 @@ def _record(values: Sequence[float]) -> dict[str, Any] | None:
 
 
 def stuck_runs(groups: Sequence[RunGroup]) -> list[str]:
-    """List reasons why runs do not learn at their end: ``run: finding``."""
+    """List why runs did not learn at their end, each reason as ``run: finding``."""
     lines = []
     for group in groups:
         for run in group.runs:
@@ -181,7 +184,7 @@ def stuck_runs(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def reward_weights(run: RunLog) -> dict[str, float] | None:
-    """Return the weights of a run's rewards; None without a task, whose components they are."""
+    """Return the weights of a run's rewards, or None if its recipe has no task."""
     prefix = "nemo_grpo.rewards."
     weights = {}
     for key, value in run.settings.items():
@@ -192,7 +195,7 @@ def reward_weights(run: RunLog) -> dict[str, float] | None:
 
 
 def seconds(run: RunLog) -> float:
-    """Add up the time that a run spent in steps and validations."""
+    """Return the seconds that a run spent in steps and validations."""
     return _sum(run, "time/step") + _sum(run, "time/validation")
 
 

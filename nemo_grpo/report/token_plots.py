@@ -16,13 +16,13 @@ MAX_LISTED = 4
 def group_mean(
     group: RunGroup, part: str, name: str, shares: str = ""
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Average a list of numbers over each run's measured steps, then over the runs.
+    """Average a list of numbers, element by element, over each run's measured steps and then over the runs.
 
     Args:
         part: key of a measured step, such as ``covariance``.
-        name: the list in that part.
-        shares: the part's list of token shares, if each number is a mean over tokens; steps are then
-            weighted by their tokens, and numbers without a token are masked.
+        name: name of the list in that part.
+        shares: name of the part's list of token shares. Give it if each number is a mean over tokens: then
+            steps are weighted by their tokens, and numbers without a token are masked.
 
     Returns:
         Mean and sample standard deviation over the runs (0 for one run); None if no run has the list.
@@ -36,7 +36,7 @@ def group_mean(
         num_tokens = None
         if shares:
             num_tokens = [step["num_tokens"] * np.array(step[part][shares]) for step in measured_steps]
-        # A masked average, because the weights of a bin without a token are all 0, for which numpy raises.
+        # Masked, because the weights of a bin without tokens are all 0, for which numpy's average raises.
         means.append(np.ma.average(numbers, axis=0, weights=num_tokens))
     if not means:
         return None
@@ -46,7 +46,7 @@ def group_mean(
 
 
 def draw_cumulative(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> str:
-    """Draw the share of the total over the share of tokens that make it up, largest first."""
+    """Draw which share of the total the largest tokens make up, over their share of all tokens."""
     part, name = keys
     for index, group in enumerate(groups):
         cumulative = group_mean(group, part, name)
@@ -64,7 +64,7 @@ def draw_bins(axes: Axes, groups: Sequence[RunGroup], keys: Sequence[str]) -> st
     """Draw one value per bin of the token's probability, at the bin's middle.
 
     Args:
-        keys: part, name, and for a mean over tokens the list of their shares; as `group_mean` takes them.
+        keys: arguments ``part``, ``name`` and, for means over tokens, ``shares`` of `group_mean`.
     """
     for index, group in enumerate(groups):
         bins = group_mean(group, *keys)
@@ -83,7 +83,10 @@ def _line(axes: Axes, x: Any, mean: np.ndarray, spread: np.ndarray, index: int, 
 
 
 def covariance_rows(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
-    """Make CW-GRPO Table 1, mean over steps and seeds: a row per group and sign."""
+    """Return head and rows of CW-GRPO's Table 1, averaged over steps and seeds.
+
+    A group has two rows, for its positive and its negative covariances.
+    """
     share_heads: list[str] = []
     rows = []
     for group in groups:
@@ -92,18 +95,18 @@ def covariance_rows(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[st
             continue
         share_heads = [f"{100 * share:g} %" for share in shares[0]]
         for sign in ("positive", "negative"):
-            reached = group_mean(group, "covariance", sign)
-            assert reached is not None
-            cells = [f"{value:.2f}" for value in reached[0]]
+            covariances = group_mean(group, "covariance", sign)
+            assert covariances is not None
+            cells = [f"{value:.2f}" for value in covariances[0]]
             rows.append([group.label, sign, *cells])
     return ["setting", "covariance", *share_heads], rows
 
 
 def gradient_rows(groups: Sequence[RunGroup]) -> tuple[list[str], list[list[str]]]:
-    """Measure how even the gradient norm is (TR-GRPO Figure 3), mean over seeds: a row per group."""
+    """Return head and rows that show how even the gradient norm is (TR-GRPO Figure 3), mean over seeds."""
     rows = []
     for group in groups:
-        # One step has no spread.
+        # A run of one step has no spread.
         curves = [np.array(curve) for curve in group.values("grad_norm") if len(curve) > 1]
         if curves:
             numbers = np.mean([gradient_spread(norms) for norms in curves], axis=0)
@@ -117,7 +120,7 @@ def gradient_spread(norms: np.ndarray) -> tuple[float, float, float, float, floa
     mean = float(norms.mean())
     median = float(np.median(norms))
     deviation = float(norms.std())
-    # A run in which most steps have no signal, and so no gradient, has no ratios.
+    # If most steps of a run have no signal, and so no gradient, the ratios are undefined.
     if mean == 0 or median == 0:
         return mean, deviation, 0.0, 0.0, 0.0
     spikes_per_100_steps = 100 * (norms > 3 * median).mean()
@@ -125,7 +128,10 @@ def gradient_spread(norms: np.ndarray) -> tuple[float, float, float, float, floa
 
 
 def token_rows(groups: Sequence[RunGroup], name: str) -> tuple[list[str], list[list[str]]]:
-    """Lay out one of `tokens.token_tables` at the last measured step of each group's first run."""
+    """Return head and rows of one of `tokens.token_tables`.
+
+    A group shows the last measured step of its first run.
+    """
     head = ["rank"]
     tables = []
     for group in groups[:MAX_LISTED]:

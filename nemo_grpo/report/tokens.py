@@ -5,10 +5,11 @@ Four quantities of every token that counts:
     c_it  = (logp_it - mean_t logp_i)(A_i - mean_g A)      CW-GRPO section 2.3; A over the group's std
     g_it  = N |d loss / d logp_it|                         the variant's own loss, its weights and KL included
     g_it (1 - pi_it)                                       bounds the token's gradient (TR-GRPO Theorem 3.2)
-    H_it      entropy of the policy at the token, of the rows that it scored
+    H_it      entropy of the policy at the token, for the rows that it scored
 
-N tokens measured; for GRPO g is |A|. A step of more than `MAX_MEASURED` tokens is measured on its first whole
-groups, which bounds time and memory. c has one definition for all variants, so that it compares them.
+N is the number of measured tokens. For GRPO, g is |A|. A step with more than `MAX_MEASURED` tokens is
+measured on its first groups only, which bounds time and memory. The definition of c is the same for all
+variants, so that their values can be compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,17 +44,17 @@ SMALLEST_SUM = 1e-30
 def token_diagnostics(
     objective: Objective, prepared: PreparedBatch, token_ids: Tensor, decode: Callable[[int], str]
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Summarise a prepared step. Draws no random numbers and changes nothing.
+    """Summarise the tokens of a prepared step. Random states and the step stay unchanged.
 
     Args:
-        objective: the variant's.
+        objective: objective of the variant.
         prepared: the whole step.
-        token_ids: [B, T], the tokens that its columns belong to.
+        token_ids: [B, T], token at each position of ``prepared``.
         decode: returns a token's text.
 
     Returns:
-        Numbers for metrics.jsonl, ``tokens/*``, and an object for diagnostics.jsonl. Both are empty for a
-        step without a token.
+        The numbers ``tokens/*`` for metrics.jsonl, and an object for diagnostics.jsonl. Both are empty for a
+        step without tokens.
     """
     prepared, token_ids = _bounded(prepared, token_ids)
     batch = prepared.batch
@@ -62,7 +63,7 @@ def token_diagnostics(
         return {}, {}
     base = group_advantages(batch)
     token_covariance = group_covariance(batch.prev_logprobs, base.values, batch, base.groups, "response")
-    # In double precision: running sums of a million tokens would lose the small ones in float32.
+    # Double precision, because in float32 the running sums of a million tokens would lose small values.
     covariance = token_covariance[mask].double()
     probability = batch.prev_logprobs[mask].double().exp()
     coefficient = loss_gradients(objective, prepared)[mask].double()
@@ -93,7 +94,7 @@ def token_diagnostics(
 
 
 def _bounded(prepared: PreparedBatch, token_ids: Tensor) -> tuple[PreparedBatch, Tensor]:
-    """Keep the first groups that have at most `MAX_MEASURED` tokens together; at least one."""
+    """Keep the first groups with at most `MAX_MEASURED` tokens in total, but at least one group."""
     batch = prepared.batch
     _, group_of_row = batch.group_ids.unique(return_inverse=True)
     tokens_of_row = batch.mask.sum(1).double()
@@ -107,19 +108,20 @@ def _bounded(prepared: PreparedBatch, token_ids: Tensor) -> tuple[PreparedBatch,
 
 
 def loss_gradients(objective: Objective, prepared: PreparedBatch) -> Tensor:
-    """Compute [B, T]: N |d loss / d logp| at the step's start, N the tokens of ``prepared``; 0 off the mask.
+    """Compute N |d loss / d logp| of each token before the step's first update, [B, T]; 0 outside the mask.
 
-    The loss is the one that trains the policy, with its weights, KL and aggregation.
+    N is the number of tokens in ``prepared``. The loss is the one that trains the policy, including its
+    weights, KL and aggregation.
     """
     batch = prepared.batch
     logprobs = batch.prev_logprobs.detach().clone().requires_grad_()
     num_tokens, num_sequences = global_counts(batch)
     calls: list[Tensor] = [torch.arange(len(batch.rewards))]
-    # Such a loss takes one group a call, as in training.
+    # As in training, a loss that needs whole groups gets one group per call.
     if objective.whole_groups_per_loss_call:
         calls = [torch.nonzero(batch.group_ids == group).flatten() for group in batch.group_ids.unique()]
     losses = []
-    # The caller may have switched gradients off, as it records a step that is over.
+    # The step is over, so the caller may have switched gradients off.
     with torch.enable_grad():
         for rows in calls:
             loss, _ = objective.loss(
@@ -133,11 +135,12 @@ def loss_gradients(objective: Objective, prepared: PreparedBatch) -> Tensor:
 
 
 def top_shares(values: Tensor, shares: Sequence[float]) -> list[float]:
-    """Compute the total's share held by the largest values, for each share of their number (at least one).
+    """Compute which share of the total the largest values make up.
 
     Args:
         values: [N], >= 0, N >= 1.
-        shares: of N, in (0, 1].
+        shares: for each number in the result, the share of the N values that are summed, in (0, 1]; at least
+            one value is summed.
     """
     running = values.sort(descending=True).values.cumsum(0)
     total = running[-1].clamp(min=SMALLEST_SUM)
@@ -145,16 +148,16 @@ def top_shares(values: Tensor, shares: Sequence[float]) -> list[float]:
 
 
 def covariance_table(covariance: Tensor) -> dict[str, list[float]]:
-    """Compute CW-GRPO Table 1: the covariance that a share of the positive (negative) tokens reaches.
+    """Compute CW-GRPO's Table 1: the covariance that the most extreme share of tokens reaches, by sign.
 
     Args:
-        covariance: [N], of all tokens.
+        covariance: [N], covariance of each token.
 
     Returns:
         share: `TABLE_SHARES`.
-        positive: the value that each share of the positive tokens reaches, most extreme first; the last
-            share is all of them, and so their smallest. 0 without positive tokens.
-        negative: the same of the negative tokens.
+        positive: for each share, the smallest value among that share of the positive tokens with the largest
+            values. The last share is all of them. 0 if no token is positive.
+        negative: the same for the negative tokens.
     """
     table: dict[str, list[float]] = {"share": list(TABLE_SHARES)}
     for name, sign in (("positive", 1), ("negative", -1)):
@@ -196,23 +199,23 @@ def probability_bins(probability: Tensor, coefficient: Tensor, gradient: Tensor)
 def token_tables(
     ids: Tensor, probability: Tensor, covariance: Tensor, gradient: Tensor, decode: Callable[[int], str]
 ) -> dict[str, list[list[Any]]]:
-    """List the vocabulary's entries that stand out, each ``[text, count, mean probability, share]``.
+    """List extreme entries of the vocabulary, each as ``[text, count, mean probability, share]``.
 
-    Only entries that occur at least `MIN_COUNT` times count. The share is that of the sum of g (1 - pi) over
-    all tokens, in ``covariance`` that of the sum of |c|.
+    Entries must occur at least `MIN_COUNT` times. ``share`` is the entry's part of the sum of g (1 - pi) over
+    all tokens; in the table ``covariance`` it is its part of the sum of |c|.
 
     Args:
-        ids: [N], tokens.
+        ids: [N], id of each token.
         probability: [N], pi of each token.
         covariance: [N], c.
         gradient: [N], g (1 - pi).
         decode: returns a token's text.
 
     Returns:
-        likely: entries of the largest mean probability (TR-GRPO section 3.3).
-        unlikely: entries of the smallest mean probability.
-        covariance: entries of the largest share of the sum of |c|.
-        gradient: entries of the largest share of the sum of g (1 - pi).
+        likely: entries with the largest mean probability (TR-GRPO section 3.3).
+        unlikely: entries with the smallest mean probability.
+        covariance: entries with the largest share of the sum of |c|.
+        gradient: entries with the largest share of the sum of g (1 - pi).
     """
     entries, entry_of_token, count = ids.unique(return_inverse=True, return_counts=True)
     mean = torch.bincount(entry_of_token, weights=probability) / count
@@ -225,7 +228,7 @@ def token_tables(
     frequent = (count >= MIN_COUNT).nonzero()[:, 0]
 
     def table(order: Tensor, share: Tensor) -> list[list[Any]]:
-        """List the frequent entries of the largest ``order``; equal ones in the order of their ids."""
+        """List the frequent entries with the largest ``order``. Equal ones are sorted by id."""
         ranking = order[frequent].argsort(descending=True, stable=True)
         top = frequent[ranking][:NUM_TOKENS]
         columns = (entries[top].tolist(), count[top].tolist(), mean[top].tolist(), share[top].tolist())
@@ -243,12 +246,12 @@ def token_tables(
 
 
 def _index(share: float, number: int) -> int:
-    """Return the index of the last value within the first ``share`` of ``number``, which is not empty."""
+    """Return the index of the last of the first ``share`` of ``number`` values, which are at least one."""
     return min(number, max(1, round(share * number))) - 1
 
 
 def _floats(values: Sequence[Tensor] | Tensor) -> list[float]:
-    """Round to six digits, enough for a plot."""
+    """Round the values to six digits, which are enough for a plot."""
     if not isinstance(values, Tensor):
         values = torch.stack(list(values)) if values else torch.zeros(0)
     return [float(f"{value:.6g}") for value in values.tolist()]

@@ -1,4 +1,4 @@
-"""Responses to prompts, without megatron: for training and evaluation.
+"""Sampling of responses to prompts, for training and evaluation. Nothing here needs Megatron.
 
 requests              requests, rollouts, and the generator's protocol
 draws                 draws a token from logits; random numbers that belong to a response

@@ -11,12 +11,13 @@ from nemo_grpo.sampling.requests import Request, SamplingParams
 def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
     """Choose the next token of each row.
 
-    Inverts the cumulative distribution at u: one random number per token, whatever the vocabulary.
+    The token is the one at which the cumulative distribution passes the row's random number. So a token takes
+    one random number, for any size of the vocabulary.
 
     Args:
         logits: [R, V].
         sampling: temperature and filters.
-        uniforms: [R] float64 in [0, 1); None for greedy.
+        uniforms: [R] float64, a random number in [0, 1) for each row; None for greedy.
 
     Returns:
         Tokens [R], and their logprobs [R] as in `Rollout`.
@@ -28,9 +29,9 @@ def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor | None) -> t
     if sampling.temperature != 1 and not sampling.greedy:
         scaled = scaled / sampling.temperature
     probabilities = scaled.softmax(-1)
-    # Not quite 1, because softmax rounds its own sum.
+    # This sum is not exactly 1, because softmax rounds.
     total = probabilities.sum(-1)
-    # A NaN or +inf logit makes all probabilities of its row NaN, so the sums are enough to look at.
+    # A NaN or +inf logit makes all probabilities of its row NaN, so it is enough to check the sums.
     if not torch.isfinite(total).all():
         raise FloatingPointError(
             "the model's logits are not finite: its weights hold NaN or inf, or overflow"
@@ -39,18 +40,18 @@ def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor | None) -> t
         tokens = probabilities.argmax(-1)
     else:
         assert uniforms is not None
-        # In float64: in float32 the sums over a large vocabulary would swallow unlikely tokens.
+        # Float64, because float32 sums over a large vocabulary would round unlikely tokens away.
         mass = _filter(probabilities, sampling).cumsum(-1, dtype=torch.float64)
         target = uniforms[:, None] * mass[:, -1:]
         # right=True skips tokens of probability 0, whose sum equals that of the token before them. The clamp
-        # is for a product that rounds up to the whole mass.
+        # is for a ``target`` that rounds up to the total mass, beyond which there is no token.
         tokens = torch.searchsorted(mass, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     drawn_probabilities = probabilities.gather(-1, tokens[:, None])[:, 0]
     return tokens, (drawn_probabilities / total).log_()
 
 
 def _filter(probabilities: Tensor, sampling: SamplingParams) -> Tensor:
-    """Apply top_k, then top_p to probabilities [R, V]: 0 for tokens left out, the others unchanged."""
+    """Apply top_k, then top_p to probabilities [R, V]. Tokens that are filtered out get 0; others stay."""
     if sampling.top_k is not None and sampling.top_k < probabilities.shape[-1]:
         smallest = probabilities.topk(sampling.top_k, dim=-1).values[:, -1:]
         probabilities = probabilities.masked_fill(probabilities < smallest, 0)
@@ -66,13 +67,13 @@ def _filter(probabilities: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def response_uniforms(request: Request) -> Tensor:
-    """Draw random numbers that belong to a prompt, whatever else is in the request.
+    """Draw random numbers for each prompt that do not depend on the request's other prompts.
 
     Returns:
         [prompts x num_generations, max_new_tokens] float64 in [0, 1). A prompt's rows depend on the seed, its
         tokens, and how many times the same prompt came before it.
     """
-    # On the CPU, whatever samples: the same numbers on every device.
+    # Drawn on the CPU, so that the numbers are the same for every device.
     generator = torch.Generator()
     shape = (request.num_generations, request.sampling.max_new_tokens)
     rows = []

@@ -23,12 +23,12 @@ class Response:
     """One whole response, or its turns so far; tensors are [T].
 
     Attributes:
-        tokens: of the policy and of the environment, in order.
-        logprobs: the sampler's, nats; 0 for the environment's tokens.
+        tokens: tokens of the policy and of the environment, in order.
+        logprobs: the sampler's logprobs in nats; 0 for the environment's tokens.
         token_mask: bool; True where the policy chose the token.
-        truncated: the length limit ended it.
-        text: turns and observations as they were written and read.
-        episode: None for a task without turns.
+        truncated: True if the length limit ended the response.
+        text: the policy's turns and the environment's observations, in order.
+        episode: state of the task's episode; None for a task without turns.
     """
 
     tokens: Tensor
@@ -56,11 +56,11 @@ TextReader = Callable[[Sequence[list[int]]], list[str]]
 def sample_responses(
     generator: Sampler, tokenizer: Any, task: Task, request: Request, first_words: str = ""
 ) -> list[Response]:
-    """Sample whole responses, those to one prompt together; each text begins with ``first_words``.
+    """Sample whole responses; those to one prompt are adjacent. Each text begins with ``first_words``.
 
-    For a `MultiTurnTask`, ``max_new_tokens`` limits the whole response, observations included. An
-    observation that leaves no room for another token is not given, and its response counts as truncated.
-    The same arguments give the same responses wherever the task's tool answers alike.
+    For a `MultiTurnTask`, ``max_new_tokens`` limits the whole response, observations included. If an
+    observation leaves no room for another token, it is not given, and the response counts as truncated.
+    The same arguments give the same responses, provided that the task's tool gives the same answers.
     """
     if isinstance(task, MultiTurnTask):
         return _converse(generator, tokenizer, task, request, first_words)
@@ -79,14 +79,15 @@ def sample_responses(
 
 
 def text_reader(tokenizer: Any, task: Task) -> TextReader:
-    """Make a reader of responses [B] as the task scores them: without special tokens, except its tags.
+    """Make a function that decodes responses for scoring.
 
-    A tokenizer may have ``<think>`` as a special token, and the reward looks for it.
+    It drops special tokens, except those that are tags of the task: a tokenizer may have ``<think>`` as a
+    special token, and the reward looks for it in the text.
     """
     tags = special_tags(tokenizer, tags_of(task))
     if not tags:
         return partial(tokenizer.batch_decode, skip_special_tokens=True)
-    # A tokenizer can skip all of its special tokens or none, so the tags' ids are kept here.
+    # A tokenizer can only skip all of its special tokens or none, so they are removed here before decoding.
     added = tokenizer.added_tokens_decoder.items()
     skipped_ids = {number for number, token in added if token.special and token.content not in tags}
 
@@ -119,10 +120,11 @@ def _sampled_turns(rollout: Rollout, read: TextReader) -> list[_SampledTurn]:
 def _converse(
     generator: Sampler, tokenizer: Any, task: MultiTurnTask, request: Request, first_words: str
 ) -> list[Response]:
-    """Sample turn by turn; every call samples the next turn of all responses that are not over."""
+    """Sample responses turn by turn. Each call of the generator samples the next turn of all open ones."""
     meter = request.meter
     if meter is not None:
-        # The generator reports turns that end as responses that end; here the meter gets the tokens alone.
+        # The generator counts every finished turn as a finished response. So its meter passes on tokens only,
+        # and the loop below counts the responses.
         request = replace(request, meter=lambda num_tokens, _num_ended: meter(num_tokens, 0))
     end = StopTexts(task.stop_texts, tokenizer)
     limit = request.sampling.max_new_tokens
@@ -137,7 +139,8 @@ def _converse(
     start = Response(nothing, nothing.float(), nothing.bool(), False, first_words, Episode())
     responses = [start] * len(prompts)
     unfinished = list(range(len(prompts)))
-    # In the first turn the responses to one prompt share its reading; later on all have their own context.
+    # In the first turn a prompt is read once for all of its responses. Later every response has its own
+    # context.
     turn_request = replace(request, turn=Turn(request.limits, end))
     while unfinished:
         turns = _sampled_turns(generator.generate(turn_request), read)
@@ -156,7 +159,11 @@ def _converse(
 def _append_turns(
     responses: list[Response], rows: Sequence[int], turns: Sequence[_SampledTurn]
 ) -> dict[int, str]:
-    """Append a turn to each of these rows; returns the text of each turn that was not truncated, by row."""
+    """Append a turn to the response of each row.
+
+    Returns:
+        Row -> text of its turn, without truncated turns.
+    """
     finished_turns: dict[int, str] = {}
     for row, turn in zip(rows, turns, strict=True):
         response = responses[row]
@@ -176,12 +183,12 @@ def _append_observations(
     tokenizer: Any,
     observe: Callable[[Sequence[Episode], Sequence[str]], Sequence[Observed]],
 ) -> list[int]:
-    """Append the environment's observations of these turns; returns the rows that go on."""
+    """Append the environment's observations to responses; returns the rows of those that are not over."""
     if not finished_turns:
         return []
     turns = list(finished_turns.values())
     episodes = [_episode_of(responses[row]) for row in finished_turns]
-    # One rank asks the environment for all: two answers of a service need not be equal.
+    # One rank asks the environment for all ranks, because a service may answer differently each time.
     observed_turns = from_first_rank(lambda: observe(episodes, turns))
     unfinished = []
     for row, observed in zip(finished_turns, observed_turns, strict=True):

@@ -1,4 +1,4 @@
-"""Sampling with the engine's own decoder, which knows the families that the engine trains."""
+"""Sampling with the decoder of this package, which knows the model families that the engine trains."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DecoderGenerator(LocalGenerator):
 
     def _load(self, folder: Path) -> None:
         expected = self.decoder.weights.named
-        # Like transformers, tensors of the folder that the model does not have are ignored.
+        # Tensors that the model does not have are ignored, as transformers does.
         weights = ((name, tensor) for name, tensor in stream_weights(folder) if name in expected)
         try:
             self.update_weights(weights)
@@ -60,7 +60,7 @@ class _Decoding:
         self._cache = cache
 
     def keep(self, going: Tensor) -> Tensor:
-        # The logits stay as they are: the next step replaces them.
+        # The logits keep their finished rows, because the next step replaces them all.
         return self._cache.keep(going)
 
     def advance(self, tokens: Tensor) -> None:

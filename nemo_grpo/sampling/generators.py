@@ -1,4 +1,4 @@
-"""Generators of a model: our decoder if it knows the model, or else transformers; on one rank or on all."""
+"""Choice of a model's generator (our decoder, or else transformers), and sampling on all ranks together."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ def _reason_against_decoder(model: Path | PretrainedConfig) -> str | None:
     try:
         config = load_config(model)
     except (OSError, ValueError) as error:
-        # Not raised here: with ``auto``, transformers' own loading meets the error and explains it.
+        # Not raised here: with ``auto``, transformers loads the model, and its error explains more.
         return first_line(error)
     reason = unsupported(config)
     if reason is not None:
@@ -63,29 +63,30 @@ def build_local(
     device: torch.device | str,
     max_batch_size: int,
 ) -> LocalGenerator:
-    """Build the chosen generator with a folder's weights; a configuration's has none yet.
+    """Build the chosen generator, with weights if ``model`` is a folder.
 
     Args:
         requested: a `LocalName`.
         model: a folder or a configuration.
-        dtype: of the weights.
-        device: that samples.
-        max_batch_size: responses that are sampled together.
+        dtype: dtype of the weights.
+        device: device that samples.
+        max_batch_size: largest number of responses that are sampled together.
     """
     assert requested in get_args(LocalName), requested
     if choose(requested, model) == "decoder":
         return DecoderGenerator(model, dtype, device, max_batch_size)
-    # Only here: importing transformers' models takes seconds.
+    # Imported here, because importing transformers' models takes seconds.
     from nemo_grpo.sampling.generate_hf import HFGenerator
 
     return HFGenerator(model, dtype, device, max_batch_size)
 
 
 class DistributedGenerator:
-    """A `Generator` over those of all ranks: each samples some prompts, all get all responses.
+    """A `Generator` over all ranks: each rank samples some of the prompts, and all ranks get all responses.
 
-    Every rank calls it with the same arguments; the result is the same for any number of ranks. Prompts go to
-    the ranks in turn, equal prompts to one rank, since a generator tells their responses apart by counting.
+    Every rank must call it with the same arguments. The result is the same for any number of ranks. Prompts
+    are dealt to the ranks in turn. Equal prompts go to one rank, because a generator counts repetitions of a
+    prompt to give each its own random numbers.
     """
 
     def __init__(self, generator: Generator) -> None:
@@ -124,7 +125,7 @@ def _in_order(parts: list[Rollout], owners: list[int], num_generations: int) -> 
     """
     longest = max(part.tokens.shape[1] for part in parts)
     owner_of_row = torch.tensor(owners).repeat_interleave(num_generations)
-    # The row of the request that each row of the joined rollouts answers.
+    # Row i of the joined rollouts answers row ``rows[i]`` of the request.
     rows = torch.cat([torch.nonzero(owner_of_row == owner).flatten() for owner in sorted(set(owners))])
     joined = {}
     for field in fields(Rollout):

@@ -44,7 +44,7 @@ class ImageTokens:
         try:
             self._processor = AutoProcessor.from_pretrained(model, local_files_only=True)
             self._token = self._processor.image_token
-        # Errors of many kinds: missing files, missing torchvision, a model of text.
+        # Many kinds of errors end here: missing files, missing torchvision, a text-only model.
         except Exception as error:
             raise UserError(
                 f"--model {model}: no processor for images ({first_line(error)}); give the folder of a "
@@ -58,7 +58,7 @@ class ImageTokens:
 
         sizes = []
         for path in images:
-            # Opening reads the header alone: a benchmark may have gigabytes of pictures.
+            # `Image.open` reads only the header, because a benchmark may have gigabytes of pictures.
             with Image.open(path) as image:
                 sizes.append(image.size)
         return self._of_sizes(tuple(sizes))
@@ -66,7 +66,7 @@ class ImageTokens:
     def _count(self, sizes: tuple[Size, ...]) -> int:
         from PIL import Image
 
-        # The processor itself counts, on blank pictures: each model has its own rule.
+        # Each model has its own rule, so its processor counts the tokens, on blank pictures of these sizes.
         blank_images = [Image.new("RGB", size) for size in sizes]
         placeholders = self._token * len(blank_images)
         expanded = self._processor(text=[placeholders], images=blank_images)["input_ids"][0]

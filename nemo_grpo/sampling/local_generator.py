@@ -1,8 +1,8 @@
 """Sampling on one device, token by token: the loop around a model that keeps a cache of its context.
 
-It differs from a library's ``generate``. Finished rows leave the batch, and a prompt is read once however
-many responses it gets. Logprobs cost one row of the vocabulary per step instead of the scores of all steps.
-Random numbers belong to a response, not to a place in the batch.
+It differs from transformers' ``generate`` in four ways. Finished rows leave the batch. A prompt is read once
+for all of its responses. Only the sampled tokens' logprobs are stored, not the scores [B, V] of every step.
+Random numbers belong to a response and not to its place in the batch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from nemo_grpo.sampling.requests import Request, Rollout
 
 
 class Decoding(Protocol):
-    """R unfinished responses.
+    """State of a model in the middle of R unfinished responses.
 
     Attributes:
-        logits: [R, V], of the next token of each response.
+        logits: [R, V], logits of each response's next token.
     """
 
     logits: Tensor
@@ -48,7 +48,7 @@ class LocalGenerator(ABC):
     """A `Generator` on one device.
 
     Attributes:
-        name: as nemo_grpo.engine.generator calls it.
+        name: value of the recipe's nemo_grpo.engine.generator that selects it.
     """
 
     name: str
@@ -61,12 +61,13 @@ class LocalGenerator(ABC):
         device: torch.device | str = "cpu",
         max_batch_size: int = 256,
     ) -> None:
-        """Read a folder, or make room for the weights of a configuration.
+        """Build the model, with a folder's weights or with uninitialised ones.
 
         Args:
-            model: a folder with config and weights, or a configuration; then `update_weights` comes first.
-            dtype: of weights and cache; logprobs are computed in float32 whatever it is.
-            max_batch_size: responses that are sampled together; bounds the memory of the cache.
+            model: a folder with config and weights, or only a configuration. With a configuration, call
+                `update_weights` before the first sampling.
+            dtype: dtype of weights and cache. Logprobs are always computed in float32.
+            max_batch_size: largest number of responses sampled together, which bounds the cache's memory.
         """
         assert max_batch_size >= 1, max_batch_size
         self.device = torch.device(device)
@@ -76,23 +77,23 @@ class LocalGenerator(ABC):
 
     @abstractmethod
     def _build(self, model: Path | PretrainedConfig, dtype: torch.dtype) -> None:
-        """Set ``_config`` and build the model; read its weights if it is given as a folder."""
+        """Set ``_config`` and build the model. If ``model`` is a folder, also read its weights."""
 
     @abstractmethod
     def _writable(self) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Return the tensors that `update_weights` writes, by Hugging Face name; tied ones share memory."""
+        """Open the weights for writing, as Hugging Face name -> tensor. Tied weights share memory."""
 
     @abstractmethod
     def _read(self, prompts: list[list[int]], prompt_of_row: Tensor, room: int) -> Decoding:
-        """Read each prompt once; rows begin with prompt_of_row [R] and get at most ``room`` tokens more."""
+        """Read each prompt once. Row r begins with prompt prompt_of_row[r] and gets up to ``room`` tokens."""
 
     @abstractmethod
     def logits(self, sequences: Sequence[list[int]]) -> Tensor:
-        """Compute [B, S, V] of whole sequences in one pass; columns after a sequence's end mean nothing."""
+        """Compute logits [B, S, V] of whole sequences in one pass. Ignore those after a sequence's end."""
 
     @property
     def context(self) -> tuple[float, str, str]:
-        """Return (most tokens of a prompt with its response, name of that limit, remedy)."""
+        """Return (largest length of a prompt with its response in tokens, name of that limit, remedy)."""
         limit = getattr(self._config, "max_position_embeddings", None)
         if limit is None:
             limit = math.inf
@@ -100,11 +101,11 @@ class LocalGenerator(ABC):
 
     @torch.no_grad()
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See `Generator.update_weights`. Tensors are copied one by one as they come.
+        """See `Generator.update_weights`. Each tensor is copied as it arrives.
 
-        A tied weight may come under one of its names, or under several with equal values.
+        A tied weight may arrive under any of its names, or under several with equal values.
         """
-        # An update that fails half way must not be sampled from.
+        # If the update fails half way, `generate` must refuse to sample.
         self._complete = False
         with self._writable() as weights:
             _write(weights, named_tensors, self._config.model_type)
@@ -122,7 +123,7 @@ class LocalGenerator(ABC):
         request.check_context(*self.context)
         uniforms = None if request.sampling.greedy else response_uniforms(request).to(self.device)
         responses = _Responses(request, self.device)
-        # Prompts of like length together: little padding.
+        # Sorted, so that prompts of similar length share a batch with little padding.
         order = torch.argsort(request.lengths, stable=True)
         for rows in order.split(self.max_batch_size):
             self._fill(responses, rows, request, uniforms)
@@ -131,7 +132,7 @@ class LocalGenerator(ABC):
     # inference_mode does less work per operation than no_grad, and a step has many small operations.
     @torch.inference_mode()
     def _fill(self, responses: _Responses, rows: Tensor, request: Request, uniforms: Tensor | None) -> None:
-        """Sample the responses of these rows."""
+        """Sample the responses of these rows of the request, all together."""
         prompt_numbers, prompt_of_row = torch.unique(rows // request.num_generations, return_inverse=True)
         prompts = [request.prompts[number] for number in prompt_numbers.tolist()]
         room = responses.longest(rows)
@@ -154,14 +155,14 @@ class LocalGenerator(ABC):
 
 
 class _Responses:
-    """Buffers sampled tokens by step until the batch is complete."""
+    """Buffers of a request's sampled tokens, filled step by step until all responses are complete."""
 
     def __init__(self, request: Request, device: torch.device) -> None:
         self._limits = torch.tensor(request.limits).repeat_interleave(request.num_generations)
-        # On the device of the tokens, too, so that a step copies nothing.
+        # The limits are also on the tokens' device, so that a step copies nothing between devices.
         self._device_limits = self._limits.to(device)
         self._end = None if request.turn is None else request.turn.end
-        # Tokens of each row on the CPU, only where the end of a turn is looked for in its text.
+        # Tokens of each row on the CPU. They are needed only if a stop text may end a turn.
         self._written: list[list[int]] = []
         if self._end is not None:
             self._written = [[] for _ in self._limits]
@@ -178,7 +179,7 @@ class _Responses:
         return int(self._limits[rows].max())
 
     def append(self, rows: Tensor, step: int, tokens: Tensor, logprobs: Tensor) -> Tensor:
-        """Add a token to each of these R rows; returns [R] bool, True for those that go on."""
+        """Append one token to each of these R rows. Returns [R] bool, True for unfinished responses."""
         stopped = (tokens[:, None] == self._stop_tokens).any(-1)
         if self._written:
             for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
@@ -198,7 +199,7 @@ class _Responses:
         return torch.tensor([self._end.reached(tail) for tail in tails], device=rows.device)
 
     def rollout(self) -> Rollout:
-        """Lay out all responses, on the CPU."""
+        """Return all responses in padded tensors on the CPU."""
         rows = torch.cat(self._rows).cpu()
         num_rows_of_step = torch.tensor([len(part) for part in self._rows])
         steps = torch.tensor(self._steps).repeat_interleave(num_rows_of_step)
@@ -223,7 +224,8 @@ def _write(
     weights: Mapping[str, Tensor], named_tensors: Iterable[tuple[str, Tensor]], model_type: str
 ) -> None:
     """Copy tensors into the weights of the same names, and check that all weights have come."""
-    # By memory: tied weights share theirs, and one of their names is enough.
+    # Address of a weight's memory -> the name that wrote it. Tied weights share memory, so one of their names
+    # is enough.
     name_by_memory: dict[int, str] = {}
     for name, tensor in named_tensors:
         target = weights.get(name)

@@ -1,4 +1,4 @@
-"""Requests to a generator, its rollouts, and its protocol."""
+"""Interface of generators: the request, the rollout that answers it, and the protocols to implement."""
 
 import math
 from collections import Counter
@@ -21,12 +21,14 @@ class SamplingParams:
     """Sampling of a response. Names as in NeMo-RL's ``policy.generation``.
 
     Attributes:
-        max_new_tokens: a response without a stop token is cut here and counts as truncated.
-        temperature: at least `LOWEST_TEMPERATURE`; logits are divided by it.
-        top_p: in (0, 1]; the smallest set of most likely tokens with at least this mass. 1: all.
-        top_k: that many most likely tokens, before top_p. None: all.
-        stop_token_ids: any of them ends the response and belongs to it; empty: every response is cut.
-        greedy: take the most likely token; temperature, top_p and top_k are ignored.
+        max_new_tokens: limit of a response; one without a stop token ends here and counts as truncated.
+        temperature: divides the logits; at least `LOWEST_TEMPERATURE`.
+        top_p: sample from the smallest set of most likely tokens with at least this mass, in (0, 1]; with 1
+            from all tokens.
+        top_k: sample from this number of most likely tokens, chosen before top_p; with None from all tokens.
+        stop_token_ids: any of these ends the response and belongs to it. If there are none, every response
+            is truncated.
+        greedy: take the most likely token and ignore temperature, top_p and top_k.
     """
 
     max_new_tokens: int
@@ -51,7 +53,7 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """True if sampling leaves tokens out."""
+        """True if top_k or top_p excludes tokens."""
         return not self.greedy and (self.top_p < 1 or self.top_k is not None)
 
 
@@ -63,12 +65,12 @@ class Rollout:
 
     Attributes:
         tokens: [B, T] int64; a stop token belongs to its response; 0 after the end.
-        logprobs: [B, T] float32, nats, of the sampled token under softmax(logits / temperature), the whole
-            vocabulary; temperature 1 if greedy; exactly 0 after the end. The trainer's
-            ``generation_logprobs``: training divides the logits by the same temperature, so that the ratio is
-            1 where weights agree.
-        lengths: [B] int64, response tokens, at least 1.
-        truncated: [B] bool; the response met max_new_tokens before a stop token.
+        logprobs: [B, T] float32, nats. Logprob of the sampled token under softmax(logits / temperature) over
+            the whole vocabulary, with temperature 1 if greedy; exactly 0 after the end. The trainer calls
+            them ``generation_logprobs``. It divides its logits by the same temperature, so that the ratio is
+            1 if the weights are equal.
+        lengths: [B] int64, number of response tokens, at least 1.
+        truncated: [B] bool, True if the response reached max_new_tokens before a stop token.
     """
 
     tokens: Tensor
@@ -82,7 +84,7 @@ class TurnEnd(Protocol):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """A turn ends with the token that completes one of these; the token belongs to the turn."""
+        """Stop texts: a turn ends with the token that completes one of them, which belongs to the turn."""
         ...
 
     @property
@@ -91,10 +93,10 @@ class TurnEnd(Protocol):
         ...
 
     def reached(self, tokens: Sequence[int]) -> bool:
-        """Return True if the last of a turn's tokens completes one of the texts.
+        """Return True if the last token of a turn completes one of the texts.
 
         Args:
-            tokens: the last ``num_tokens`` of the turn or more, or all of them if it has fewer.
+            tokens: end of the turn, at least ``num_tokens`` long; the whole turn if it is shorter.
         """
         ...
 
@@ -104,9 +106,9 @@ class Turn:
     """Limits of one turn of each response, if responses are sampled in turns.
 
     Attributes:
-        max_new_tokens: tokens that are left to the response, one number per prompt; between 1 and the
-            sampling's limit.
-        end: tells where a turn ends before the response does.
+        max_new_tokens: for each prompt, the tokens that its response may still get; between 1 and the limit
+            of the sampling.
+        end: decides whether a turn is over although its response is not.
     """
 
     max_new_tokens: list[int]
@@ -122,9 +124,9 @@ class Request:
         num_generations: responses to each prompt.
         sampling: how tokens are drawn.
         seed: of the random numbers.
-        turn: sample one turn of each response; None: whole responses.
-        images: of each prompt, in the order of the placeholders in it; empty: no prompt has any.
-        meter: called while sampling with the numbers of tokens drawn, and of responses ended, since the last
+        turn: if set, sample one turn of each response instead of whole responses.
+        images: images of each prompt, in the order of their placeholders; empty if no prompt has images.
+        meter: called during sampling with the number of tokens sampled and of responses ended since its last
             call.
     """
 
@@ -152,12 +154,12 @@ class Request:
 
     @property
     def lengths(self) -> Tensor:
-        """Lengths of the rows' prompts, [B] int64."""
+        """Length of each row's prompt, [B] int64."""
         return torch.tensor([len(prompt) for prompt in self.prompts]).repeat_interleave(self.num_generations)
 
     @property
     def occurrences(self) -> list[int]:
-        """For each prompt, the number of equal ones, with the same images, before it."""
+        """For each prompt, the number of earlier prompts with the same tokens and images."""
         counts: Counter[tuple[object, ...]] = Counter()
         num_before = []
         images = self.images or [()] * len(self.prompts)
@@ -180,7 +182,7 @@ class Request:
 
         Args:
             context: limit in tokens.
-            name: of the limit.
+            name: name of the limit in the message.
             remedy: end of the message.
         """
         sizes = [(len(prompt), limit) for prompt, limit in zip(self.prompts, self.limits, strict=True)]
@@ -189,7 +191,7 @@ class Request:
 
 
 def check_fits(prompt: int, response: int, context: float, name: str, remedy: str) -> None:
-    """Refuse a prompt and a response of these numbers of tokens if they exceed ``context``."""
+    """Refuse lengths of a prompt and a response, in tokens, whose sum exceeds ``context``."""
     if prompt + response > context:
         raise UserError(
             f"prompt and response must fit into {name}={context}; the longest prompt has {prompt} tokens "
@@ -198,7 +200,7 @@ def check_fits(prompt: int, response: int, context: float, name: str, remedy: st
 
 
 class Sampler(Protocol):
-    """Samples responses."""
+    """Protocol of everything that samples responses; its weights may be fixed."""
 
     def generate(self, request: Request) -> Rollout:
         """Sample responses, or with ``request.turn`` one turn of each.
@@ -211,13 +213,13 @@ class Sampler(Protocol):
 
 
 class Generator(Sampler, Protocol):
-    """Samples responses from weights that it is given."""
+    """Protocol of a sampler whose weights can be replaced, as training does after each step."""
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take these weights, named as in the model's Hugging Face checkpoint, for all later calls.
 
         Raises:
-            ValueError: a weight is missing, unknown, or of another shape. Nothing can be generated until a
-                complete set has come.
+            ValueError: a weight is missing, unknown, or has another shape. Then `generate` refuses to sample
+                until a complete set of weights has been taken.
         """
         ...

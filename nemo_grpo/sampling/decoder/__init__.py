@@ -6,6 +6,6 @@
     cache     keys and values of unfinished responses, and attention over them
     model     forward pass, for whole prompts and for one token of every response
 
-A training loop's sampler needs none of a transformers model's modules, hooks, masks and padding. Models of
-other families are sampled by `generate_hf`.
+A step of sampling is many small operations, so the modules, hooks, masks and padding of a transformers model
+would cost much of its time. `generate_hf` samples models that this decoder does not know.
 """

@@ -1,8 +1,8 @@
 """Keys and values of unfinished responses, and attention over them.
 
-Every response has one row per layer. Prompts end at the same column, so that every step writes one column of
-all rows; shorter prompts leave columns on their left unused. When a response ends, the last unfinished row
-takes its place: a row is copied, not the cache.
+Every response has one row per layer. All prompts end at the same column, so that every step writes a single
+column; shorter prompts leave columns on their left unused. When a response ends, the last unfinished row
+moves into its row, so that only one row is copied and not the whole cache.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ class KVCache:
         values = torch.empty(self.num_rows, self._groups, self._width, self._head_size, **self._place)
         if values.dtype != torch.float32:
             return torch.empty_like(values), values
-        # `_attend`'s product is faster with the columns of each component side by side in memory.
+        # Keys are stored transposed, with columns adjacent in memory: the product in `_attend` is faster so.
         keys = torch.empty_like(values.transpose(2, 3), memory_format=torch.contiguous_format).mT
         return keys, values
 
@@ -77,7 +77,7 @@ class KVCache:
 
     @property
     def positions(self) -> Tensor | int:
-        """Positions of the newest column's tokens: [R], or one number for all."""
+        """Position of each row's newest token, [R]; a single number if it is the same for all rows."""
         newest = self.columns - 1
         if self._is_ragged:
             return newest - self._first[: self.num_rows]
@@ -90,10 +90,10 @@ class KVCache:
         self.columns += 1
 
     def _grow(self) -> None:
-        """Allocate half as many columns again, for the rows that are left."""
+        """Make the cache half as wide again, for the unfinished rows only."""
         self._width = min(self._max_columns, self._width + self._width // 2 + 1)
         self._first = self._first[: self.num_rows]
-        # Layer by layer: only one layer is in memory twice.
+        # Layer by layer, so that only one layer is in memory twice.
         for number, old_layer in enumerate(self._layers):
             self._layers[number] = self._empty_layer()
             for old, new in zip(old_layer, self._layers[number], strict=True):
@@ -104,7 +104,7 @@ class KVCache:
         """Drop the rows that are False in going [R]; returns the rows' old numbers, in their new order."""
         remaining = going.nonzero()[:, 0]
         num_remaining = len(remaining)
-        # Rows that go on and lie beyond the new end move to the places of rows that have ended.
+        # The first num_remaining rows stay in use. Unfinished rows behind them move into finished ones.
         free = (~going[:num_remaining]).nonzero()[:, 0]
         moved = remaining[remaining >= num_remaining]
         order = torch.arange(num_remaining, device=going.device)
@@ -119,7 +119,7 @@ class KVCache:
         return order
 
     def attend_step(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Write the newest column, and attend from it to all.
+        """Write the keys and values of the newest column, and attend from it to all columns so far.
 
         Args:
             layer: number of the layer.
@@ -136,7 +136,7 @@ class KVCache:
         cached_keys[rows, :, self.columns - 1] = keys
         cached_values[rows, :, self.columns - 1] = values
         bias = None if self._bias is None else self._bias[rows, :, :, columns]
-        # The queries of a group see the same keys: they go in as one head's queries.
+        # All query heads of a group attend to the same keys, so they are passed as queries of one head.
         grouped_queries = queries.unflatten(1, (self._groups, -1))
         attended = _attend(
             grouped_queries, cached_keys[rows, :, columns], cached_values[rows, :, columns], bias
@@ -151,7 +151,7 @@ class KVCache:
         Args:
             runs: the stream's prompts, by length.
             layer: number of the layer.
-            queries: [N, H, D], of a stream of tokens.
+            queries: [N, H, D], for the N tokens of a stream.
             keys: [N, G, D].
             values: [N, G, D].
 
@@ -160,7 +160,8 @@ class KVCache:
         """
         attended = torch.empty_like(queries)
         cached_keys, cached_values = self._layers[layer]
-        # Prompts of one length make a batch without padding, for the causal kernel, which takes no mask.
+        # Prompts of equal length form a batch without padding. It needs no mask, so that torch can take its
+        # faster causal kernel.
         for run in runs:
             q = self._by_prompt(queries, run)
             k = self._by_prompt(keys, run)
@@ -174,12 +175,12 @@ class KVCache:
         return attended.flatten(1)
 
     def _by_prompt(self, stream: Tensor, run: PromptRun) -> Tensor:
-        """Cut a run out of a stream [N, heads, D]: [prompts, heads, length, D]."""
+        """Cut a run of prompts out of a stream [N, heads, D]. Returns [prompts, heads, length, D]."""
         return stream[run.tokens].view(run.number, run.length, -1, self._head_size).transpose(1, 2)
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute scaled_dot_product_attention, in half its time for a few queries per head.
+    """Compute what scaled_dot_product_attention does; with few queries per head it takes half the time.
 
     Args:
         queries: [R, G, q, D].
@@ -190,8 +191,8 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) 
     Returns:
         [R, G, q, D].
     """
-    # Scores are at least float32, for which 16-bit keys and values are cast. Where they are many, or on a
-    # GPU, torch's own kernel is faster.
+    # Scores are computed in float32 or more, so 16-bit keys and values must be cast. If there are many of
+    # them, the cast costs more than it saves, and on a GPU torch's own kernel is faster anyway.
     dtype = torch.promote_types(queries.dtype, torch.float32)
     needs_cast = queries.dtype != dtype
     if needs_cast and (queries.is_cuda or keys.shape[2] > MAX_CAST_COLUMNS):

@@ -32,18 +32,18 @@ class Decoder:
         self._groups = spec.num_key_value_heads
 
     def read(self, prompts: Sequence[list[int]], prompt_of_row: Tensor, room: int) -> tuple[Tensor, KVCache]:
-        """Read prompts, each once however many rows begin with it.
+        """Read the prompts into a new cache. A prompt is read once, even if many rows begin with it.
 
         Args:
-            prompts: their tokens.
+            prompts: tokens of each prompt.
             prompt_of_row: [R], number of the prompt that each row begins with.
-            room: largest number of tokens that will follow.
+            room: largest number of new tokens per row.
 
         Returns:
             Logits [R, V] of each row's first new token, and the rows' cache.
         """
         cache = self._cache(prompts, prompt_of_row, room)
-        # Of each prompt's last token alone: the logits of all tokens would be the largest tensor.
+        # Only the last token of a prompt needs logits; for all tokens they would be the largest tensor.
         logits = torch.empty(len(prompts), len(self.weights.embedding), **self._place)
         for stream, hidden in self._read(prompts, prompt_of_row, cache):
             logits[stream.prompts] = self._logits(hidden[stream.ends])
@@ -85,13 +85,13 @@ class Decoder:
         return self._logits(self._hidden_states(tokens, rotations, cache.attend_step))
 
     def _hidden_states(self, tokens: Tensor, rotations: Tensor, attend: Attend) -> Tensor:
-        """Compute [N, h] after the last layer, of N tokens whose context ``attend`` knows."""
+        """Compute the hidden states [N, h] of N tokens after the last layer; ``attend`` has their context."""
         hidden = F.embedding(tokens, self.weights.embedding)
         for number, layer in enumerate(self.weights.layers):
             queries, keys, values = self._project(layer, hidden, rotations)
             hidden = layer.output.plus(hidden, attend(number, queries, keys, values))
             gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, -1)
-            # In place on the activation's own output, which nothing else reads.
+            # In place, because nothing else reads the output of the activation.
             hidden = layer.down.plus(hidden, F.silu(gate).mul_(up))
         return hidden
 
@@ -99,7 +99,7 @@ class Decoder:
         """Compute [N, H, D] queries, [N, G, D] keys and values; queries and keys are rotated."""
         fused = layer.qkv(self._normed(hidden, layer.input_norm))
         heads = fused.view(len(fused), -1, self._head_size)
-        # Queries and keys stay together, so that one operation rotates them.
+        # Queries and keys stay in one tensor, so that one operation rotates both.
         queries_keys, values = heads.split([self._heads + self._groups, self._groups], 1)
         if layer.query_norm is not None and layer.key_norm is not None:
             queries, keys = queries_keys.split([self._heads, self._groups], 1)

@@ -16,11 +16,11 @@ class PromptRun:
     """Prompts of one length, next to each other in a stream.
 
     Attributes:
-        tokens: their part of the stream.
-        number: of prompts.
-        length: of each prompt.
-        rows: [r], the responses to them.
-        prompt_of_row: [r], number of the row's prompt in the run.
+        tokens: slice of the stream that holds the run.
+        number: number of prompts.
+        length: tokens in each prompt.
+        rows: [r], rows of the cache that begin with these prompts.
+        prompt_of_row: [r], number of each row's prompt within the run.
     """
 
     tokens: slice
@@ -32,15 +32,15 @@ class PromptRun:
 
 @dataclass(frozen=True)
 class PromptStream:
-    """Prompts one after the other, shorter ones first.
+    """Prompts one after the other without padding, shorter ones first.
 
     Attributes:
         prompts: [P], numbers of the prompts.
         ends: [P], index of each prompt's last token in the stream.
-        tokens: [N].
+        tokens: [N], tokens of all prompts.
         positions: [N], position of each token in its prompt.
         prompt_of_token: [N], number of each token's prompt.
-        runs: the stream's parts.
+        runs: parts of the stream with prompts of equal length.
     """
 
     prompts: Tensor
@@ -57,9 +57,9 @@ def prompt_streams(
     """Yield streams that together hold each prompt once.
 
     Args:
-        prompts: their tokens.
+        prompts: tokens of each prompt.
         prompt_of_row: [R], number of each row's prompt.
-        device: of the streams.
+        device: device of the streams.
     """
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     place = torch.empty(len(order), dtype=torch.long)
@@ -79,7 +79,7 @@ def prompt_streams(
 
 
 def _passes(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, after) of consecutive prompts that are read together."""
+    """Yield (first, end) of consecutive prompts that are read together; prompt number ``end`` is excluded."""
     first = 0
     total = 0
     for place, length in enumerate(lengths):
@@ -95,9 +95,10 @@ def _runs(lengths: list[int], place_of_row: Tensor, device: torch.device) -> Ite
     """Yield the runs of a stream.
 
     Args:
-        lengths: of the stream's prompts, in order.
-        place_of_row: [R], place of each row's prompt in the stream; outside of it for other prompts.
-        device: of the runs.
+        lengths: lengths of the stream's prompts, in order.
+        place_of_row: [R], place of each row's prompt in the stream; rows of other streams have a place
+            outside of it.
+        device: device of the runs.
     """
     place = 0
     start = 0

@@ -23,7 +23,7 @@ def unsupported(config: Any) -> str | None:
 
 
 def _parameters(config: Any) -> dict[str, Any]:
-    # Fills in what a config leaves out or calls by an older name.
+    # Transformers fills in keys that a config omits or has under an older name.
     config.standardize_rope_params()
     return dict(config.rope_parameters)
 
@@ -54,14 +54,14 @@ class RotaryTable:
     def upto(self, length: int) -> Tensor:
         """Return [at least length, 2, D]: cosines and sines by position, as `rotate` takes them."""
         if len(self._table) < length:
-            # By half more than asked for, so that not every step of a long response computes it anew.
+            # Half more than requested, so that a long response does not extend the table at every step.
             new_length = length + len(self._table) // 2
             positions = torch.arange(new_length, device=self._frequencies.device, dtype=torch.float)
-            # Angles in float32 whatever the model's dtype: in 16 bits large positions would coincide.
+            # Angles are float32 for every dtype of the model: in 16 bits large positions would coincide.
             angles = positions[:, None] * self._frequencies
             cos = angles.cos()
             sin = angles.sin()
-            # The sign of the rotation is in the table, so that `rotate` is two products.
+            # The minus sign of the rotation is stored in the table, so that `rotate` needs only two products.
             table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
             self._table = (table * self._scale).to(self._dtype)
         return self._table

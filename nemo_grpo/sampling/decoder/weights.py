@@ -1,7 +1,7 @@
 """The decoder's weights: fused for the forward pass, reachable under their Hugging Face names.
 
-Sampling multiplies few rows, so a product mostly reads its weights, and torch lays them out for each.
-oneDNN's products take weights that are packed once per update.
+Sampling multiplies few rows at a time, so a product spends its time on reading the weights. On a CPU torch
+would also convert their layout for every product. With oneDNN the weights are packed once per update.
 """
 
 from collections.abc import Iterator
@@ -29,25 +29,25 @@ MIN_PACKED_VALUES = 2**18
 
 
 def packs(weight: Tensor) -> bool:
-    """Return True if this weight should be packed."""
+    """Return True if products with this weight are faster when it is packed."""
     if weight.device.type != "cpu" or weight.numel() < MIN_PACKED_VALUES:
         return False
     if not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
-        # Without the instructions, BF16 products are slow.
+        # BF16 products are slow on a CPU without instructions for them.
         if not machine.has_bf16():
             return False
     elif weight.dtype != torch.float32:
         return False
-    # The processor's identity decides, not a measurement: a resumed run must compute the same bits.
+    # The model of the processor decides, not a measurement, because a resumed run must compute the same bits.
     return machine.packs_weights()
 
 
 class Matrix:
-    """x -> x W^T + b, with W [out, in] and b [out] or None in memory that others write.
+    """The map x -> x W^T + b, with W [out, in], and b [out] or None, in memory that `Weights` owns.
 
-    While packed, W's own memory is released, unless ``shared``: something else reads W too.
+    Packing releases W's original memory, unless it is ``shared`` with something that reads W too.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, shared: bool = False) -> None:
@@ -58,7 +58,7 @@ class Matrix:
         self._packed: Tensor | None = None
 
     def pack(self) -> None:
-        """Pack the present W, where that is faster."""
+        """Pack the current W, if `packs` says so."""
         if not packs(self.weight):
             return
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
@@ -66,18 +66,18 @@ class Matrix:
             self.weight.untyped_storage().resize_(0)
 
     def unpack(self) -> None:
-        """Make W's memory writable; its content is undefined."""
+        """Allocate W's memory again for writing. Its content is undefined."""
         self._packed = None
         self.weight.untyped_storage().resize_(self._num_bytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute [N, in] -> [N, out]."""
+        """Map x [N, in] to [N, out]."""
         if self._packed is None:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def plus(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Add the product with x [N, in] to residual [N, out]; for a matrix without bias."""
+        """Return residual [N, out] + x W^T for x [N, in]. The matrix must not have a bias."""
         if self._packed is None:
             return torch.addmm(residual, x, self.weight.T)
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, None, "add")
@@ -112,13 +112,13 @@ class Weights:
     """Uninitialised storage for a model of this configuration.
 
     Attributes:
-        named: Hugging Face name -> tensor, a view of the fused one; write it within `writable`. Tied weights
-            are one tensor under two names.
-        layers: of the forward pass.
+        named: Hugging Face name -> tensor, which is a view into a fused one. Write it only within `writable`.
+            Tied weights are one tensor under two names.
+        layers: fused weights of each layer.
         embedding: [V, h].
-        head: from hidden states to logits.
-        norm: [h].
-        spec: of the model.
+        head: maps hidden states to logits.
+        norm: [h], weight of the last norm.
+        spec: sizes and options of the model.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device) -> None:
@@ -126,14 +126,14 @@ class Weights:
         family = family_for(config.to_dict())
         self.spec = family.spec
         self._shapes = family.hf_shapes
-        # An empty tensor, whose `new_empty` gives further ones its dtype and device.
+        # This empty tensor carries dtype and device for `new_empty`.
         self._template = torch.empty(0, dtype=dtype, device=device)
         self.named: dict[str, Tensor] = {}
         self.embedding = self._allocate(EMBEDDING)
         self.norm = self._allocate(NORM)
         if family.tied:
             self.named[HEAD] = self.embedding
-            # The embedding looks up rows of it, so packing must not release its memory.
+            # Shared: with tied weights the embedding looks up rows in it, so packing must keep the memory.
             self.head = Matrix(self.embedding, shared=True)
         else:
             self.head = Matrix(self._allocate(HEAD))
@@ -161,12 +161,11 @@ class Weights:
 
     @contextmanager
     def writable(self) -> Iterator[dict[str, Tensor]]:
-        """Yield ``named``; every tensor of it must be written within the block."""
+        """Yield ``named`` for writing. The block must write every tensor."""
         for matrix in self._matrices():
             matrix.unpack()
         yield self.named
-        # Not after an error: weights that are not all written must not be used, and `LocalGenerator` sees to
-        # that.
+        # After an error nothing is packed: weights may be unwritten, and `LocalGenerator` refuses to sample.
         for matrix in self._matrices():
             matrix.pack()
 
@@ -180,7 +179,7 @@ class Weights:
         return self.named[name]
 
     def _allocate_fused(self, names: list[str]) -> Tensor:
-        """Allocate these tensors one below the other; each is a view of the whole."""
+        """Allocate one tensor with these weights stacked by rows. Each name gets a view into it."""
         shapes = [self._shapes[name] for name in names]
         num_rows = [shape[0] for shape in shapes]
         fused = self._template.new_empty((sum(num_rows), *shapes[0][1:]))
@@ -209,5 +208,5 @@ def missing_weights(config: Any, names: set[str]) -> list[str]:
     family = family_for(config.to_dict())
     present = set(names)
     if family.tied and HEAD in names:
-        present.add(EMBEDDING)  # the same tensor; a checkpoint may have it under either name
+        present.add(EMBEDDING)  # tied weights: a checkpoint may have the tensor under either name
     return sorted(family.hf_shapes.keys() - present)
