@@ -1,1 +1,1 @@
-"""Code that all packages of the project share, such as errors, files and model folders. It imports none of them."""
+"""Code that all packages of the project share, such as errors and model folders. It imports none of them."""

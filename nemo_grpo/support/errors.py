@@ -48,7 +48,7 @@ def reading(what: object, expected: str, remedy: str, *further: type[Exception])
     try:
         yield
     except UserError:
-        # The block raised a message of its own: a UserError is a ValueError, which the last clause would wrap.
+        # The block's own message. A UserError is a ValueError, which the last clause would wrap.
         raise
     except OSError as error:
         raise UserError(f"{what} cannot be read ({error.strerror or first_line(error)}); {remedy}") from None

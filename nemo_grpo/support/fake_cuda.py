@@ -37,7 +37,7 @@ FACTORIES = (
 
 
 def here(device: Any) -> Any:
-    """Return the CPU for a CUDA device or the number of a GPU, and any other value, such as a dtype, as it is."""
+    """Return the CPU for a CUDA device or a GPU's number; return other values, such as a dtype, unchanged."""
     # `isinstance` would take a bool, which is an int, for the number of a GPU.
     is_gpu_number = type(device) is int
     is_cuda_device = isinstance(device, str | torch.device) and "cuda" in str(device)

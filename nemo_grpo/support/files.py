@@ -23,7 +23,7 @@ TABLE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 SHA256SUMS = "SHA256SUMS"
 """Name of the file with the hashes of a folder's files."""
 REPLACED = "tmp_removed_"
-"""Prefix of a folder that `publish_folder` will delete. It begins with ``tmp_``, as all leftovers of a kill."""
+"""Prefix of a folder that `publish_folder` will delete. It begins with ``tmp_``, like all leftovers."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Errors of a file system without locks: Lustre without -o flock, or NFS without a lock daemon."""
 

@@ -46,7 +46,7 @@ def refuse_archive(path: Path) -> None:
 
 
 def reason_against(path: Path) -> str | None:
-    """Explain that a path is a NeMo checkpoint and not a Hugging Face model, or return None if it is neither."""
+    """Explain that a path is a NeMo checkpoint, not a Hugging Face model; return None if it is neither."""
     if is_archive(path):
         return f"{_ARCHIVE}; convert that with `nemo-grpo convert megatron-to-hf`"
     if is_folder(path):

@@ -22,7 +22,7 @@ def folder(name: str) -> Path:
 
 
 def recipe_names() -> list[str]:
-    """List the names of the shipped recipes, such as ``gpg/gpg-qwen2.5-32b-4n8g``, but no bases and sweeps."""
+    """List the shipped recipes' names, such as ``gpg/gpg-qwen2.5-32b-4n8g``, but no bases and sweeps."""
     root = folder("recipes")
     files = (path.relative_to(root) for path in root.rglob("*.yaml"))
     return sorted(str(path.with_suffix("")) for path in files if path.parts[0] not in ("base", "sweeps"))

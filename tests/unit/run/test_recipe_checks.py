@@ -126,7 +126,7 @@ def test_the_preflight_refuses_a_job_without_its_data():
     write("train.jsonl", 20)
     write("validation.jsonl", 256)
     (row,) = recipe_and_data(load_recipe("quickstart", MINE), job)
-    assert (row.verdict, row.found) == (
+    assert (row.verdict, row.finding) == (
         "ok",
         "20 problems in train_files, 256 problems in validation_files: 128 epochs of training",
     )
