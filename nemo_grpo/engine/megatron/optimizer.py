@@ -104,7 +104,7 @@ def _schedule(
 
 
 def install_adam() -> None:
-    """Make megatron-core use `FusedLayoutAdam` and the functions above if it has no GPU library for them."""
+    """Make megatron-core use this module's Adam, norm and scaling if it found no GPU library for them."""
     if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         return
     megatron_optimizer.Adam = FusedLayoutAdam
