@@ -1,1 +1,5 @@
-"""The embedded engine: rollout, reward, advantage, update, checkpoint, on this machine."""
+"""The embedded engine: trains a recipe on this machine, without NeMo-RL.
+
+`run` is the entry, `setup` builds the parts, and `loop` takes the steps (`steps`): rollout, reward,
+advantage, update, checkpoint. The policy itself, on megatron-core, is in `megatron`.
+"""

@@ -1,13 +1,13 @@
-"""Checkpoints that are either complete or not there.
+"""The checkpoints of a run on disk. A checkpoint is either complete or not there.
 
-Layout (NeMo-RL's, so that the same converter reads both):
+The layout is NeMo-RL's, so the same converter reads both engines' checkpoints:
 
     checkpoints/step_000120/policy/weights/iter_0000000/   torch_dist: model, optimizer, schedule
     checkpoints/step_000120/policy/tokenizer/              tokenizer and config.json
-    checkpoints/step_000120/training_info.json             step, data position, metrics
-    checkpoints/step_000120/SHA256SUMS                     of all these files
-    checkpoints/latest                                     name of the newest, written last
-    checkpoints/best                                       link to the best by the recipe's metric, if any
+    checkpoints/step_000120/training_info.json             step, position in the data, metrics
+    checkpoints/step_000120/SHA256SUMS                     hashes of all these files
+    checkpoints/latest                                     name of the newest checkpoint, written last
+    checkpoints/best                                       link to the best checkpoint by the recipe's metric
 
 A checkpoint is written under a temporary name, flushed to disk, and renamed. Before a run resumes from it,
 its files are compared with their hashes.
@@ -51,11 +51,13 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Attributes:
-        keep_top_k: number to keep by ``metric``, besides the newest; None: all. Of checkpoints without the
-            metric, which have no rank, the newest ``keep_top_k`` stay, too.
-        metric: key of training_info's ``metrics``; None: the newest stay.
-        leads: this process makes, renames and removes folders; the others only write into them.
-        barrier: waits for all processes of the run.
+        folder: Folder of the checkpoints.
+        keep_top_k: Number of best checkpoints to keep, besides the newest one; None keeps all. Checkpoints
+            without the metric have no rank: of these the newest ``keep_top_k`` stay, too.
+        metric: Key in training_info's ``metrics`` that ranks checkpoints. With None the newest ones stay.
+        higher_is_better: Direction of the metric.
+        leads: True on the process that makes, renames and removes folders. The others only write into them.
+        barrier: Function that waits for all processes of the run.
     """
 
     folder: Path
@@ -66,7 +68,10 @@ class CheckpointStore:
     barrier: Callable[[], None] = lambda: None
 
     def begin(self, step: int) -> Path:
-        """Make the folder to fill before `complete`, one at a time; every process of the run calls both."""
+        """Make a temporary folder for a checkpoint; `complete` publishes it when it is filled.
+
+        Every process of the run calls both. Only one checkpoint may be under way.
+        """
         temporary = self.temporary(step)
         if self.leads:
             self.remove_leftovers()
@@ -75,7 +80,12 @@ class CheckpointStore:
         return temporary
 
     def complete(self, step: int, info: dict[str, Any]) -> Path:
-        """Make the filled folder the checkpoint of its step; an existing one is replaced."""
+        """Publish the filled folder as the checkpoint of its step, in place of an existing one.
+
+        Args:
+            step: Step of the run.
+            info: Further content of training_info.json.
+        """
         final = self.folder / _name(step)
         self.barrier()
         if self.leads:
@@ -88,7 +98,7 @@ class CheckpointStore:
         return self.folder / f"{_TEMPORARY}{_name(step)}"
 
     def _publish(self, temporary: Path, final: Path, info: dict[str, Any]) -> None:
-        """Write what belongs to a complete checkpoint, rename it, and remove those that it replaces."""
+        """Complete the files of a checkpoint, rename its folder, and remove the checkpoints that may go."""
         (temporary / INFO).write_text(json.dumps(info, indent=2))
         write_sha256(temporary)
         publish_folder(temporary, final)
@@ -97,20 +107,24 @@ class CheckpointStore:
         self._name_best()
 
     def remove_leftovers(self) -> None:
-        """Remove what a killed save or removal left behind, and name the newest checkpoint."""
+        """Remove what a killed save or removal left behind, and write `LATEST` and `BEST` again."""
         for leftover in self.folder.glob(f"{_TEMPORARY}*"):
             _delete(leftover)
-        if (newest := self.latest()) is not None:
+        newest = self.latest()
+        if newest is not None:
             write_atomically(self.folder / LATEST, newest.name)
         self._name_best()
 
     def best(self) -> Path | None:
-        """Find the best checkpoint by the metric, of equal ones the newest; None: none has the metric."""
+        """Find the best checkpoint by the metric, or None if no checkpoint has the metric.
+
+        Of equally good checkpoints it is the newest.
+        """
         ranked = [path for path in self._complete() if self._value(path) is not None]
         return max(ranked, key=self._rank, default=None)
 
     def _name_best(self) -> None:
-        """Link `BEST` to the best checkpoint; a link, so that every command takes it for the folder."""
+        """Make `BEST` a link to the best checkpoint, which every command accepts as the folder itself."""
         best = self.best()
         link = self.folder / BEST
         if best is None:
@@ -118,21 +132,21 @@ class CheckpointStore:
             return
         if link.is_symlink() and link.readlink() == Path(best.name):
             return
-        # Renamed into place, so that a reader never finds the name without a link.
+        # The new link is renamed into place, so that `BEST` exists at every moment.
         temporary = self.folder / f"{_TEMPORARY}{BEST}"
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(best.name)
         temporary.replace(link)
 
     def latest(self) -> Path | None:
-        """Find the newest complete checkpoint; after a kill `LATEST` may still name the one before."""
+        """Find the newest complete checkpoint, without `LATEST`, which may name an older one after a kill."""
         complete = self._complete()
         return complete[-1] if complete else None
 
     def newest_whole(self) -> Path | None:
-        """Find the newest checkpoint whose files match their hashes; None if the run has no checkpoint.
+        """Find the newest checkpoint whose files match their hashes, or None if the run has no checkpoint.
 
-        Newer ones, which are damaged, are renamed. Every process of the run calls it.
+        Newer checkpoints, which are damaged, get another name. Every process of the run calls this method.
         """
         if self.leads:
             self._set_damaged_aside()
@@ -140,10 +154,10 @@ class CheckpointStore:
         return self.latest()
 
     def _set_damaged_aside(self) -> None:
-        """Rename damaged checkpoints that are newer than the newest whole one.
+        """Rename the damaged checkpoints that are newer than the newest whole one.
 
         Raises:
-            UserError: all of them are damaged; none is renamed.
+            UserError: All checkpoints are damaged. None of them is renamed then.
         """
         damages: dict[Path, UserError] = {}
         has_whole = False
@@ -163,7 +177,7 @@ class CheckpointStore:
             )
         for path, damage in damages.items():
             aside = path.with_name(f"{_DAMAGED}{path.name}")
-            # The checkpoint of this step may have been damaged before, too.
+            # An earlier checkpoint of the same step may have been damaged and renamed, too.
             if aside.exists():
                 aside = aside.with_name(f"{aside.name}.{time.time_ns()}")
             log.error("%s is damaged and set aside as %s: %s", path.name, aside.name, damage)
@@ -174,12 +188,13 @@ class CheckpointStore:
         return [path for path in checkpoints_in(self.folder) if (path / INFO).exists()]
 
     def _prune(self, newest: Path) -> None:
-        """Remove the checkpoints that `keep_top_k` does not keep; the newest one stays, to resume from."""
+        """Remove the checkpoints that exceed `keep_top_k`, but never the newest one, to resume from."""
         if self.keep_top_k is None:
             return
         complete = self._complete()
         ranked = [path for path in complete if self._value(path) is not None]
-        # From the worst to the best; those without the metric are from the oldest to the newest.
+        # Ranked checkpoints go from the worst to the best, unranked ones from the oldest to the newest. The
+        # last ones of both lists stay.
         ranked.sort(key=self._rank)
         unranked = [path for path in complete if path not in ranked]
         for path in ranked[: -self.keep_top_k] + unranked[: -self.keep_top_k]:
@@ -188,23 +203,23 @@ class CheckpointStore:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Rename, then delete: a kill halfway must not leave something that looks complete."""
+        """Rename a checkpoint, then delete it: a kill halfway must not leave what looks like a checkpoint."""
         condemned = path.with_name(f"{_TEMPORARY}removed_{path.name}.{time.time_ns()}")
         path.rename(condemned)
         _delete(condemned)
 
     def _value(self, path: Path) -> float | None:
-        """Return the checkpoint's metric; None: it was not validated, or nothing ranks checkpoints."""
+        """Return the metric of a checkpoint, or None if it was not validated or no metric is set."""
         if self.metric is None:
             return None
         value: float | None = read_info(path).get("metrics", {}).get(self.metric)
-        # JSON's NaN has no place in an order.
+        # NaN, which Python's JSON can hold, cannot be ordered.
         if value is None or not math.isfinite(value):
             return None
         return value
 
     def _rank(self, path: Path) -> tuple[float, str]:
-        """Return a key that is larger for a better checkpoint, and of equal ones for a newer one."""
+        """Return a sort key that is larger for a better checkpoint and, at equal metrics, for a newer one."""
         value = self._value(path)
         assert value is not None
         better = value if self.higher_is_better else -value
@@ -212,18 +227,19 @@ class CheckpointStore:
 
 
 def _delete(path: Path) -> None:
-    """Delete; a failure does not end the run, and the next save tries again."""
+    """Delete a file or folder. A failure does not end the run; the next save tries again."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
-    except OSError as error:  # NFS keeps files that are open
+    except OSError as error:
+        # NFS keeps files that a process has open.
         log.warning("%s stays for now: %s", path, error)
 
 
 def _check(checkpoint: Path) -> None:
-    """Refuse a checkpoint whose files are not those that were written."""
+    """Refuse a checkpoint with files that are changed, missing, or not listed in its hashes."""
     num_listed = check_sha256(checkpoint)
     num_unlisted = len(files_in(checkpoint)) - num_listed
     if num_unlisted:

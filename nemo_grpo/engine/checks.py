@@ -1,4 +1,4 @@
-"""Checks of a recipe against this machine before anything is built, and the choice of its device."""
+"""Checks of a recipe against this machine before anything is built, and the choice of the device."""
 
 import os
 from dataclasses import dataclass
@@ -20,11 +20,12 @@ from nemo_grpo.tasks import Task
 
 @dataclass(frozen=True)
 class Start:
-    """Parts that a run starts with, made once.
+    """Objects that `check` has built and that the run goes on with.
 
     Attributes:
-        device: of this rank.
-        began_as: the recipe that a resumed run began with.
+        device: Device of this rank.
+        task: Task of the recipe.
+        began_as: Recipe that a resumed run began with.
     """
 
     device: torch.device
@@ -33,9 +34,10 @@ class Start:
 
 
 def check(recipe: Recipe, *, resume: bool) -> Start:
-    """Refuse what can be refused without building a model, and return what the run starts with."""
+    """Run all checks that need no model, and return the objects that they have built."""
     device = check_machine(recipe)
-    # The continuation is compared below, after the run's folder: that a folder exists is the nearer reason.
+    # The earlier run is compared below, after the check of its folder: without --resume a user should read
+    # that the folder exists, not that its recipe differs.
     check_recipe(recipe, continues=False).refuse()
     check_fp8_fits_the_model(recipe)
     RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir, resume=resume).check()
@@ -45,10 +47,10 @@ def check(recipe: Recipe, *, resume: bool) -> Start:
 
 
 def check_machine(recipe: Recipe) -> torch.device:
-    """Refuse a recipe of the other engine, and what this machine lacks: FP8, a device, a tracker.
+    """Refuse a recipe for NeMo-RL, and a recipe that needs a device, FP8 or a tracker that is missing here.
 
     Returns:
-        This rank's device.
+        The device of this rank.
     """
     if recipe.nemo_grpo.target == "cluster":
         raise UserError(
@@ -56,25 +58,27 @@ def check_machine(recipe: Recipe) -> torch.device:
             "submits it to Slurm, `nemo-grpo rehearse RECIPE` tries it here without a GPU"
         )
     device = choose_device(recipe)
-    if errors := list(options.fp8_refusals(recipe.policy.megatron_cfg, options.this_machine())):
+    errors = list(options.fp8_refusals(recipe.policy.megatron_cfg, options.this_machine()))
+    if errors:
         raise UserError("; ".join(errors))
     check_trackers(recipe)
     return device
 
 
 def check_fp8_fits_the_model(recipe: Recipe) -> None:
-    """Refuse FP8 for a model whose widths its matrix products do not take."""
+    """Refuse FP8 for a model with widths that FP8's matrix products do not support."""
     name = recipe.policy.model_name
     megatron = recipe.policy.megatron_cfg
     if name is None or not megatron.fp8_in_use:
         return
     spec = read_spec(load_config(Path(name)).to_dict(), name, COMPUTED)
-    if errors := list(options.fp8_width_refusals(spec, megatron.layout, megatron.fp8_in_use.fp8_recipe)):
+    errors = list(options.fp8_width_refusals(spec, megatron.layout, megatron.fp8_in_use.fp8_recipe))
+    if errors:
         raise UserError("; ".join(errors))
 
 
 def choose_device(recipe: Recipe) -> torch.device:
-    """Return this rank's device; ``auto`` is the GPU numbered LOCAL_RANK if there are any, else the CPU."""
+    """Return this rank's device. With ``auto`` it is the GPU numbered LOCAL_RANK, or the CPU without GPUs."""
     setting = recipe.nemo_grpo.engine.device
     has_gpu = torch.cuda.is_available()
     if setting == "cuda" and not has_gpu:

@@ -1,4 +1,4 @@
-"""Processes of a run on this machine: one per rank, started and ended together."""
+"""Launcher of a run with several ranks on this machine: one process per rank, started and ended together."""
 
 import logging
 import os
@@ -17,18 +17,18 @@ from nemo_grpo.support.errors import how_ended
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 20.0
-"""Seconds that the other ranks have to end after one has failed, before they are killed."""
+"""Seconds until the other ranks are killed after one rank has failed."""
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> int:
     """Run ``nemo-grpo <arguments>`` on ``num_ranks`` ranks, each a process with one thread.
 
-    Signals that ask a run to stop are passed on to every rank. When a rank fails, the others are ended within
-    `GRACE_SECONDS`; its own traceback is on stderr.
+    Signals that ask a run to stop are passed on to every rank. When a rank fails, its traceback is on stderr,
+    and the others are ended within `GRACE_SECONDS`.
 
     Returns:
-        0 if all ranks returned 0, else the exit code of the first rank that did not; 128 + N if signal N
-        ended it, as in a shell.
+        0 if all ranks returned 0, else the exit code of the first rank that failed. If signal N ended that
+        rank, the code is 128 + N, as in a shell.
     """
     with reserved_port() as port:
         return _launch(arguments, num_ranks, port)
@@ -41,7 +41,8 @@ def _launch(arguments: Sequence[str], num_ranks: int, port: int) -> int:
         subprocess.Popen(
             command,
             env=os.environ | _environment(rank, num_ranks, port),
-            # A process group of its own, so that Ctrl-C reaches the rank once, through us.
+            # In a session of its own a rank does not get the terminal's Ctrl-C a second time: `pass_on` sends
+            # it.
             start_new_session=True,
         )
         for rank in range(num_ranks)
@@ -59,14 +60,14 @@ def _launch(arguments: Sequence[str], num_ranks: int, port: int) -> int:
         for rank in ranks:
             if rank.poll() is None:
                 rank.kill()
-                # Reaped, or it would stay as a zombie while this process lives.
+                # Without the wait the rank would stay as a zombie while this process lives.
                 rank.wait()
         for number, handler in handlers_before.items():
             signal.signal(number, handler)
 
 
 def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """Return the variables by which torch.distributed knows a rank, as torchrun sets them."""
+    """Return the environment variables that torch.distributed reads on a rank, as torchrun sets them."""
     return {
         "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -78,7 +79,7 @@ def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks; after the first failure only for `GRACE_SECONDS`."""
+    """Wait until all ranks have ended, but after the first failure at most `GRACE_SECONDS` longer."""
     failed_at: float | None = None
     exit_code = 0
     while True:
@@ -103,9 +104,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
 def reserved_port() -> Iterator[int]:
     """Reserve a free port within the block.
 
-    The socket that holds it does not listen and has SO_REUSEADDR, so a server that sets it, too, can listen
-    there; torch's TCPStore does. A port that is only looked up may go to an outgoing connection before the
-    server starts.
+    A port that is only looked up may be given to an outgoing connection before the server starts. So a socket
+    holds the port. It does not listen and has SO_REUSEADDR, which lets torch's TCPStore, which sets that
+    option, too, listen on the same port.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Learning from a step: score, prepare the objective on whole groups, update."""
+"""Learning from a step's groups: score the tokens, decide advantages on whole groups, update the policy."""
 
 from dataclasses import dataclass, field, replace
 
@@ -16,20 +16,21 @@ from nemo_grpo.run.groups import Step
 
 @dataclass
 class TrainingState:
-    """Position of a run; all that a resumed run needs besides policy and optimizer.
+    """Progress of a run: everything that a resumed run needs besides policy and optimizer.
 
-    Every random choice of a step is seeded by the run's seed and the counters here, so there is no generator
-    state.
+    The state of random generators is not needed, because the run's seed and the counters here seed every
+    random choice of a step.
 
     Attributes:
-        step: finished steps.
-        next_problem: position in the stream of training problems.
-        skipped_in_a_row: steps at the end without an update because something was not finite.
-        skipped: all such steps.
-        no_signal: steps without an update because no group's rewards differed.
-        tokens: trained on so far.
-        reached_goal: grpo.stop_at_validation_metric has ended the run.
-        carried: see `PreparedBatch`.
+        step: Number of finished steps.
+        next_problem: Position in the stream of training problems.
+        skipped_in_a_row: Number of most recent steps without an update because the loss or gradient was not
+            finite.
+        skipped: Number of all such steps.
+        no_signal: Number of steps without an update because all rewards within each group were equal.
+        tokens: Number of response tokens in all steps.
+        reached_goal: True if grpo.stop_at_validation_metric has ended the run.
+        carried: Numbers that the objective carries from step to step, see `PreparedBatch`.
     """
 
     step: int = 0
@@ -57,7 +58,7 @@ class TrainingState:
 
 @dataclass
 class Learner:
-    """The recipe's objective, applied to the policy step by step."""
+    """Trains the policy on the recipe's objective, step by step."""
 
     recipe: Recipe
     objective: Objective
@@ -70,10 +71,10 @@ class Learner:
         return self.state.step >= self.recipe.grpo.max_num_steps or self.state.reached_goal
 
     def learn(self, step: Step, clock: Clock) -> tuple[PreparedBatch, list[UpdateResult]]:
-        """Score, prepare and update.
+        """Take one training step: score the tokens, prepare the objective and update the policy.
 
         Returns:
-            (the prepared step, its updates).
+            (prepared batch of the step, results of its updates).
         """
         if self.scores_in_update:
             reference = self.reference(step)
@@ -92,20 +93,21 @@ class Learner:
 
     @property
     def scores_in_update(self) -> bool:
-        """True if a step's only update also scores in its forward pass, which saves a pass of the model.
+        """True if the forward pass of a step's only update also gives the scores, which saves a pass.
 
-        It can, if the advantages do not depend on the scores.
+        That works if the advantages do not depend on the scores.
         """
         return not self.objective.needs_scores and self.recipe.num_updates_per_step == 1
 
     def _update_and_score(
         self, step: Step, reference: Tensor | None
     ) -> tuple[PreparedBatch, list[UpdateResult]]:
-        """Update, then prepare the step once more with the scores of the update, for its metrics."""
-        # No loss reads these scores: with `scoring` an update takes its own logprobs for the previous ones.
+        """Update, then prepare the step once more, so that its metrics use the scores of the update."""
+        # No loss reads these scores: with `scoring` an update uses its own logprobs as the previous ones.
         unread_scores = Scores(step.generation_logprobs)
         updates = self.update(self.prepare(step, unread_scores, reference), step, scoring=True)
-        if not updates:  # no row has a gradient
+        # Without a row that has a gradient there was no update, and so there are no scores yet.
+        if not updates:
             return self.prepare(step, self.score(step), reference), updates
         scores = updates[0].scores
         assert scores is not None
@@ -132,12 +134,13 @@ class Learner:
     def prepare(
         self, step: Step, scores: Scores, reference: Tensor | None = None, scored: Tensor | None = None
     ) -> PreparedBatch:
-        """Decide advantages and weights on whole groups.
+        """Compute the objective's advantages and weights on whole groups.
 
         Args:
-            scores: [B, T] of the policy before the step.
-            reference: [B, T], logprobs of the reference policy.
-            scored: [B] bool, see `TokenBatch`; None: the policy scored all rows.
+            step: The step's groups as tensors.
+            scores: Scores [B, T] of the policy before the step.
+            reference: Logprobs [B, T] of the reference policy.
+            scored: [B] bool, False for rows without scores, see `TokenBatch`. By default all have scores.
         """
         logprobs = scores.logprobs
         # Rows that the update left out have no scores, and keep the sampler's logprobs.
@@ -148,10 +151,12 @@ class Learner:
         return self.objective.prepare(batch, seed=step_seed(self.recipe.grpo.seed, self.state.step))
 
     def update(self, prepared: PreparedBatch, step: Step, *, scoring: bool = False) -> list[UpdateResult]:
-        """Make one optimizer step per train_global_batch_size rows; none where nothing has a gradient.
+        """Make an optimizer step for every train_global_batch_size rows, unless they have no gradient.
 
         Args:
-            scoring: see `MegatronPolicy.update`.
+            prepared: Prepared batch of the step.
+            step: The step's groups as tensors.
+            scoring: See `MegatronPolicy.update`.
         """
         policy = self.recipe.policy
         num_rows = len(step.rewards)
@@ -159,7 +164,7 @@ class Learner:
         has_gradient = self.objective.rows_with_gradient(prepared.advantages, prepared.batch.mask)
         results = []
         for rows in torch.arange(num_rows).split(rows_per_update):
-            # No update without gradient: Adam's momentum and weight decay would make one.
+            # Rows without a gradient are skipped: Adam's momentum and weight decay would change the weights.
             if not has_gradient[rows].any():
                 continue
             sequences = step.sequences.select(rows)
@@ -177,7 +182,7 @@ class Learner:
 
     @property
     def temperature(self) -> float:
-        """Divisor of the logits: the rollouts' sampling temperature; 1 where nothing is sampled."""
+        """Divisor of the logits: the sampling temperature of the rollouts, or 1 if nothing is sampled."""
         if self.recipe.loss_fn.learns_from_demonstrations:
             return 1.0
         return self.recipe.policy.generation.temperature

@@ -21,13 +21,14 @@ def train(run: Run) -> bool:
     """Train until the last step, then export.
 
     Returns:
-        True when the run is finished; False when a signal stopped it, with a checkpoint saved if the recipe
-        has any.
+        True if the run is finished, False if a signal stopped it. In both cases the last step has a
+        checkpoint, if the recipe saves checkpoints.
 
     Raises:
-        TrainingAborted: the loss or gradient of too many steps in a row was not finite, or the run's folder
-            cannot be written (a checkpoint was saved); or the trained weights are not finite.
-        RewardsFailed, RetrieverError: a checkpoint was saved.
+        TrainingAborted: The loss or gradient of too many steps in a row was not finite, or the run's folder
+            cannot be written; in both cases a checkpoint was saved. Or the trained weights are not finite.
+        RewardsFailed: Too many rewards of a step failed. A checkpoint was saved.
+        RetrieverError: The search service failed. A checkpoint was saved.
     """
     recorder = run.recorder
     ended: Ended = "FAILED"
@@ -35,8 +36,8 @@ def train(run: Run) -> bool:
         finished = run_steps(run)
         ended = "FINISHED" if finished else "KILLED"
     except Exception:
-        # A save under way is complete only when every rank has finished it. With several ranks the others may
-        # never come to this line, and this one would wait for ever.
+        # Finishing a save waits for all ranks. With several ranks the others may not have failed, and this
+        # rank would wait for them forever.
         if run.recipe.world_size == 1:
             recorder.saver.finish()
         raise
@@ -49,10 +50,10 @@ def train(run: Run) -> bool:
 
 
 def run_steps(run: Run) -> bool:
-    """Take the steps that are left.
+    """Take the remaining steps.
 
     Returns:
-        False: a signal stopped the run before its end.
+        True at the end of the run, False if a signal stopped it before.
     """
     recipe = run.recipe
     rollouts = run.rollouts
@@ -66,7 +67,7 @@ def run_steps(run: Run) -> bool:
         record_start(run)
         with recorder.progress(learner.state.step) as advance:
             while not (learner.has_ended or stopping):
-                # The progress bar shows a validation's metrics until the next one.
+                # The progress bar shows the metrics of a validation until the next validation.
                 if recorder.held_out:
                     last_validation = recorder.held_out
 
@@ -84,25 +85,27 @@ def run_steps(run: Run) -> bool:
                 for sentence in watch(row):
                     log.warning("%s", sentence)
 
-                # A signal or a full disk may concern one rank only, and all must leave after the same step.
+                # A signal or a full disk may reach one rank only, but all ranks must stop after the same
+                # step.
                 must_stop = bool(stop_request) or recorder.folder.failure is not None
                 stopping = distributed.any_rank(must_stop, learner.policy.device)
                 recorder.save_if_due(learner, stopping=stopping)
     recorder.saver.finish()
-    if failure := from_first_rank(lambda: recorder.folder.failure):
+    failure = from_first_rank(lambda: recorder.folder.failure)
+    if failure:
         saved_step = recorder.saver.saved
         raise TrainingAborted(f"{failure}; make room, then --resume continues from step {saved_step}")
     return learner.has_ended or not stopping
 
 
 def record_start(run: Run) -> None:
-    """Record the weights before the first step, or a row that an earlier process could not write."""
+    """Write the row of step 0, or the row that an earlier process of the run could not write."""
     grpo = run.recipe.grpo
     state = run.learner.state
     recorder = run.recorder
     if recorder.unwritten or (state.step == 0 and grpo.val_at_start):
         row = recorder.unwritten if recorder.unwritten else {"step": 0}
-        # A checkpoint may bring the validation of these weights, which is then not measured again.
+        # The checkpoint may have the metrics of these weights' validation, which is then not repeated.
         held_out = recorder.held_out if recorder.held_out else validate_if_due(run)
         row = recorder.write(row, held_out)
         state.reached_goal = state.step > 0 and validation.reached_goal(grpo, row)
@@ -112,7 +115,7 @@ def record_start(run: Run) -> None:
 
 
 def validate_if_due(run: Run) -> dict[str, float]:
-    """Return the metrics of a validation after this step; empty: none is due."""
+    """Validate if the recipe asks for it after this step, and return the metrics; else return {}."""
     state = run.learner.state
     recorder = run.recorder
     if not validation.is_due(run.recipe.grpo, state.step):

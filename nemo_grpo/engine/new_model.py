@@ -1,4 +1,4 @@
-"""Starting model of a run: the folder that the recipe names, or a new model with random weights."""
+"""The model that a run starts from: the folder that the recipe names, or a new model with random weights."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from transformers import Qwen2ForCausalLM
 
 VOCABULARY_MULTIPLE = 8
-"""The output layer's rows are a multiple of this, which matrix products prefer."""
+"""Divisor of the number of rows of the output layer, with which matrix products are faster."""
 
 
 @contextmanager
 def starting_model(recipe: Recipe, task: Task) -> Iterator[Path]:
-    """Give the Hugging Face folder that a run starts from, for as long as the run needs it.
+    """Give the Hugging Face folder that a run starts from, within the block.
 
-    A new model lies in a temporary folder, on every rank in one of its own. The same seed gives the same
-    weights and tokenizer, so the ranks agree, and a resumed run finds the tokenizer that it began with.
+    A new model is written to a temporary folder, by each rank to its own. The same seed gives the same
+    weights and tokenizer, so all ranks agree, and a resumed run has the tokenizer that it began with.
 
     Raises:
-        UserError: the vocabulary is too small for the task's tags, or the task has no demonstrations.
+        UserError: The vocabulary is too small for the task's tags, or the task has no demonstrations.
     """
     if recipe.policy.model_name is not None:
         yield Path(recipe.policy.model_name)
         return
     sizes = recipe.nemo_grpo.new_model
-    # The rules refuse a recipe with neither.
+    # The rules refuse a recipe with neither a model's name nor a new model.
     assert sizes is not None
     with tempfile.TemporaryDirectory(prefix="nemo_grpo-new-model-") as folder:
         yield write_new_model(sizes, task, Path(folder))
@@ -72,9 +72,11 @@ def build_model(sizes: NewModel, tokenizer: PreTrainedTokenizerFast) -> Qwen2For
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    from transformers import Qwen2ForCausalLM  # importing it takes a second, which only this function needs
+    # Imported late: the import takes a second, and only this function needs it.
+    from transformers import Qwen2ForCausalLM
 
-    # The caller's random numbers stay as they were: the run draws its own from grpo.seed.
+    # The state of the global generator is restored, so that the random weights do not change the numbers that
+    # the run draws from grpo.seed.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sizes.seed)
         return Qwen2ForCausalLM(architecture)

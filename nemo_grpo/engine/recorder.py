@@ -1,4 +1,4 @@
-"""Records of a run: rows and samples in its folder, checkpoints, exports, and the progress bar."""
+"""Recorder of a run: writes rows and samples, checkpoints and exports, and shows the progress bar."""
 
 import logging
 from collections.abc import Iterator
@@ -30,17 +30,21 @@ log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 ON_EVERY_RANK = (RewardsFailed, RetrieverError, UserError)
-"""Errors raised identically on every rank."""
+"""Kinds of errors that all ranks raise together."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
 class Recorder:
-    """Recorder of a run: its folder, its saver, and the state that checkpoints keep.
+    """Writes the records of a run.
 
     Attributes:
-        held_out: metrics of the validation of these weights; empty: there was none.
-        unwritten: row of the last step that metrics.jsonl lacks; a checkpoint keeps it.
+        recipe: Recipe of the run.
+        folder: Folder of the run.
+        saver: Writer of checkpoints.
+        diagnostics: Writer of the diagnostics of tokens.
+        held_out: Metrics of a validation of the current weights; empty if they were not validated.
+        unwritten: Row of the last step, as long as metrics.jsonl lacks it. A checkpoint keeps it.
     """
 
     recipe: Recipe
@@ -51,16 +55,17 @@ class Recorder:
     unwritten: Row = field(default_factory=dict)
 
     def begin(self, row: Row, groups: list[Group], tokenizer: Any) -> None:
-        """Take a step's row, whose weights have not been validated yet, and write some of its samples."""
+        """Write some samples of a step, and keep its row until `write`, because a validation may follow."""
         self.unwritten = row
         self.held_out = {}
+        # A supervised step has no samples.
         if self.recipe.loss_fn.learns_from_demonstrations:
-            return  # nothing was sampled
+            return
         num_samples = self.recipe.nemo_grpo.engine.log_samples
         self.folder.append_samples(sample_rows(row["step"], groups, num_samples, tokenizer))
 
     def write(self, row: Row, held_out: dict[str, float]) -> Row:
-        """Write a step's row with its validation, and return the row that was written."""
+        """Write the row of a step together with the metrics of its validation, and return the whole row."""
         self.held_out = held_out
         whole_row = row | held_out
         self.folder.append_metrics(whole_row)
@@ -68,12 +73,12 @@ class Recorder:
         return whole_row
 
     def restore(self, checkpoint: Path, learner: Learner) -> None:
-        """Continue from a checkpoint."""
+        """Load the policy, the learner's state and the unwritten row from a checkpoint."""
         info = read_info(checkpoint)
         load_policy(learner.policy, checkpoint / WEIGHTS)
-        # The recipe may have raised its goal since, so the checkpoint's reached_goal does not hold.
+        # The recipe may have another goal now, so the checkpoint's reached_goal is computed again.
         reached_goal = validation.reached_goal(self.recipe.grpo, info["metrics"])
-        # A resumed run has all its attempts again.
+        # The count of skipped steps in a row starts at 0, or the run would abort again at once.
         learner.state = replace(TrainingState(**info["state"]), reached_goal=reached_goal, skipped_in_a_row=0)
         self.held_out = info["metrics"]
         self.unwritten = info.get("unlogged", {})
@@ -81,16 +86,21 @@ class Recorder:
         log.info("resuming from %s", checkpoint)
 
     def save(self, state: TrainingState) -> None:
-        """Write a checkpoint of the present state; with async_save it is complete some steps later."""
+        """Write a checkpoint of the current state. With async_save it is complete some steps later."""
         machine.release_freed_memory()
         info = {"state": asdict(state), "metrics": self.held_out, "unlogged": self.unwritten}
         self.saver.save(state.step, info)
 
     def save_if_due(self, learner: Learner, *, stopping: bool) -> None:
-        """Save after a step that the recipe names, and before the run ends.
+        """Save a checkpoint if the recipe asks for one after this step, or if the run ends.
+
+        Args:
+            learner: The learner, after the step.
+            stopping: True if a signal or a full disk ends the run.
 
         Raises:
-            TrainingAborted: too many steps in a row were not finite; a checkpoint was saved.
+            TrainingAborted: The loss or gradient of too many steps in a row was not finite. A checkpoint was
+                saved.
         """
         checkpointing = self.recipe.checkpointing
         state = learner.state
@@ -109,10 +119,10 @@ class Recorder:
 
     @contextmanager
     def saved_before_failure(self, state: TrainingState) -> Iterator[None]:
-        """Save the finished steps if an error within the block ends the run.
+        """If an error within the block ends the run, save a checkpoint of the finished steps first.
 
-        Several ranks must all fail, since a save waits for each. A policy whose logits are not finite is not
-        saved.
+        A save waits for all ranks, so with several ranks only errors that all of them raise lead to a save. A
+        policy whose logits are not finite is not saved.
         """
         try:
             yield
@@ -127,7 +137,7 @@ class Recorder:
             raise
 
     def export(self, learner: Learner) -> None:
-        """Export the model and, with LoRA, its adapters."""
+        """Export the model and, with LoRA, also the adapters, if the recipe asks for it."""
         machine.release_freed_memory()
         export = self.recipe.nemo_grpo.export
         if export.hf:
@@ -137,7 +147,11 @@ class Recorder:
         distributed.barrier()
 
     def progress(self, num_done: int) -> AbstractContextManager[Advance]:
-        """Return the progress bar of the whole run; ranks but the first have none."""
+        """Return the progress bar of the whole run. Only the first rank shows one.
+
+        Args:
+            num_done: Number of steps that are finished already.
+        """
         name = f"{self.recipe.loss_fn.variant} {self.recipe.nemo_grpo.run_name}"
         if not self.folder.leads:
             return nullcontext(lambda note="", amount=1: None)

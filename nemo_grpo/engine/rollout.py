@@ -1,4 +1,4 @@
-"""Rollouts: problems to prompts, prompts to groups of scored responses."""
+"""Rollouts: encode the prompts of problems, sample responses, and score them in groups."""
 
 from __future__ import annotations
 
@@ -23,14 +23,19 @@ from nemo_grpo.tasks.scoring import Scorer
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Sampling side of a run: its task, its tokenizer, and a generator that takes the policy's weights.
+    """The sampling side of a run.
 
     Attributes:
-        vocab_size: the policy's.
-        sampling: of the rollouts.
-        validation_sampling: of the validations.
-        problems: held out, for validation.
-        demonstrations: of a supervised run, which learns from them instead.
+        recipe: Recipe of the run.
+        task: Task of the recipe.
+        scorer: Computes the rewards of responses.
+        tokenizer: Tokenizer of the policy.
+        vocab_size: Size of the policy's vocabulary.
+        generator: Sampler, which gets the policy's weights before each rollout.
+        sampling: Sampling parameters of the rollouts.
+        validation_sampling: Sampling parameters of the validations.
+        problems: Held-out problems for validation.
+        demonstrations: Demonstrations of a supervised run, which take the place of rollouts.
     """
 
     recipe: Recipe
@@ -57,7 +62,7 @@ class Rollouts:
 
     @cached_property
     def validation_requests(self) -> list[EvalRequest]:
-        """Encoded prompts of the validation problems, the same in every validation."""
+        """Encoded prompts of the validation problems. They are the same in every validation."""
         prompts = self.encode(self.problems)
         return [
             EvalRequest(problem.id, tokens, images=())
@@ -65,11 +70,12 @@ class Rollouts:
         ]
 
     def check_problems(self) -> None:
-        """Encode all prompts or demonstrations, of an endless stream the first ones.
+        """Refuse problems whose prompt or demonstration cannot be encoded, or is too long.
 
-        A problem that cannot be used ends the run now, not at its turn.
+        So a bad problem ends the run at its start, not when its turn comes. All problems are checked, or the
+        first `PROMPTS_CHECKED` of a task that makes its problems.
         """
-        # Encoding checks these prompts, and validations use them again.
+        # The first access encodes the prompts and so checks them. Validations use the stored result.
         _ = self.validation_requests
         if self.demonstrations is not None:
             self.demonstrations.check(self.problems)
@@ -79,18 +85,24 @@ class Rollouts:
         problems = (self.task.train_problem(index, seed) for index in range(num_problems))
 
         def encode_all() -> None:
-            # In batches: a large data set's token ids would not fit into memory at once.
-            while batch := list(islice(problems, PROMPTS_CHECKED)):
+            # The problems are encoded in batches, because the token ids of a large data set need much memory.
+            batch = list(islice(problems, PROMPTS_CHECKED))
+            while batch:
                 self.encode(batch)
+                batch = list(islice(problems, PROMPTS_CHECKED))
 
         from_first_rank(encode_all)
 
     def draw(self, first: int) -> list[Group]:
-        """Sample and score the responses to ``num_prompts_per_step`` problems, from number ``first`` on."""
+        """Sample and score responses to the next ``num_prompts_per_step`` problems.
+
+        Args:
+            first: Number of the first problem in the training stream.
+        """
         grpo = self.recipe.grpo
         numbers = range(first, first + grpo.num_prompts_per_step)
         problems = [self.task.train_problem(number, grpo.seed) for number in numbers]
-        # The seed follows from the position alone, so a resumed run samples what an unbroken one would.
+        # The seed depends only on the position, so a resumed run samples the same as an uninterrupted one.
         seed = step_seed(grpo.seed, first)
         request = Request(self.encode(problems), grpo.num_generations_per_prompt, self.sampling, seed)
         return sample_groups(self.generator, self.tokenizer, self.scorer, problems, request)
@@ -99,9 +111,9 @@ class Rollouts:
 def sample_groups(
     generator: Generator, tokenizer: Any, scorer: Scorer, problems: Sequence[Problem], request: Request
 ) -> list[Group]:
-    """Sample and score a request's responses; its prompts are those of ``problems``.
+    """Sample and score the responses to a request, whose prompts are those of ``problems``.
 
-    The first rank scores for all: a verdict at a grader's time limit may differ between two calls.
+    The first rank scores for all ranks: near a grader's time limit two calls may give different verdicts.
     """
     num_generations = request.num_generations
     responses = sample_responses(generator, tokenizer, scorer.task, request, scorer.first_words)

@@ -22,13 +22,16 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
     """Train the recipe on as many ranks as it asks for, and draw its report.
 
     Args:
-        arguments: this command line, for the ranks.
+        recipe: Recipe to train.
+        arguments: Arguments of this command, with which each rank's process is started.
+        resume: True to continue from the newest checkpoint.
 
     Returns:
-        The process's exit code.
+        Exit code of the process.
     """
     try:
-        # Before any rank starts, so that a refusal appears once. Each rank then checks its own machine.
+        # The launching process checks, too, so that a refusal is printed only once. Each rank then checks its
+        # own machine.
         start = check(recipe, resume=resume)
         if recipe.world_size > 1 and not parallel.is_launched():
             return launch(arguments, recipe.world_size)
@@ -51,8 +54,9 @@ def run_recipe(recipe: Recipe, arguments: Sequence[str], *, resume: bool) -> int
 
 
 def draw_report(recipe: Recipe) -> None:
-    """Draw the run's report; a full disk costs the report, not the run's exit code."""
-    from nemo_grpo.report.report import plot_run  # loads the plotting library, which other ranks do not need
+    """Draw the report of a run. If it cannot be written, that is logged, and the run still counts as done."""
+    # Imported late: it loads the plotting library, which the other ranks do not need.
+    from nemo_grpo.report.report import plot_run
 
     try:
         plot_run(recipe.run_dir)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written at once or in the background, and its exports."""
+"""Saving of checkpoints, at once or in the background, and the export of the trained model."""
 
 import shutil
 from collections.abc import Iterator
@@ -24,17 +24,17 @@ from nemo_grpo.support.model_folder import copy_side_files
 
 
 class TrainingAborted(RuntimeError):
-    """The run cannot go on: its loss, rewards or weights are unusable, or its disk is. Its files stay."""
+    """Error of a run that cannot go on, because its loss, weights or disk are unusable. Its files stay."""
 
 
 @dataclass(frozen=True)
 class _SaveUnderWay:
-    """A checkpoint whose tensors are being written.
+    """A checkpoint that is being written.
 
     Attributes:
-        step: the run's step.
-        info: contents of its training_info.json.
-        write: the writing of this rank's tensors.
+        step: Step of the run.
+        info: Content of the checkpoint's training_info.json.
+        write: Pending write of this rank's tensors.
     """
 
     step: int
@@ -44,12 +44,15 @@ class _SaveUnderWay:
 
 @dataclass
 class Saver:
-    """Writes the policy into the store; every rank calls its methods at the same points.
+    """Saves checkpoints of the policy. All ranks must call its methods at the same points.
 
     Attributes:
-        source: the model folder whose tokenizer and config.json go along.
-        asynchronous: return while the tensors are still being written; at most one save is under way.
-        saved: step of the newest checkpoint.
+        store: Folder of the checkpoints.
+        policy: The policy.
+        source: Model folder whose tokenizer and config.json are copied into each checkpoint.
+        asynchronous: True if `save` returns while tensors are still being written. At most one save is under
+            way.
+        saved: Step of the newest checkpoint.
     """
 
     store: CheckpointStore
@@ -60,7 +63,7 @@ class Saver:
     _under_way: _SaveUnderWay | None = field(default=None, init=False)
 
     def save(self, step: int, info: dict[str, Any]) -> None:
-        """Write a checkpoint of the present state, after the one under way."""
+        """Finish the save under way, then write a checkpoint of the current state."""
         self.finish()
         with self._explained(step):
             folder = self.store.begin(step)
@@ -73,20 +76,20 @@ class Saver:
             self.finish()
 
     def finish_if_written(self) -> None:
-        """Complete the save under way if every rank has written its part; after each step."""
+        """Complete the save under way if every rank has written its part. Called after each step."""
         if self._under_way is None:
             return
         is_written = self._under_way.write.is_written()
-        # Completing waits for all ranks, so they have to agree.
+        # Completing a save waits for all ranks, so all of them must make the same decision here.
         if not distributed.any_rank(not is_written, self.policy.device):
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the save under way, if there is one, is a complete checkpoint."""
+        """Complete the save under way, if there is one."""
         if self._under_way is None:
             return
         save = self._under_way
-        # First: a save that fails is not finished once more when the run ends.
+        # This comes first, so that a save that fails here is not tried again when the run ends.
         self._under_way = None
         with self._explained(save.step):
             save.write.finish()
@@ -96,7 +99,7 @@ class Saver:
 
     @contextmanager
     def _explained(self, step: int) -> Iterator[None]:
-        """Turn errors of the disk into `TrainingAborted`, with the space that is left."""
+        """Turn errors of writing into `TrainingAborted`, whose message has the free space of the disk."""
         try:
             yield
         except (OSError, RuntimeError, CheckpointException) as error:
@@ -113,17 +116,19 @@ class Saver:
 def export_policy(
     policy: MegatronPolicy, source: Path, run: RunFolder, dtype: torch.dtype | None, training: Training
 ) -> None:
-    """Write the model and, with LoRA, its adapters as Hugging Face folders; every rank calls it.
+    """Write the model and, with LoRA, also its adapters as Hugging Face folders. Every rank calls it.
 
     Args:
-        source: the model folder that the run began with, whose tokenizer and config go along.
-        run: whose ``hf`` and ``hf-adapter`` are written.
-        dtype: of the model; None: float32, and with LoRA the base's, as `convert --lora merge` gives.
-        training: for the model card.
+        policy: The trained policy.
+        source: Model folder that the run began with, whose tokenizer and config are copied.
+        run: Folder of the run, in which ``hf`` and ``hf-adapter`` are written.
+        dtype: Precision of the model. None stands for float32 or, with LoRA, for that of the base model, like
+            the result of `convert --lora merge`.
+        training: Facts for the model card.
     """
     if dtype is None:
         dtype = torch.float32 if policy.adapters is None else stated_dtype(source)
-    # Every rank takes part in gathering them; only the first one writes.
+    # All ranks must take part in the gathering, but only the first one writes.
     tensors = list(policy.named_tensors())
     with _export_explained(run):
         if run.leads:
@@ -138,7 +143,7 @@ def export_policy(
 
 @contextmanager
 def _export_explained(run: RunFolder) -> Iterator[None]:
-    """Turn errors of an export into `TrainingAborted`: the trained checkpoints stay."""
+    """Turn errors of an export into `TrainingAborted`, so that the command ends with a message."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Builds a run from its recipe: what samples, what learns, and what records."""
+"""Construction of a run from its recipe: rollouts, learner and recorder."""
 
 import logging
 import os
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """A run: what samples, what learns, and what records."""
+    """The parts of a run: `rollouts` sample, the `learner` trains, the `recorder` writes."""
 
     recipe: Recipe
     rollouts: Rollouts
@@ -50,15 +50,16 @@ def set_up(recipe: Recipe, source: Path, start: Start, *, resume: bool = False) 
     """Build model, sampler and optimizer, and open the run's folder.
 
     Args:
-        recipe: one that `check` accepts.
-        source: model folder to start from.
-        start: what `check` returned.
-        resume: continue from the newest checkpoint.
+        recipe: Recipe that `check` has accepted.
+        source: Model folder to start from.
+        start: Result of `check`.
+        resume: True to continue from the newest checkpoint.
     """
     check_ranks(recipe)
     torch.set_num_threads(recipe.nemo_grpo.engine.num_threads)
     machine.keep_freed_memory()
-    # The ranks meet before the policy is built: the first one locks the folder and decides for all.
+    # The ranks connect before the policy is built, because the first one locks the folder and decides for
+    # all.
     parallel.initialize(recipe.policy.megatron_cfg.layout, start.device, recipe.grpo.seed)
     leads = distributed.is_rank_zero()
     folder = RunFolder(recipe.run_dir, checkpoints=recipe.checkpoint_dir, leads=leads, resume=resume)
@@ -86,7 +87,7 @@ def set_up(recipe: Recipe, source: Path, start: Start, *, resume: bool = False) 
     if checkpoint is not None:
         recorder.restore(checkpoint, learner)
     from_step = -1 if checkpoint is None else learner.state.step
-    # A finished run keeps the recipe that it was trained with.
+    # The folder of a finished run keeps the recipe that the run was trained with.
     is_over = learner.has_ended and not recorder.unwritten
     settings = start.began_as if is_over and start.began_as is not None else recipe
     folder.open(
@@ -95,7 +96,7 @@ def set_up(recipe: Recipe, source: Path, start: Start, *, resume: bool = False) 
         from_step=from_step,
         trackers=lambda path: open_trackers(recipe, path, from_step),
     )
-    # Not before the folder is ours: another process's save under way looks like a leftover.
+    # Leftovers are removed only now that the folder is locked: another process's save looks like a leftover.
     if leads:
         keep_inputs(folder.path, inputs, begins=from_step < 0)
         store.remove_leftovers()
@@ -103,7 +104,7 @@ def set_up(recipe: Recipe, source: Path, start: Start, *, resume: bool = False) 
 
 
 def check_ranks(recipe: Recipe) -> None:
-    """Refuse a launch whose number of processes is not the recipe's."""
+    """Refuse a launch with another number of processes than the recipe asks for."""
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
     if num_launched != recipe.world_size:
         raise UserError(
@@ -116,12 +117,14 @@ def check_ranks(recipe: Recipe) -> None:
 def choose_precision(
     recipe: Recipe, device: torch.device, width: int, began_as: Recipe | None, *, leads: bool
 ) -> Recipe:
-    """Replace ``auto`` in the recipe by a precision.
+    """Replace ``policy.precision=auto`` in the recipe by a precision.
 
     Args:
-        width: the model's hidden size.
-        began_as: the recipe that a resumed run began with, whose precision it keeps.
-        leads: this rank logs the choice.
+        recipe: Recipe of the run.
+        device: Device of this rank.
+        width: Hidden size of the model.
+        began_as: Recipe that a resumed run began with, whose precision is kept.
+        leads: True on the rank that logs the choice.
     """
     setting = recipe.policy.precision
     is_auto = setting == "auto"
@@ -144,11 +147,14 @@ def choose_precision(
 
 
 def build(recipe: Recipe, source: Path, config: Any, start: Start, folder: RunFolder) -> Run:
-    """Build the parts of a run; nothing is written.
+    """Build the parts of a run. Nothing is written yet.
 
     Args:
-        source: model folder to start from.
-        config: its transformers config.
+        recipe: Recipe of the run.
+        source: Model folder to start from.
+        config: Config object of transformers for that model.
+        start: Result of `check`.
+        folder: Folder of the run.
     """
     objective = recipe.loss_fn.build()
     tokenizer = load_tokenizer(source)
@@ -173,7 +179,7 @@ def build(recipe: Recipe, source: Path, config: Any, start: Start, folder: RunFo
 
 
 def build_rollouts(recipe: Recipe, source: Path, config: Any, start: Start, tokenizer: Any) -> Rollouts:
-    """Build what samples; a supervised run gets its demonstrations."""
+    """Build the rollouts of a run. A supervised run also gets its demonstrations there."""
     section = recipe.nemo_grpo
     task = start.task
     scorer = Scorer(task, section.rewards, section.prompt, section.max_failed_rewards)
@@ -200,17 +206,20 @@ def build_policy(
     """Build the policy with the source's weights.
 
     Args:
-        source: model folder.
-        config: its transformers config.
-        keep_reference: keep the weights as the reference policy, too.
+        recipe: Recipe of the run.
+        source: Model folder.
+        config: Config object of transformers for that model.
+        device: Device of this rank.
+        keep_reference: True to keep a copy of the weights as the reference policy.
     """
     megatron = recipe.policy.megatron_cfg
-    if (hint := options.fp8_hint(megatron)) and distributed.is_rank_zero():
+    hint = options.fp8_hint(megatron)
+    if hint is not None and distributed.is_rank_zero():
         log.warning("%s", hint)
     schedule = megatron.scheduler
     if schedule.lr_decay_iters is None:
         num_updates = recipe.grpo.max_num_steps * recipe.num_updates_per_step
-        # megatron-core asserts that the decay ends after the warmup.
+        # megatron-core requires that the decay ends after the warmup.
         num_decay_updates = max(num_updates, schedule.lr_warmup_iters + 1)
         schedule = schedule.model_copy(update={"lr_decay_iters": num_decay_updates})
     peft = megatron.lora_in_use
@@ -230,7 +239,7 @@ def build_policy(
 
 
 def build_generator(recipe: Recipe, config: Any, device: torch.device) -> Generator:
-    """Build the sampler, shared between the ranks; its weights come from the policy."""
+    """Build the sampler. Several ranks share the work of sampling. The policy gives the weights later."""
     generator = build_local(
         recipe.nemo_grpo.engine.generator,
         config,
@@ -242,10 +251,11 @@ def build_generator(recipe: Recipe, config: Any, device: torch.device) -> Genera
 
 
 def training_sampling(recipe: Recipe, end_token_ids: Sequence[int]) -> SamplingParams:
-    """Return the rollouts' sampling.
+    """Return the sampling parameters of the rollouts.
 
     Args:
-        end_token_ids: the model's `end_tokens`, at which responses end, as at the recipe's own.
+        recipe: Recipe of the run.
+        end_token_ids: The model's `end_tokens`. Responses end at these and at the recipe's stop_token_ids.
     """
     generation = recipe.policy.generation
     recipe_token_ids = generation.stop_token_ids or ()
@@ -259,11 +269,11 @@ def training_sampling(recipe: Recipe, end_token_ids: Sequence[int]) -> SamplingP
 
 
 def validation_sampling(recipe: Recipe, end_token_ids: Sequence[int]) -> SamplingParams:
-    """Return validation's sampling; val_temperature 0 is greedy."""
+    """Return the sampling parameters of validations, which are greedy with val_temperature=0."""
     generation = recipe.policy.generation
     return replace(
         training_sampling(recipe, end_token_ids),
-        # Greedy sampling does not read it, but 0 is no valid temperature.
+        # Greedy sampling ignores the temperature, but 0 would not be valid.
         temperature=generation.val_temperature or 1.0,
         top_p=generation.val_top_p,
         top_k=generation.val_top_k,

@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl and samples.jsonl, and the note of the progress bar."""
+"""Metrics of a step for metrics.jsonl, its stopwatch, and the note beside the progress bar."""
 
 import time
 from dataclasses import asdict
@@ -13,24 +13,25 @@ from nemo_grpo.tasks.scoring import reward_metrics
 
 
 class Clock:
-    """Stopwatch: seconds between laps."""
+    """Stopwatch of a step. `laps` has the seconds of each part of the step."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
         self.last = time.monotonic()
 
     def lap(self, name: str) -> None:
-        """Note the seconds since the last lap."""
+        """Store the seconds since the previous lap under a name."""
         now = time.monotonic()
         self.laps[name] = now - self.last
         self.last = now
 
 
 def mean_scores(groups: list[Group], all_groups: list[Group]) -> dict[str, float]:
-    """Average over the step's responses: components, failures, truncation, and turns if any.
+    """Average over a step's responses: reward components, failures, truncation and, if there are any, turns.
 
     Args:
-        all_groups: all groups sampled for the step, of which ``rollout/all_*`` are shares.
+        groups: Groups that the step trains on.
+        all_groups: All groups that were sampled for the step, for the metrics ``rollout/all_*``.
     """
     responses = [scored.response for group in groups for scored in group.responses]
     means = reward_metrics(_scores(groups), _scores(all_groups))
@@ -44,10 +45,10 @@ def mean_scores(groups: list[Group], all_groups: list[Group]) -> dict[str, float
 
 
 def sampled_metrics(step: Step) -> dict[str, float]:
-    """Compute the ``reward/*`` and ``length/*`` of `step_metrics` for all responses sampled for a step.
+    """Compute ``reward/*`` and ``length/*`` over all responses that were sampled for a step.
 
     Args:
-        step: the tensors of all groups, also of those that dynamic sampling drops.
+        step: Tensors of all groups, also of those that dynamic sampling drops.
     """
     rewarded = ~step.rewards.isnan()
     mask = step.token_mask & step.sample_mask[:, None]
@@ -60,7 +61,8 @@ def signal_shares(groups: list[Group], *, drop_truncated: bool = False) -> dict[
     """Compute the share of the sampled groups whose rewards differ.
 
     Args:
-        drop_truncated: see `Group.has_signal`.
+        groups: All groups that were sampled for the step.
+        drop_truncated: See `Group.has_signal`.
     """
     num_with_signal = sum(group.has_signal(drop_truncated=drop_truncated) for group in groups)
     return {"rollout/with_signal": num_with_signal / len(groups)}
@@ -71,7 +73,7 @@ def _scores(groups: list[Group]) -> list[list[dict[str, float]]]:
 
 
 def mean_metrics(updates: list[UpdateResult]) -> dict[str, float]:
-    """Average over the step's updates."""
+    """Average the metrics of a step's updates."""
     if not updates:
         return {}
     rows = [update.metrics | {"grad_norm": update.grad_norm, "lr": update.lr} for update in updates]
@@ -79,7 +81,10 @@ def mean_metrics(updates: list[UpdateResult]) -> dict[str, float]:
 
 
 def note(row: dict[str, Any]) -> str:
-    """Write the progress bar's numbers, most important first: a narrow terminal cuts the others."""
+    """Write the numbers beside the progress bar.
+
+    The most important ones come first, because a narrow terminal cuts the text off at its end.
+    """
     formats = {
         **HELD_OUT,
         "reward/mean": "reward {:.2f}",
@@ -90,4 +95,5 @@ def note(row: dict[str, Any]) -> str:
         "entropy/mean": "entropy {:.2f}",
         "tokens_per_second": "{:.0f} tokens/s",
     }
-    return "  ".join(pattern.format(row[name]) for name, pattern in formats.items() if name in row)
+    numbers = [pattern.format(row[name]) for name, pattern in formats.items() if name in row]
+    return "  ".join(numbers)

@@ -1,7 +1,7 @@
-"""Steps of training: of the algorithm, on sampled responses; or supervised, on demonstrations.
+"""Training steps: reinforcement learning on sampled responses, or supervised learning on demonstrations.
 
-A step has two halves with `Sampled` between them. The first half leaves the learner as it is: `sample`, or
-`demonstrate`. The second half trains: `reinforce`, or `supervise`.
+A step has two halves. The first one, `sample` or `demonstrate`, makes a `Sampled` and does not change the
+learner. The second one, `reinforce` or `supervise`, trains on it.
 """
 
 import logging
@@ -28,12 +28,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sampled:
-    """The groups of one step, and how long they took.
+    """Groups of one step, and the stopwatch of the step.
 
     Attributes:
-        groups: those that the step trains on.
-        all_groups: all groups that were sampled for the step; dynamic sampling drops some of them.
-        clock: stopwatch of the step.
+        groups: Groups that the step trains on.
+        all_groups: All groups that were sampled for the step. Dynamic sampling drops some of them.
+        clock: Stopwatch, which has measured the first half.
     """
 
     groups: list[Group]
@@ -49,16 +49,17 @@ class Method(NamedTuple):
 
 
 def method_of(recipe: Recipe) -> Method:
-    """Return the algorithm's step, or the supervised one."""
+    """Return the two halves of the recipe's steps: on rollouts, or on demonstrations."""
     if recipe.loss_fn.learns_from_demonstrations:
         return Method(demonstrate, supervise)
     return Method(sample, reinforce)
 
 
 def sample(rollouts: Rollouts, learner: Learner) -> Sampled:
-    """Sample the groups of one step from the policy, from the learner's position in the stream of problems.
+    """Sample the groups of one step with the current policy, for the next problems of the training stream.
 
-    The position stays where it is, so a step whose rollouts failed samples the same problems again.
+    The learner's position in the stream does not change here, so a step whose rollouts failed samples the
+    same problems again.
     """
     clock = Clock()
     grpo = rollouts.recipe.grpo
@@ -87,7 +88,7 @@ def sample(rollouts: Rollouts, learner: Learner) -> Sampled:
 
 
 def demonstrate(rollouts: Rollouts, learner: Learner) -> Sampled:
-    """Take the next demonstrations, each a group of its own."""
+    """Take the demonstrations of the next problems. Each one is a group of its own."""
     assert rollouts.demonstrations is not None
     clock = Clock()
     demonstration = rollouts.demonstrations.training
@@ -99,15 +100,15 @@ def demonstrate(rollouts: Rollouts, learner: Learner) -> Sampled:
 
 
 def reinforce(learner: Learner, sampled: Sampled, diagnostics: StepDiagnostics) -> Row:
-    """Take one step of the algorithm on sampled groups: shape, score, update.
+    """Train on sampled groups: shape the rewards, score the tokens and update the policy.
 
     Args:
-        learner: is trained, and moves on in the stream of problems.
-        sampled: what `sample` returned.
-        diagnostics: measures the tokens of some steps.
+        learner: Learner to train. Its position in the stream of problems moves on.
+        sampled: Result of `sample`.
+        diagnostics: Measures the tokens of some steps.
 
     Returns:
-        The step's metrics.
+        Metrics of the step.
     """
     recipe = learner.recipe
     state = learner.state
@@ -115,7 +116,8 @@ def reinforce(learner: Learner, sampled: Sampled, diagnostics: StepDiagnostics) 
     step = shape(assemble(sampled.groups), recipe)
     prepared, updates = learner.learn(step, clock)
     state.next_problem += len(sampled.all_groups)
-    if warning := implausible_advantage(prepared):
+    warning = implausible_advantage(prepared)
+    if warning:
         log.warning("step %d: %s", state.step, warning)
 
     row: Row = {"step": state.step, "rollout/num_prompts": len(sampled.all_groups)}
@@ -123,8 +125,8 @@ def reinforce(learner: Learner, sampled: Sampled, diagnostics: StepDiagnostics) 
     row |= mean_scores(sampled.groups, sampled.all_groups)
     row |= signal_shares(sampled.all_groups, drop_truncated=recipe.grpo.overlong_filtering)
     if recipe.grpo.use_dynamic_sampling:
-        # Rewards and lengths describe the policy, so they include the groups that were dropped for having no
-        # signal; the metrics of the trained groups alone move to kept/*.
+        # Metrics of rewards and lengths describe the policy, so they must include the groups without a
+        # signal, which were dropped. The metrics of the trained groups alone are renamed to kept/*.
         of_all_groups = sampled_metrics(shape(assemble(sampled.all_groups), recipe))
         row = as_kept(row) | of_all_groups | mean_scores(sampled.all_groups, sampled.all_groups)
     row |= mean_metrics(updates)
@@ -136,11 +138,11 @@ def reinforce(learner: Learner, sampled: Sampled, diagnostics: StepDiagnostics) 
 
 
 def supervise(learner: Learner, sampled: Sampled, _diagnostics: StepDiagnostics) -> Row:
-    """Take one update on demonstrations, and return its metrics."""
+    """Make one update on demonstrations, and return the metrics of the step."""
     state = learner.state
     clock = sampled.clock
     step = assemble(sampled.groups)
-    # A supervised loss reads no previous logprobs; the zeros of the demonstrations stand in for them.
+    # A supervised loss does not read previous logprobs. The demonstrations' zeros take their place.
     prepared = learner.prepare(step, Scores(step.generation_logprobs))
     updates = learner.update(prepared, step)
     clock.lap("time/update")
@@ -154,9 +156,9 @@ def supervise(learner: Learner, sampled: Sampled, _diagnostics: StepDiagnostics)
 
 
 def shape(step: Step, recipe: Recipe) -> Step:
-    """Apply the recipe's soft length penalty, and its filter of truncated responses.
+    """Apply the recipe's length penalty to the rewards, and mask truncated responses if the recipe says so.
 
-    A truncated response that is left out still counts with its reward in its group.
+    The reward of a masked response still counts in the mean and deviation of its group.
     """
     shaping = recipe.grpo.reward_shaping
     if shaping.enabled:
@@ -173,7 +175,7 @@ def shape(step: Step, recipe: Recipe) -> Step:
 
 
 def totals(learner: Learner, step: Step, clock: Clock) -> Row:
-    """Return a step's time and rate, and the run's counters."""
+    """Return the time and the token rate of a step, and the counters of the run."""
     seconds = sum(clock.laps.values())
     return {
         "time/step": seconds,

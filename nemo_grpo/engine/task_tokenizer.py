@@ -1,4 +1,4 @@
-"""Tokenizer of a new model, learnt from its task's texts."""
+"""Tokenizer of a new model, which is trained on the texts of the task."""
 
 import random
 
@@ -15,7 +15,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Qwen2's: AutoTokenizer loads the folder as a Qwen2 tokenizer and expects this split.
+# This is Qwen2's pattern, because AutoTokenizer loads the folder as a Qwen2 tokenizer, which splits like
+# that.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -25,16 +26,22 @@ START = "<|im_start|>"
 END = "<|im_end|>"
 
 NUM_BYTES = 256
-"""Tokens of the byte-level alphabet, with which any text can be encoded."""
+"""Number of tokens for single bytes, with which any text can be encoded."""
 
 SEED_OFFSET = 1 << 31
-"""Added to the seed, so that the tokenizer is not learnt from the problems that a run begins with."""
+"""Number that is added to the seed, so that the tokenizer is not trained on the first problems of a run."""
 NUM_CORPUS_PROBLEMS = 2000
-"""Problems whose texts the tokenizer is learnt from."""
+"""Number of problems on whose texts the tokenizer is trained."""
 
 
 def build_tokenizer(task: Task, vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
-    """Train byte-level BPE on training problems and demonstrations; at most ``vocab_size`` tokens."""
+    """Train a byte-level BPE tokenizer of at most ``vocab_size`` tokens on training problems.
+
+    Args:
+        task: Task whose questions and demonstrations are the corpus.
+        vocab_size: Largest number of tokens, with the special tokens and the task's tags.
+        seed: Seed of the problems.
+    """
     tags = tags_of(task)
     special_tokens = [PAD, START, END]
     num_tags = len(tags) + len(special_tokens)
@@ -62,7 +69,7 @@ def build_tokenizer(task: Task, vocab_size: int, seed: int) -> PreTrainedTokeniz
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus, trainer)
-    # Not special: decoding with skip_special_tokens=True would hide them from the reward.
+    # The tags are not special tokens: decoding with skip_special_tokens=True would hide them from the reward.
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

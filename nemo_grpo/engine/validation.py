@@ -1,4 +1,4 @@
-"""Validation during training: schedule, measurement, and the goal that ends a run."""
+"""Validation during training: when it is due, its metrics, and the goal that ends a run early."""
 
 import logging
 import time
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def is_due(grpo: GRPOSection, step: int) -> bool:
-    """True if a validation follows this step; step 0 is the start."""
+    """True if a validation follows this step. Step 0 is the start of the run."""
     if step == 0:
         return grpo.val_at_start
     if grpo.val_at_end and step == grpo.max_num_steps:
@@ -36,10 +36,10 @@ def validate(rollouts: Rollouts, learner: Learner) -> tuple[dict[str, float], li
     """Measure the policy on the held-out problems.
 
     Returns:
-        The metrics, as ``validation/*``: greedy, avg@k, pass@k and rewards of each validation set, in a
-        supervised run the loss per token of their demonstrations, too; and rows of samples.jsonl, the greedy
-        responses to each set's first ``nemo_grpo.engine.log_samples`` problems, which are the same in every
-        validation.
+        Metrics ``validation/*``, and rows of samples.jsonl. The metrics are greedy accuracy, avg@k, pass@k
+        and rewards of each validation set, and in a supervised run also the loss per token of the
+        demonstrations. The rows have the greedy responses to the first ``nemo_grpo.engine.log_samples``
+        problems of each set, which are the same in every validation.
     """
     machine.release_freed_memory()
     start = time.monotonic()
@@ -58,15 +58,15 @@ def demonstration_loss(rollouts: Rollouts, learner: Learner) -> float:
     assert rollouts.demonstrations is not None
     step = assemble([rollouts.demonstrations.held_out(problem) for problem in rollouts.problems])
     logprobs = learner.score(step, with_entropies=False).logprobs
-    # Thousands of tokens: a mean in float32 would lose digits.
+    # The mean is over many thousands of tokens, and would lose digits in float32.
     return float(-logprobs[step.token_mask].double().mean())
 
 
 def measure_responses(rollouts: Rollouts) -> tuple[dict[str, dict[str, float]], list[Row]]:
-    """Sample responses to the held-out problems from the generator's weights, and score them.
+    """Sample responses to the held-out problems with the generator's current weights, and score them.
 
     Returns:
-        Metrics by validation set; rows of samples.jsonl without their step.
+        Metrics by name of the validation set, and rows of samples.jsonl without the step.
     """
     recipe = rollouts.recipe
     sampling = rollouts.validation_sampling
@@ -101,11 +101,11 @@ def measure_responses(rollouts: Rollouts) -> tuple[dict[str, dict[str, float]], 
 def _metered(
     num_ranks: int, num_problems: int, num_samples: int, sampling: SamplingParams
 ) -> Iterator[TokenMeter]:
-    """Log rates and time left, if a validation takes longer than a few seconds.
+    """Within the block, log rates and the time left if a validation takes longer than a few seconds.
 
-    Only the first rank logs, and counts its own share; the others take about as long.
+    Only the first rank logs. It counts its own share of the responses; the other ranks take about as long.
     """
-    # Where sampling is greedy, every sample equals the greedy response, which is sampled once.
+    # With greedy sampling all samples are equal to the greedy response, which is sampled once.
     num_per_problem = 1 if sampling.greedy else 1 + num_samples
     problems_of_rank = -(-num_problems // num_ranks)
     num_responses = problems_of_rank * num_per_problem
@@ -117,7 +117,7 @@ def _metered(
 
 
 def reached_goal(grpo: GRPOSection, row: Mapping[str, Any]) -> bool:
-    """True if a step's metrics meet grpo.stop_at_validation_threshold, which is logged."""
+    """True if the metrics of a step reach grpo.stop_at_validation_threshold. That is logged, too."""
     reached = grpo.is_goal(row)
     if reached:
         name = grpo.stop_at_validation_metric

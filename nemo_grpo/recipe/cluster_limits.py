@@ -253,7 +253,7 @@ ROWS: tuple[Row, ...] = (
         Scope.CLUSTER,
         when=conditions.vllm_caches_in_fp8,
     ),
-    # Where Megatron-core trains.
+    # The following rows apply where Megatron-core trains.
     Limit(
         "policy.precision",
         one_of("bfloat16"),

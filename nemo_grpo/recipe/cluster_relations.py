@@ -1,4 +1,4 @@
-"""Relations that two settings of a recipe for NeMo-RL must have."""
+"""Relations that must hold between two settings of a recipe for NeMo-RL."""
 
 from nemo_grpo.recipe import conditions
 from nemo_grpo.recipe.derived import (

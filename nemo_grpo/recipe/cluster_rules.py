@@ -13,6 +13,7 @@ from nemo_grpo.support.dotted import leaves, parents, value_of
 from nemo_grpo.support.errors import as_yaml, did_you_mean, shown
 
 TP_CHECK_OFF = "NRL_IGNORE_TP_ACCURACY_CHECK"
+"""Environment variable that turns off NeMo-RL's comparison of the batches at TP >= 4."""
 TRAINING_METRICS = (
     "loss",
     "grad_norm",
@@ -30,7 +31,7 @@ TRAINING_METRICS = (
     "max_gen_tokens_per_sample",
     "mean_total_tokens_per_sample",
 )
-"""Metrics of each training step of NeMo-RL: algorithms/grpo.py, experience/rollouts.py of both versions."""
+"""Metrics that every training step of NeMo-RL has (algorithms/grpo.py, experience/rollouts.py)."""
 
 
 @rule(Scope.ADVICE)
@@ -42,7 +43,7 @@ def refit_sends_updated_weights(recipe: Recipe) -> Iterator[str]:
     # Megatron-core shards the optimizer over data-parallel and context-parallel ranks alike.
     num_shards = recipe.data_parallel_size * megatron.context_parallel_size
     if megatron.expert_model_parallel_size > 1:
-        # Experts' parameters shard over the ranks of a stage divided by EP and expert TP.
+        # The optimizer of the experts is sharded over the ranks that hold copies of the same experts.
         num_shards = max(num_shards, recipe.num_stage_ranks // recipe.num_expert_ranks)
     if megatron.optimizer.use_distributed_optimizer and num_shards > 1:
         yield (
@@ -60,7 +61,7 @@ NOTHING_SAVED = (
 
 @rule(Scope.ADVICE)
 def run_on_a_cluster_saves_checkpoints(recipe: Recipe) -> Iterator[str]:
-    """Some of NeMo-RL's own recipes, made for its nightly tests, save nothing."""
+    """Warn about a run without checkpoints: NeMo-RL's own recipes for its nightly tests save nothing."""
     if recipe.nemo_grpo.target == "cluster" and not recipe.checkpointing.enabled:
         yield NOTHING_SAVED
 
@@ -77,8 +78,8 @@ def loss_does_not_need_whole_groups(recipe: Recipe) -> Iterator[str]:
 @rule(Scope.CLUSTER)
 def logprob_and_training_batches_match_at_high_tp(recipe: Recipe) -> Iterator[str]:
     policy = recipe.policy
-    # NeMo-RL's models/policy/lm_policy.py refuses the batches unless one of these holds: a smaller TP, equal
-    # batches, a ratio of 1, or the variable.
+    # NeMo-RL (models/policy/lm_policy.py) accepts different batches only with TP below 4, with the ratio
+    # forced to 1, or with the environment variable.
     if policy.layout.tensor < 4 or policy.train_micro_batch_size == policy.logprob_batch_size:
         return
     if not recipe.loss_fn.force_on_policy_ratio and not os.environ.get(TP_CHECK_OFF):
@@ -92,7 +93,10 @@ def logprob_and_training_batches_match_at_high_tp(recipe: Recipe) -> Iterator[st
 
 @rule(Scope.ADVICE)
 def images_are_read_with_the_new_weights(recipe: Recipe) -> Iterator[str]:
-    """vllm_worker.py: colocated engines drop cached images when they sleep, separate engines never do."""
+    """Warn if vLLM may reuse images that it encoded with older weights.
+
+    An engine drops cached images only when it sleeps, which separate engines never do (vllm_worker.py).
+    """
     generation = recipe.policy.generation
     vllm = generation.vllm_cfg
     if not recipe.samples_with_vllm or generation.colocated.enabled:
@@ -108,7 +112,11 @@ def images_are_read_with_the_new_weights(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ADVICE)
 def prefixes_are_read_with_the_new_weights(recipe: Recipe) -> Iterator[str]:
-    """NeMo-RL's synchronous trainers reset the cache, or let the engine sleep, between rollouts."""
+    """Warn if vLLM may reuse prefixes that it cached with older weights.
+
+    Only the asynchronous trainers are checked: the synchronous ones reset the cache, or let the engine sleep,
+    between rollouts.
+    """
     trainer: AsyncGRPO | AsyncRL | None
     if recipe.grpo.is_async:
         name = "grpo.async_grpo"
@@ -141,7 +149,7 @@ def vllm_layout_tiles_the_gpus(recipe: Recipe) -> Iterator[str]:
     # Colocated rollouts sample on the GPUs that train.
     num_gpus = recipe.num_rollout_gpus or recipe.world_size
     gpus_per_node = recipe.cluster.gpus_per_node
-    # An engine has a part of a node, or whole nodes.
+    # An engine takes an equal part of a node, or several whole nodes.
     tiles_nodes = gpus_per_node % engine_gpus == 0 or engine_gpus % gpus_per_node == 0
     if num_gpus % engine_gpus or not tiles_nodes:
         yield (
@@ -186,7 +194,7 @@ def vllm_stops_at_the_end_of_a_turn(recipe: Recipe) -> Iterator[str]:
     stop_strings = recipe.policy.generation.stop_strings
     skips_tokenizer = recipe.policy.generation.vllm_cfg.skip_tokenizer_init
     if skips_tokenizer is None:
-        # NeMo-RL's default: without stop strings vLLM needs no tokenizer.
+        # By default NeMo-RL skips the tokenizer if there are no stop strings.
         skips_tokenizer = not stop_strings
     if skips_tokenizer:
         yield (
@@ -198,7 +206,10 @@ def vllm_stops_at_the_end_of_a_turn(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ADVICE)
 def training_metric_is_one_of_every_run(recipe: Recipe) -> Iterator[str]:
-    """NeMo-RL raises an error at the first save if the step has no such metric (algorithms/grpo.py)."""
+    """Warn if checkpoints are ranked by a training metric that not every step has.
+
+    NeMo-RL (algorithms/grpo.py) raises an error at the first save after a step without the metric.
+    """
     name = recipe.checkpointing.metric_name or ""
     metric = name.removeprefix("train:")
     if recipe.nemo_grpo.target != "cluster" or not name.startswith("train:"):
@@ -212,9 +223,10 @@ def training_metric_is_one_of_every_run(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ADVICE)
 def data_name_the_environments_that_a_recipe_adds(recipe: Recipe) -> Iterator[str]:
-    """Report sections of ``env`` that nothing uses, added on top of the data that name another.
+    """Report an environment that the recipe adds but no data set uses.
 
-    Not those below: NeMo-RL's bases list environments from which the recipes on top of them choose.
+    The mistake is to add an environment without changing ``env_name`` in the base's data. Unused environments
+    of a base are left alone: NeMo-RL's bases list several, from which recipes choose.
     """
     if recipe.nemo_grpo.task is not None or recipe.env.should_use_nemo_gym:
         return
@@ -224,8 +236,9 @@ def data_name_the_environments_that_a_recipe_adds(recipe: Recipe) -> Iterator[st
         return
     environments_in_use = {str(value_of(recipe.settings, key)) for key in naming_keys}
     for section in (recipe.data.train, recipe.data.validation):
-        # Of several data sets, which are a list: `Written.origins` has no keys within it.
-        for data_set in section if isinstance(section, list) else ():
+        # Several data sets are a list, and `Written.origins` has no keys within a list.
+        data_sets = section if isinstance(section, list) else []
+        for data_set in data_sets:
             if isinstance(data_set, Mapping):
                 environments_in_use.add(str(data_set.get("env_name")))
     for name, section in recipe.env.settings.items():
@@ -242,7 +255,7 @@ def data_name_the_environments_that_a_recipe_adds(recipe: Recipe) -> Iterator[st
 
 @rule(Scope.ADVICE)
 def positive_examples_reach_the_loss(recipe: Recipe) -> Iterator[str]:
-    """NeMo-RL's loss reads "rewards", which no GRPO trainer of 7ea279abf puts into its batches."""
+    """Warn about a weight without effect: no GRPO trainer of 7ea279abf passes the rewards to the loss."""
     weight = getattr(recipe.loss_fn, "positive_example_nll_weight", 0)
     if recipe.loss_fn.is_stock and weight:
         yield (
@@ -253,7 +266,10 @@ def positive_examples_reach_the_loss(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ADVICE)
 def dynamic_sampling_keeps_single_successes(recipe: Recipe) -> Iterator[str]:
-    """NeMo-RL keeps a response if the std of the others is not 0; the variants keep whole groups."""
+    """Warn about lost responses: NeMo-RL drops a response if the others of its group have equal rewards.
+
+    The variants keep or drop whole groups.
+    """
     drops_by_others = recipe.grpo.use_dynamic_sampling and recipe.grpo.use_leave_one_out_baseline
     if recipe.loss_fn.is_stock and drops_by_others:
         yield (
@@ -271,7 +287,10 @@ def single_controller_trains_on_texts(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.V0_7_0)
 def settings_are_known_to_nemo_rl_0_7_0(recipe: Recipe) -> Iterator[str]:
-    """Keys with a row of their own are left to it: the row knows which values are harmless."""
+    """Refuse settings that NeMo-RL 0.7.0 would ignore.
+
+    A key with a row in the tables is left to that row, which knows the harmless values.
+    """
     in_tables = {row.key for row in rows(Scope.V0_7_0)}
     for key, value in lacking(V0_7_0, recipe.settings):
         if in_tables.isdisjoint((*parents(key), key)):

@@ -1,4 +1,7 @@
-"""Conditions under which the rows of the tables apply, one function each; their names are printed."""
+"""Conditions under which the rows of the tables apply.
+
+Each condition is a function of the recipe. Its name is its description: `nemo-grpo recipe rules` prints it.
+"""
 
 from nemo_grpo.recipe.recipe import Recipe
 
@@ -144,7 +147,7 @@ def learns_from_rollouts(recipe: Recipe) -> bool:
 
 
 def loss_is_a_variant(recipe: Recipe) -> bool:
-    """Return False for NeMo-RL's own loss."""
+    """True for a variant of this package or of the user, False for NeMo-RL's own loss."""
     return not recipe.loss_fn.is_stock
 
 
@@ -210,7 +213,7 @@ def vllm_splits_experts(recipe: Recipe) -> bool:
 
 
 def trains_asynchronously(recipe: Recipe) -> bool:
-    """Test for grpo.async_grpo; async_rl is another trainer."""
+    """True with grpo.async_grpo. NeMo-RL's other asynchronous trainer, async_rl, does not count here."""
     return recipe.grpo.is_async
 
 
@@ -293,7 +296,7 @@ def uses_data_plane_synchronously_and_averages_whole_groups(recipe: Recipe) -> b
 
 
 def _data_plane_selects_groups(recipe: Recipe) -> bool:
-    # NeMo-RL's own loss samples as NeMo-RL does.
+    # NeMo-RL's own loss expects the groups that NeMo-RL selects, so only a variant can be at odds with them.
     drops_groups = uses_data_plane_synchronously(recipe) and recipe.grpo.use_dynamic_sampling
     return drops_groups and loss_is_a_variant(recipe)
 

@@ -1,8 +1,8 @@
 """Keys of a recipe that decide a run's results, and keys that a continued run may change.
 
-Each section declares that beside its fields, by two class variables:
+Each section declares the keys that may change in two class variables beside its fields:
 
-PLACES   fields, or whole sections, that place a run: layout, batching, files. They change no result.
+PLACES   fields or whole sections that do not change the results: layout, batching, folders.
 EXTENDS  fields that set how long a run trains and how it is validated.
 """
 
@@ -16,23 +16,29 @@ from nemo_grpo.support.dotted import leaves, parents
 
 
 def deciding_settings(recipe: Recipe, *, may_extend: bool) -> dict[str, Any]:
-    """Return the resolved recipe without what places the run: dotted key -> value.
+    """Return the settings that decide a run's results, by dotted key.
 
     Args:
         recipe: The recipe.
-        may_extend: Leave out what sets the run's length and validation, too.
+        may_extend: True to leave out the settings of the run's length and validation, too.
     """
     may_change = set(_declared(recipe, "PLACES"))
     if may_extend:
         may_change |= set(_declared(recipe, "EXTENDS"))
     settings = leaves(recipe.to_dict())
-    # A declared section may change with everything in it.
+    # If a section is declared, all keys in it may change.
     return {key: value for key, value in settings if may_change.isdisjoint((key, *parents(key)))}
 
 
 def _declared(section: BaseModel, kind: str, prefix: str = "") -> Iterator[str]:
-    """Yield the keys that a section and those within it declare."""
-    # A variant, a task or a prompt declares none: each of its parameters decides the results.
+    """Yield the keys that a section and the sections within it declare.
+
+    Args:
+        section: A section of the recipe, or the whole recipe.
+        kind: ``PLACES`` or ``EXTENDS``.
+        prefix: Dotted key of the section, with a dot at the end.
+    """
+    # Variants, tasks and prompts declare nothing: each of their parameters decides the results.
     for name in getattr(section, kind, ()):
         yield f"{prefix}{name}"
     for name, value in section:

@@ -1,4 +1,4 @@
-"""Numbers that follow from a recipe and that relations compare, with their names in messages."""
+"""Numbers computed from a recipe, for the rows that compare them, with the names that messages use."""
 
 from nemo_grpo.recipe.recipe import Recipe
 from nemo_grpo.recipe.rows import Number

@@ -1,4 +1,4 @@
-"""Settings with which the embedded engine trains, for the keys that also have other values."""
+"""Values that the embedded engine supports, for the keys of NeMo-RL's config that also have other values."""
 
 from nemo_grpo.recipe import conditions
 from nemo_grpo.recipe.registry import Scope
@@ -31,7 +31,7 @@ def _supported(key: str, allowed: Allowed, remedy: str = CLUSTER_ONLY, when: Con
 
 
 ROWS: tuple[Row, ...] = (
-    # Null is NeMo-RL's own "off" for every key of this first part, so recipes may leave it in.
+    # For every key of this first part null means off in NeMo-RL, too, so a recipe may contain it.
     _supported("data.use_multiple_dataloader", OFF),
     _supported("env.should_use_nemo_gym", OFF),
     _supported("grpo.async_grpo.enabled", OFF),
@@ -66,7 +66,7 @@ ROWS: tuple[Row, ...] = (
     _supported("policy.generation.bad_words", EMPTY),
     _supported("policy.megatron_cfg.mtp_num_layers", one_of(None, 0)),
     _supported("policy.tokenizer.chat_template", one_of(None, "default")),
-    # Keys with another remedy than to remove them.
+    # The remedy for the following keys is another value.
     _supported("checkpointing.save_optimizer", ON, "use true"),
     _supported("nemo_grpo.engine.generator", one_of("auto", "decoder", "hf"), "use auto"),
     _supported("policy.generation.stop_strings", EMPTY, "use stop_token_ids"),

@@ -1,7 +1,8 @@
-"""NeMo-RL's own recipes, unchanged or with one of our variants added.
+"""Support for NeMo-RL's own recipes, unchanged or with one of our variants added.
 
 A recipe with ``data.train`` and without ``nemo_grpo.task`` keeps NeMo-RL's data, environments, processors
-and backend. Without ``loss_fn.variant`` it also keeps NeMo-RL's loss and advantages.
+and backend. Without ``loss_fn.variant`` it also keeps NeMo-RL's loss and advantages. With a variant,
+`adapted` replaces the settings of NeMo-RL's loss and advantages by the variant's, and notes each change.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,9 +18,9 @@ from nemo_grpo.variants import REFUSED_STOCK_KEYS, variant_class
 from nemo_grpo.variants.nemo_rl_loss import NeMoRLLoss
 
 ESTIMATOR = ("normalize_rewards", "use_leave_one_out_baseline")
-"""Settings of NeMo-RL's own advantage estimator, under ``grpo`` and ``grpo.adv_estimator``."""
+"""Settings of NeMo-RL's own advantage estimator, which it reads from ``grpo`` and ``grpo.adv_estimator``."""
 VISION_PROCESSOR = "vlm_hf_data_processor"
-"""NeMo-RL's processor of data with images, audio or video."""
+"""NeMo-RL's processor for data with images, audio or video."""
 ROLLOUT_CORRECTIONS = (
     "force_on_policy_ratio",
     "use_importance_sampling_correction",
@@ -27,11 +28,12 @@ ROLLOUT_CORRECTIONS = (
     "truncated_importance_sampling_ratio",
     "truncated_importance_sampling_ratio_min",
 )
-"""Keys of ``loss_fn`` that correct for how the recipe samples and scores: asynchronous rollouts, FP8. They
-belong to its engines and are kept with every variant."""
+"""Keys of ``loss_fn`` that correct differences between sampling and training, as with asynchronous rollouts
+or FP8. They depend on the recipe's engines, not on its loss, so they stay with every variant."""
 OTHER_DRIVERS = {"env.sliding_puzzle_game": "examples/run_grpo_sliding_puzzle.py"}
-"""Section of a recipe whose data NeMo-RL makes in a driver of their own -> that driver."""
+"""Section of an environment -> NeMo-RL's driver that makes the data of this environment."""
 SKIP_REFERENCE = "grpo.skip_reference_policy_logprobs_calculation"
+"""Key that spares NeMo-RL the reference policy where the KL penalty is 0."""
 
 OTHER_ALGORITHMS = {
     "distillation": ("distillation", "use NeMo-RL's own script"),
@@ -41,7 +43,7 @@ OTHER_ALGORITHMS = {
     "rm": ("reward models", "use NeMo-RL's own script"),
     "sft": ("supervised training", "use NeMo-RL's own script, or loss_fn.variant=sft with a nemo_grpo.task"),
 }
-"""Section that names one of NeMo-RL's other algorithms -> (its name, remedy)."""
+"""Section that only recipes for another algorithm of NeMo-RL have -> (name of the algorithm, remedy)."""
 
 
 def keeps_its_data(tree: Mapping[str, Any]) -> bool:
@@ -50,7 +52,7 @@ def keeps_its_data(tree: Mapping[str, Any]) -> bool:
 
 
 def refuse_other_algorithms(tree: Mapping[str, Any]) -> None:
-    """Refuse a recipe of NeMo-RL's for another algorithm than GRPO, or for another driver."""
+    """Refuse a recipe that NeMo-RL trains with another algorithm than GRPO, or with a special driver."""
     for section, (name, remedy) in OTHER_ALGORITHMS.items():
         if section in tree:
             raise UserError(f"{section}: this is a recipe for NeMo-RL's {name}, not for GRPO; {remedy}")
@@ -63,16 +65,18 @@ def refuse_other_algorithms(tree: Mapping[str, Any]) -> None:
 
 
 def adapted(tree: Mapping[str, Any], is_stock: Callable[[str], bool]) -> tuple[Tree, list[str]]:
-    """Convert a recipe of NeMo-RL's to our names; others are returned unchanged.
+    """Adapt one of NeMo-RL's own recipes to the variant that it names.
+
+    Every other recipe is returned unchanged.
 
     Args:
         tree: Resolved settings.
-        is_stock: True for a key whose value came from NeMo-RL's own files.
-    Returns: (settings, notes: one sentence for each setting that the variant replaces).
+        is_stock: Function that is true for a key whose value came from NeMo-RL's own files.
+    Returns: the adapted settings, and notes: one sentence for each setting that the variant replaces.
     """
     settings = merge({}, tree)
     sections = [settings.get(name, {}) for name in ("nemo_grpo", "loss_fn", "grpo")]
-    # A section of another type is refused later, by name.
+    # If one of them is not a section, the validation reports that later, with its key.
     are_sections = all(isinstance(section, dict) for section in sections)
     if not keeps_its_data(tree) or not are_sections:
         return settings, []
@@ -82,11 +86,11 @@ def adapted(tree: Mapping[str, Any], is_stock: Callable[[str], bool]) -> tuple[T
     try:
         config = NeMoRLLoss if loss["variant"] is None else variant_class(str(loss["variant"]), "")
     except UserError:
-        # The check of the section reports the unknown variant with all other errors.
+        # The validation of loss_fn reports the unknown variant, together with all other errors.
         return settings, []
     if config.is_stock:
         return settings, []
-    # In this order: the last one looks at the penalty that the first one has removed.
+    # The order matters: `_score_the_reference` depends on whether `_replace_loss` has removed the penalty.
     notes = list(_replace_loss(loss, config, is_stock))
     notes += _replace_advantages(settings, config)
     notes += _score_the_reference(settings, config, is_stock)
@@ -94,7 +98,7 @@ def adapted(tree: Mapping[str, Any], is_stock: Callable[[str], bool]) -> tuple[T
 
 
 def _name_the_run(tree: Tree) -> None:
-    """Name the run after the folder of its checkpoints."""
+    """Fill in the section ``nemo_grpo``: the run's name and folder are those of its checkpoints."""
     section = tree.setdefault("nemo_grpo", {})
     section.setdefault("task", None)
     section.setdefault("target", "cluster")
@@ -105,13 +109,13 @@ def _name_the_run(tree: Tree) -> None:
 
 
 def _replace_loss(loss: Tree, config: Any, is_stock: Callable[[str], bool]) -> Iterator[str]:
-    """Keep the writer's own parameters, and let those of NeMo-RL's files give way to the variant's defaults.
+    """Remove the loss parameters that come from NeMo-RL's files, so that the variant's defaults apply.
 
-    One rule for all parameters, the KL penalty included: a comparison of variants would otherwise mix a
-    paper's values with those of whichever NeMo-RL file the recipe builds on.
+    Parameters that the recipe's author wrote stay. The rule holds for all parameters, also for the KL
+    penalty: a comparison of variants would otherwise mix a paper's values with those of some NeMo-RL file.
     """
     if config.stock_switch:
-        # NeMo-RL's switch to its own form of this objective, which the variant is anyway.
+        # This switch turns on NeMo-RL's own form of the same objective, which the variant replaces.
         loss.pop(config.stock_switch, None)
     changes = dict[str, bool]()
     if is_stock("loss_fn.token_level_loss"):
@@ -135,7 +139,7 @@ def _replace_loss(loss: Tree, config: Any, is_stock: Callable[[str], bool]) -> I
 
 
 def _drop_stock_reduction(loss: Tree, config: Any) -> dict[str, bool]:
-    """Remove ``token_level_loss``; return the change, as `_drop_stock_values` does."""
+    """Remove the ``token_level_loss`` of NeMo-RL's files, and return the change like `_drop_stock_values`."""
     by_tokens = loss.pop("token_level_loss")
     aggregation = _aggregation_of(loss, config)
     if aggregation == _aggregation_named(by_tokens):
@@ -144,9 +148,10 @@ def _drop_stock_reduction(loss: Tree, config: Any) -> dict[str, bool]:
 
 
 def _drop_stock_values(loss: Tree, config: Any, keys: Iterable[str]) -> dict[str, bool]:
-    """Remove values of NeMo-RL's files.
+    """Remove loss parameters that come from NeMo-RL's files.
 
-    Returns: change in words -> whether the variant has such a key, by which a writer could keep the value.
+    Returns: the changes in words, such as ``ratio_clip_max=0.2 -> 0.28``. A change's value is True if the
+        variant has this key, so that the recipe's author can keep the old value by writing it.
     """
     changes = {}
     for key in keys:
@@ -154,20 +159,20 @@ def _drop_stock_values(loss: Tree, config: Any, keys: Iterable[str]) -> dict[str
         field = config.model_fields.get(key)
         if field is not None and value != field.default:
             changes[f"{key}={as_yaml(value)} -> {as_yaml(field.default)}"] = True
-        # A term that the variant lacks is worth a note only where NeMo-RL's file had switched it on.
+        # If the variant lacks the term, only a value that had turned the term on is worth a note.
         if field is None and value != NeMoRLLoss.keys()[key]:
             changes[f"{key}={as_yaml(value)} -> none"] = False
     return changes
 
 
 def _drop_terms_of_nemo_rl(loss: Tree, config: Any, keys: Iterable[str]) -> Iterator[str]:
-    """Remove the writer's settings of terms that the variant lacks."""
+    """Remove the author's parameters for terms that the variant lacks, and yield a note about each."""
     for key in keys:
         if key in config.model_fields:
             continue
         is_off = loss[key] == NeMoRLLoss.keys()[key] and loss[key] in (None, False)
         if is_off:
-            # As in the variant, which needs no note.
+            # The term is off, as in the variant, so nothing changes and no note is needed.
             del loss[key]
         elif key not in REFUSED_STOCK_KEYS:
             yield _replaced(f"loss_fn.{key}", loss.pop(key), f"{loss['variant']} has no such term")
@@ -179,12 +184,16 @@ def _aggregation_of(loss: Tree, config: Any) -> str:
 
 
 def _aggregation_named(token_level_loss: bool) -> str:
-    """Return our name of NeMo-RL's ``token_level_loss``."""
+    """Translate NeMo-RL's ``token_level_loss`` to the name of an aggregation."""
     return "token_mean" if token_level_loss else "sequence_mean"
 
 
 def _replace_own_reduction(loss: Tree, config: Any) -> Iterator[str]:
-    """Convert the writer's ``token_level_loss`` to an aggregation where the paper takes the token mean."""
+    """Replace the ``token_level_loss`` that the recipe's author wrote by an aggregation.
+
+    False becomes the sequence mean if the variant's default is the token mean. Another default is kept, and a
+    note says so if it differs.
+    """
     by_tokens = loss.pop("token_level_loss", None)
     if by_tokens is None:
         return
@@ -197,7 +206,7 @@ def _replace_own_reduction(loss: Tree, config: Any) -> Iterator[str]:
 
 
 def _replace_advantages(tree: Tree, config: Any) -> Iterator[str]:
-    """Set the keys of NeMo-RL's estimator to the values that the variant's own advantages use."""
+    """Set the keys of NeMo-RL's advantage estimator to the values that the variant trains with."""
     loss = tree["loss_fn"]
     for key in ESTIMATOR:
         field = config.model_fields.get(key)
@@ -213,7 +222,7 @@ def _replace_advantages(tree: Tree, config: Any) -> Iterator[str]:
             if value_of(tree, place) not in (None, trained)
         ]
         if differing:
-            # One note for both places; NeMo-RL reads adv_estimator's where it is set.
+            # One note is enough for both places. It names adv_estimator, which NeMo-RL prefers.
             place = differing[-1]
             yield _replaced(place, value_of(tree, place), f"{loss['variant']} {instead}")
         for place in differing:
@@ -221,9 +230,9 @@ def _replace_advantages(tree: Tree, config: Any) -> Iterator[str]:
 
 
 def _score_the_reference(tree: Tree, config: Any, is_stock: Callable[[str], bool]) -> Iterator[str]:
-    """Let NeMo-RL's files no longer skip the reference policy where the variant's own penalty needs it.
+    """Turn the reference policy on again if NeMo-RL's files skip it and the variant's penalty needs it.
 
-    They skip it because their own penalty is 0, and that has given way.
+    NeMo-RL's files skip it because their own penalty is 0, and the variant's default has replaced that value.
     """
     penalty = "reference_policy_kl_penalty"
     field = config.model_fields.get(penalty)
@@ -242,7 +251,11 @@ def _replaced(key: str, value: Any, instead: str) -> str:
 
 
 def data_sets(recipe: Recipe) -> list[tuple[str, Tree]]:
-    """List NeMo-RL's data sets: (key of the recipe, settings with those of ``data.default``)."""
+    """List the recipe's NeMo-RL data sets.
+
+    Returns: pairs of the key, such as ``data.train``, and the data set's settings merged onto
+        ``data.default``.
+    """
     data_sets = []
     for split in ("train", "validation"):
         sets = getattr(recipe.data, split) or []
@@ -265,8 +278,8 @@ def has_images(recipe: Recipe) -> bool:
 
 
 def prompt_file(name: str, repository: Path) -> Path:
-    """Find a prompt's file by its path from here or, as in NeMo-RL's recipes, from NeMo-RL's repository."""
-    # From here first: a user's prompt of the same name as NeMo-RL's is the one that is meant.
+    """Find a prompt's file, whose path is relative to the working directory or NeMo-RL's repository."""
+    # The working directory comes first: there a user may have an edited copy of NeMo-RL's prompt.
     for path in (Path(name), repository / name):
         if path.is_file():
             return path

@@ -1,4 +1,4 @@
-"""Interpolation of references in a recipe: ``${grpo.seed}``, ``${.top_p}``, ``${mul:2, ${grpo.seed}}``."""
+"""Interpolation in a recipe: the values of ``${grpo.seed}``, ``${.top_p}`` or ``${mul:2, ${grpo.seed}}``."""
 
 import copy
 import inspect
@@ -30,7 +30,7 @@ FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 
 
 def _product(*values: Any) -> Any:
-    # Python would repeat a text that it multiplies by an integer.
+    # In Python an integer times a text repeats the text, which no recipe means.
     if any(isinstance(value, str) for value in values):
         raise TypeError(f"mul takes numbers, not {values}")
     return math.prod(values)
@@ -42,13 +42,14 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "div": lambda a, b: a / b,
     "max": lambda a, b: max(a, b),
 }
-"""NeMo-RL's resolvers, so that a file means the same to both engines."""
+"""NeMo-RL's resolvers, so that a recipe has the same values on both engines."""
 
 _REFERENCE = re.compile(r"\$\{(\.*)(\w[\w.]*)\}")
 _READ_FROM_THIS_MACHINE = list[str]()
-"""Names that ``${oc.env:...}`` and ``${shipped_model:...}`` have read since it was last cleared.
+"""Names that ``${oc.env:...}`` and ``${shipped_model:...}`` have resolved since the list was last cleared.
 
-OmegaConf calls a resolver with its arguments alone, so a list of the module is how `_resolved` learns it.
+OmegaConf gives a resolver only its arguments, so this global list tells `_resolved` that a value came from
+this machine.
 """
 
 
@@ -63,26 +64,27 @@ def _shipped_model(name: str) -> str:
 
 
 def register_resolvers() -> None:
-    """Register ``${mul:...}`` and the like with OmegaConf, except those that NeMo-RL already registered."""
-    # In OmegaConf 2.3, which NeMo-RL pins, register_resolver is an older interface without nested arguments.
+    """Register ``${mul:...}`` and the other resolvers with OmegaConf, unless NeMo-RL has registered them."""
+    # OmegaConf 2.3, which NeMo-RL pins, has an older function of the name register_resolver, which does not
+    # resolve nested arguments.
     is_old = "use_cache" not in inspect.signature(OmegaConf.register_resolver).parameters
     register = OmegaConf.register_new_resolver if is_old else OmegaConf.register_resolver
     for name, function in RESOLVERS.items():
         if not OmegaConf.has_resolver(name):
             register(name, function)
-    # Always ours: they note what they read.
+    # These two always replace an earlier resolver, because ours note the names that they read.
     register("oc.env", _environment_variable, replace=True)
     register(shipped.MODEL_RESOLVER, _shipped_model, replace=True)
 
 
 class Resolved(NamedTuple):
-    """Settings without references.
+    """Settings whose interpolations are resolved.
 
     Attributes:
-        tree: nested.
-        references: texts that come from this machine, in their unresolved form: environment variables, which
-            may be secrets, and folders of the package, which another installation has elsewhere. Numbers are
-            not among them: a run's record must show the ones it used.
+        tree: Nested settings.
+        references: The unresolved form of texts that come from this machine, nested like ``tree``. They are
+            environment variables, which may be secrets, and folders of the package, which lie elsewhere in
+            another installation. Numbers are left out, because a run's record must show the ones it used.
     """
 
     tree: Tree
@@ -100,7 +102,7 @@ def resolve(tree: Mapping[str, Any]) -> Resolved:
         if _refers(tree):
             values, references = _resolved(tree, OmegaConf.create(plain))
         else:
-            # OmegaConf takes most of the time of loading, and has nothing to do in a resolved recipe.
+            # OmegaConf takes most of the loading time, and a resolved recipe does not need it.
             values = plain
             references = {}
     except MissingMandatoryValue as error:
@@ -116,17 +118,17 @@ def resolve(tree: Mapping[str, Any]) -> Resolved:
 
 
 def _refers(value: Any) -> bool:
-    """True if a value contains a reference, or the mark of a missing value."""
+    """True if a value contains an interpolation, or ``???``, which marks a missing value."""
     texts = [scalar for scalar in scalars(value) if isinstance(scalar, str)]
     return any("${" in text or text == "???" for text in texts)
 
 
 def _resolved(tree: Mapping[str, Any], config: DictConfig) -> tuple[Tree, Tree]:
-    """Resolve a section, and collect the references to this machine in it.
+    """Resolve a section, and collect the interpolations whose texts come from this machine.
 
     Args:
-        tree: The section with its references.
-        config: The same section as OmegaConf's, which resolves a value when it is read.
+        tree: The section as it is written.
+        config: The same section as an OmegaConf object, which resolves a value when it is read.
     """
     values = Tree()
     references = Tree()
@@ -150,15 +152,16 @@ def _resolved(tree: Mapping[str, Any], config: DictConfig) -> tuple[Tree, Tree]:
 
 
 def _referred(tree: Mapping[str, Any], key: str) -> str:
-    """Write ``, with grpo.seed="one"`` for each key that a value refers to, or a parent that is a value."""
+    """Write the values that a failed interpolation refers to, such as ``, with grpo.seed="one"``."""
     values = {}
     for referred_key in _keys_in(key, value_of(tree, key)):
-        parts = (*parents(referred_key), referred_key)
-        # A reference below a value, as grpo.seed.x, fails because of that value.
-        first_value = next(
-            (part for part in parts if not isinstance(value_of(tree, part), Mapping)), referred_key
-        )
-        values[first_value] = shown(value_of(tree, first_value))
+        cause = referred_key
+        # A reference below a scalar, as in ${grpo.seed.x}, fails because of that scalar.
+        for parent in parents(referred_key):
+            if not isinstance(value_of(tree, parent), Mapping):
+                cause = parent
+                break
+        values[cause] = shown(value_of(tree, cause))
     return "".join(f", with {name}={value}" for name, value in values.items())
 
 
@@ -166,7 +169,7 @@ def _keys_in(key: str, value: Any) -> Iterator[str]:
     """Yield the absolute keys that a value refers to."""
     for dots, name in _REFERENCE.findall(str(value)):
         if dots:
-            # Relative: one dot is the key's own section, two its parent.
+            # In a relative reference one dot stands for the key's own section, two dots for the parent.
             section = key.split(".")[: -len(dots)]
             yield ".".join([*section, name])
         else:
@@ -174,25 +177,30 @@ def _keys_in(key: str, value: Any) -> Iterator[str]:
 
 
 def with_plain_values(tree: Mapping[Any, Any], where: str) -> Tree:
-    """Refuse numbers and texts that not every library that reads a recipe can hold.
+    """Refuse values that torch, YAML or the operating system could not represent.
 
-    Raises: UserError: an integer above 64 bits, a number that is infinite or 0 as float32, a NUL character.
+    They are integers above 64 bits, numbers that become infinite or 0 in float32, and NUL characters.
+
+    Args:
+        tree: Nested settings.
+        where: File or other source of the settings, for messages.
+    Returns: a copy of the settings, whose keys are texts.
     """
     for key, value in leaves(tree):
         for scalar in (key, *scalars(value)):
             rule = _unusable(scalar)
             if rule:
-                # The key itself may have the NUL character, and any length.
+                # The key itself may be the bad value: it may contain a NUL character, or be very long.
                 printable_key = key.split("\0")[0][:100]
                 raise UserError(f"{where}: {printable_key}: {rule}")
     return {str(key): value for key, value in tree.items()}
 
 
 def _unusable(scalar: Any) -> str | None:
-    """Return the reason against a number or a text, or None."""
+    """Explain why a number or a text cannot be used; return None for a value that can."""
     if isinstance(scalar, int) and scalar.bit_length() > 63:
         return f"an integer of {scalar.bit_length()} bits; the largest is {2**63 - 1}"
-    # Infinity, NaN and 0 as they are written are left to the range of their key.
+    # A value that is written as infinity, NaN or 0 passes here: the range of its key decides about it.
     is_number = isinstance(scalar, float) and math.isfinite(scalar) and scalar != 0
     if is_number and not FLOAT32_MIN <= abs(scalar) <= FLOAT32_MAX:
         in_float32 = "0" if abs(scalar) < 1 else "infinite"

@@ -1,7 +1,7 @@
-"""Valid keys of a recipe, and the nearest one for a misspelt key.
+"""Valid keys of a recipe, and the suggestion of a valid key for a misspelt one.
 
-NeMo-RL accepts unknown keys, so that a typo would train with a default. Names are therefore checked against
-NeMo-RL's `schema` and against our own models.
+NeMo-RL accepts unknown keys, so a run with a misspelt key would train with the default. The names are
+therefore checked here, against NeMo-RL's `schema` and against our own models.
 """
 
 import difflib
@@ -19,22 +19,22 @@ from nemo_grpo.support.errors import did_you_mean, shown
 from nemo_grpo.variants import OBJECTIVES
 
 CHECKED_ELSEWHERE = ("nemo_grpo.task.", "nemo_grpo.rewards.")
-"""Prefixes of keys that the task checks."""
+"""Prefixes of keys that are not checked here, because the task checks them."""
 
 OURS = ("loss_fn", "nemo_grpo")
-"""Sections whose keys the variants, the tasks and our own models check."""
+"""Sections that are not checked here: the models of the variants, the tasks and this package check them."""
 LATER = {
     "checkpointing.load_replay_buffer": 3583,
     "grpo.length_penalty": 3604,
     "policy.generation.fault_tolerance": 3505,
     "policy.megatron_cfg.zero_train_gen_mismatch": 3208,
 }
-"""Keys and sections of a NeMo-RL later than those recorded -> the pull request that adds it."""
+"""Key or section of a later NeMo-RL than the recorded ones -> number of the pull request that adds it."""
 
 
 @cache
 def known_keys() -> frozenset[str]:
-    """Collect every dotted leaf key that a recipe can have: NeMo-RL's, the variants' and ours."""
+    """Collect all dotted keys that a recipe can set, without sections: NeMo-RL's, the variants' and ours."""
     keys = set(nemo_rl_keys())
     for config in OBJECTIVES.values():
         keys.update(f"loss_fn.{name}" for name in config.model_fields)
@@ -44,7 +44,7 @@ def known_keys() -> frozenset[str]:
 
 @cache
 def sections() -> frozenset[str]:
-    """Collect every dotted key that has keys below it."""
+    """Collect the dotted keys of all sections."""
     # Some sections of NeMo-RL's schema have no recorded key below them.
     sections = set(entries().keys() - nemo_rl_keys())
     for key in known_keys():
@@ -53,12 +53,12 @@ def sections() -> frozenset[str]:
 
 
 def is_known(key: str) -> bool:
-    """True for a leaf or section of the lists, and for anything below a free-form section."""
+    """True for a known key or section, for a key in a free-form section, and for a key that a task checks."""
     return key in known_keys() or key in sections() or _is_free(key) or key.startswith(CHECKED_ELSEWHERE)
 
 
 def dotted_key_errors(tree: Mapping[str, Any], section: str = "") -> list[str]:
-    """Return a message for each key written with dots, like an override: nothing would read it."""
+    """Return a message for each key that a file writes with dots, like an override: nothing would read it."""
     if _is_free(section) or f"{section}.".startswith(CHECKED_ELSEWHERE):
         return []
     errors = list[str]()
@@ -92,7 +92,7 @@ def unknown_key_errors(tree: Mapping[str, Any]) -> list[str]:
 
 def unknown_key_message(key: str, value: Any) -> str:
     """Write ``key=value: rule; remedy`` for a key that a recipe cannot have."""
-    # The outermost part that is wrong: in polcy.model_name it is the section.
+    # The outermost wrong part is named. In polcy.model_name it is the section, polcy.
     wrong_part = next((part for part in [*parents(key), key] if not is_known(part)), key)
     if wrong_part in LATER:
         return (
@@ -113,10 +113,11 @@ def _remedy(key: str, name: str, parent: str) -> str:
 
     Args:
         key: The key as it was written.
-        name: Its first part that is unknown.
-        parent: The section of that part.
+        name: Name of the first part that is unknown.
+        parent: Section of that part.
     """
-    # Another library's name first: it is exact, while a similar key may be a coincidence.
+    # The name of another library's key comes first: the match is exact, while a similar key may be a
+    # coincidence.
     advice = advice_on_verl(key) or advice_on(name)
     if advice:
         return advice
@@ -129,14 +130,14 @@ def _remedy(key: str, name: str, parent: str) -> str:
 
 
 def unread_key_messages(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each key that is set and that no code of NeMo-RL reads."""
+    """Yield a warning for each key that is set although no code of NeMo-RL reads it."""
     for key, value in leaves(tree):
         if key in unread_keys() and value not in (None, False):
             yield f"{key}={shown(value)}: no code of NeMo-RL reads this key; {_read_instead(key)}"
 
 
 def _read_instead(key: str) -> str:
-    """Suggest a key of the same words in any order, or to remove it."""
+    """Suggest a key whose name has the same words in another order, or the removal of the key."""
     words = _words(key)
     for read_key in sorted(known_keys() - unread_keys()):
         if _words(read_key) == words:
@@ -145,7 +146,7 @@ def _read_instead(key: str) -> str:
 
 
 def _words(key: str) -> list[str]:
-    """List the words of a key's last part, sorted."""
+    """List the words of a key's name, without its section, in alphabetical order."""
     return sorted(key.rpartition(".")[2].split("_"))
 
 
@@ -154,20 +155,20 @@ def _is_free(key: str) -> bool:
 
 
 def _hangs_below_a_value(key: str) -> bool:
-    """True below a mapping that stands where a value belongs: a wrong type, not an unknown key."""
+    """True for a key below a mapping in place of a plain value: the type is wrong, not the key's name."""
     return any(parent in known_keys() and parent not in sections() for parent in parents(key))
 
 
 def _names_below(parent: str) -> set[str]:
-    """List keys and sections directly below ``parent``; ``""`` is the top."""
+    """List the names of the keys and sections directly below ``parent``; ``""`` is the top level."""
     prefix = f"{parent}." if parent else ""
     return {key[len(prefix) :].split(".")[0] for key in known_keys() if key.startswith(prefix)}
 
 
 def model_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """Yield the dotted keys of a model and of its sections, and whether each is a section."""
+    """Yield each dotted key of a model and of its sections, with True if the key is a section."""
     for name, field in model.model_fields.items():
-        # An optional section has the model among the arguments of its union.
+        # The annotation of an optional section is a union of the model and None.
         types = (field.annotation, *get_args(field.annotation))
         section = next((annotation for annotation in types if _is_model(annotation)), None)
         yield f"{prefix}{name}", section is not None

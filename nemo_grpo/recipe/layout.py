@@ -1,4 +1,4 @@
-"""Layout of a model replica over the ranks, and reasons why a model cannot be split that way."""
+"""Layout: the sizes of model parallelism, and reasons why a model cannot be split into them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ if TYPE_CHECKING:
 _KEY = "policy.megatron_cfg"
 
 MOST_LOGITS = {"cpu": 2**25, "cuda": 2**27}
-"""Most logits that a rank computes per chunk, by device; smaller chunks are slower."""
+"""Largest number of logits that a rank computes at once, by device. More take memory, fewer take time."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Division of the world; data parallelism takes the rest.
+    """Sizes of model parallelism. The number of ranks divided by them is the data-parallel size.
 
     Attributes:
-        tensor, pipeline, context, expert, expert_tensor: sizes of the model-parallel dimensions, 1 = off.
-        sequence_parallel: between the tensor-parallel layers each tensor rank has its share of the sequence.
-        first_stage_layers, last_stage_layers: uneven pipeline; None: the same for all stages.
+        tensor, pipeline, context, expert, expert_tensor: Sizes of the dimensions; 1 turns one off.
+        sequence_parallel: True if each tensor-parallel rank holds a part of the sequence between the
+            tensor-parallel layers.
+        first_stage_layers, last_stage_layers: Number of layers in the first and last pipeline stage, if it
+            differs from that of the other stages.
     """
 
     tensor: int = 1
@@ -36,29 +38,29 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """(TP, PP, CP)."""
+        """Sizes TP, PP and CP, whose product is the number of ranks of a replica."""
         return (self.tensor, self.pipeline, self.context)
 
     @property
     def sequence_multiple(self) -> int:
-        """Multiple to which sequences are padded: 2 CP, times TP with sequence_parallel."""
+        """Divisor of the padded sequence length: 2 CP, times TP with sequence_parallel."""
         multiple = 1
         if self.context > 1:
-            # Each context rank has a chunk from the front and one from the back: causal attention costs
-            # more towards the end of a sequence.
+            # Each context-parallel rank has two chunks, one from the front and one from the back, because
+            # causal attention costs more towards the end of a sequence.
             multiple *= 2 * self.context
         if self.sequence_parallel:
             multiple *= self.tensor
         return multiple
 
     def tokens_at_once(self, vocab_size: int, device: str = "cpu") -> int:
-        """Count the tokens whose logits the embedded engine holds at once."""
+        """Return the number of tokens whose logits the embedded engine holds at once."""
         return max(1, MOST_LOGITS[device] * self.tensor // vocab_size)
 
     def stage_layers(self, num_layers: int) -> list[int]:
-        """Deal the layers out to pipeline stages, as megatron-core's ``get_num_layers_to_build`` does.
+        """Return the number of layers of each pipeline stage, like megatron-core's get_num_layers_to_build.
 
-        Rounds down where they do not divide, which `stage_refusals` refuses.
+        If the layers do not divide evenly, the numbers are rounded down; `stage_refusals` refuses that case.
         """
         num_equal_layers, num_equal_stages = self.equal_part(num_layers)
         stages = []
@@ -71,7 +73,7 @@ class Layout:
         return stages
 
     def equal_part(self, num_layers: int) -> tuple[int, int]:
-        """Return the layers, and the stages, that an uneven pipeline leaves to be shared out equally."""
+        """Return the numbers of layers and stages that remain without stages of a size of their own."""
         num_stages = self.pipeline
         for stage_layers in (self.first_stage_layers, self.last_stage_layers):
             if stage_layers is not None:
@@ -83,15 +85,15 @@ class Layout:
 def width_refusals(
     spec: ModelSpec, key: str, size: int, *, per_node: int | None = None, embedded: bool = False
 ) -> Iterator[str]:
-    """Yield reasons why the tensor-parallel size under this key does not divide the model.
+    """Yield reasons why a model's matrices cannot be split over this number of tensor-parallel ranks.
 
     Args:
         spec: Shape of the model.
-        key: Key of the recipe, for messages.
-        size: Its value.
-        per_node: GPUs of a node, divisible by every size in a remedy.
-        embedded: As the embedded engine divides a model, with key heads of its own on every rank and a
-            padded vocabulary; else ranks may share a key head.
+        key: Key of the recipe that sets the number of ranks, for messages.
+        size: Number of ranks.
+        per_node: GPUs of a node, if the sizes that a remedy names must divide it.
+        embedded: True for the embedded engine, which gives each rank key heads of its own and pads the
+            vocabulary. On the cluster ranks may share a key head, and the vocabulary must divide.
     """
     num_heads = spec.num_attention_heads
     num_key_heads = spec.num_key_value_heads
@@ -99,7 +101,7 @@ def width_refusals(
     def divides_key_heads(ranks: int) -> bool:
         if num_key_heads % ranks == 0:
             return True
-        # On the cluster several ranks may have a copy of the same key head.
+        # On the cluster several ranks may hold copies of the same key head.
         return not embedded and ranks % num_key_heads == 0
 
     sizes = [ranks for ranks in range(1, num_heads + 1) if per_node is None or per_node % ranks == 0]
@@ -115,7 +117,7 @@ def width_refusals(
             f"{key}={size} {rule} num_key_value_heads={num_key_heads} of {spec.name}; use "
             f"{_near(fitting, size)}"
         )
-    # Of a model with experts the feed-forward width is theirs, which expert TP divides.
+    # In a model with experts this width is that of an expert, which expert tensor parallelism splits instead.
     elif not spec.num_experts and spec.ffn_size % size:
         yield f"{key}={size} does not divide intermediate_size={spec.ffn_size} of {spec.name}; use a divisor"
     elif not embedded and spec.vocab_size % size:
@@ -136,7 +138,7 @@ def stage_refusals(spec: ModelSpec, layout: Layout) -> Iterator[str]:
 
 
 def _has_equal_stages(spec: ModelSpec, layout: Layout) -> bool:
-    """True if the stages without a number of their own can share the remaining layers equally."""
+    """True if the stages whose number of layers is not set can share the remaining layers equally."""
     num_layers, num_stages = layout.equal_part(spec.num_layers)
     if num_stages == 0:
         return num_layers == 0
@@ -161,7 +163,7 @@ def expert_refusals(spec: ModelSpec, layout: Layout) -> Iterator[str]:
             f"{_KEY}.expert_tensor_parallel_size={layout.expert_tensor} does not divide "
             f"moe_intermediate_size={spec.ffn_size}; use 1"
         )
-    # megatron-core's MoE layer raises a ValueError in the first training forward (transformer/moe/moe_layer).
+    # megatron-core (transformer/moe/moe_layer) would raise an error only in the first forward pass.
     if layout.tensor > 1 and not layout.sequence_parallel:
         yield (
             f"{_KEY}.sequence_parallel=false with tensor_model_parallel_size={layout.tensor}: megatron-core "
@@ -170,7 +172,7 @@ def expert_refusals(spec: ModelSpec, layout: Layout) -> Iterator[str]:
 
 
 def _near(values: list[int], size: int) -> str:
-    """Name the values next to a size, below and above; the smallest where none is below."""
+    """Name the nearest values below and above a size. If none is below, the smallest value is named."""
     below = max((value for value in values if value < size), default=min(values))
     above = [value for value in values if value > size]
     nearest = {below}

@@ -1,4 +1,4 @@
-"""Limits on recipes for either engine, advice, and limits for NeMo-RL 0.7.0."""
+"""Limits on recipes for either engine, limits that are only advice, and limits for NeMo-RL 0.7.0."""
 
 from nemo_grpo.recipe import conditions
 from nemo_grpo.recipe.recipe import Recipe

@@ -1,4 +1,4 @@
-"""Loads a recipe's YAML files, their ``defaults:`` and overrides into one plain mapping."""
+"""Loader of recipes: merges a YAML file, the files in its ``defaults:`` and overrides into one mapping."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ from nemo_grpo.support.errors import UserError, reading, shown
 _PARSER_ERRORS = (yaml.YAMLError, OmegaConfBaseException)
 
 REWARDS = "nemo_grpo.rewards"
-"""Section whose names are files and functions, with dots."""
+"""Section whose keys have dots in their names: they name files and functions, as my_rewards.py:brevity."""
 STOCK_FOLDER = "/examples/configs/"
 """Folder of NeMo-RL's recipes in its repository."""
 OVERRIDE = "an override"
@@ -28,13 +28,13 @@ OVERRIDE = "an override"
 
 
 class Written(NamedTuple):
-    """Settings as their writer left them: files merged, overrides applied, interpolations unresolved.
+    """Settings as their authors wrote them: merged and with overrides, but with unresolved interpolations.
 
     Attributes:
         tree: Nested settings.
-        origins: Key -> the file that gave its value, or `OVERRIDE`.
-        stock: NeMo-RL's files, see `_is_stock`.
-        order: All files, bases first.
+        origins: For each dotted key, the file that set it, or `OVERRIDE`.
+        stock: Those of the files that are NeMo-RL's, see `_is_stock`.
+        order: All files; a file comes after its bases.
     """
 
     tree: Tree
@@ -43,10 +43,10 @@ class Written(NamedTuple):
     order: tuple[str, ...] = ()
 
     def over(self, base: "Written") -> "Written":
-        """Merge these settings onto others, see `merge`."""
+        """Merge these settings onto the settings of a base, see `merge`."""
         tree = merge(base.tree, self.tree)
         origins = {**base.origins, **self.origins}
-        # Where a section replaces a base's value, or a value a section, keys of the base are gone.
+        # A section that replaces a plain value, or the reverse, removes keys of the base.
         present = {key: origins[key] for key, _ in leaves(tree) if key in origins}
         return Written(tree, present, base.stock | self.stock, (*base.order, *self.order))
 
@@ -57,13 +57,13 @@ class Written(NamedTuple):
         overridden = {override.removeprefix("++").partition("=")[0] for override in overrides}
         origins = {}
         for key, _ in leaves(tree):
-            # An override of a section sets all keys below it.
+            # An override of a whole section sets all keys in it.
             is_overridden = not overridden.isdisjoint((*parents(key), key))
             origins[key] = OVERRIDE if is_overridden else self.origins.get(key, OVERRIDE)
         return Written(tree, origins, self.stock, self.order)
 
     def is_above(self, key: str, reference_key: str) -> bool:
-        """True if a key's value was set after another's: by an override, or a file on top of its file."""
+        """True if a key was set on top of another key: by an override, or a file above the other's file."""
         layers = [*self.order, OVERRIDE]
         origin = self.origins.get(key)
         reference_origin = self.origins.get(reference_key)
@@ -72,12 +72,12 @@ class Written(NamedTuple):
         return layers.index(origin) > layers.index(reference_origin)
 
     def is_stock(self, key: str) -> bool:
-        """True for a value that came from NeMo-RL's own files."""
+        """True for a key whose value came from one of NeMo-RL's own files."""
         return self.origins.get(key) in self.stock
 
 
 def read(path: str | Path, overrides: Iterable[str] = ()) -> Written:
-    """Read one file merged onto its ``defaults``, with overrides.
+    """Read a recipe's file, merge it onto its ``defaults``, and apply overrides.
 
     Args:
         path: A file, or the name of a shipped recipe, such as ``quickstart``.
@@ -93,28 +93,30 @@ def read(path: str | Path, overrides: Iterable[str] = ()) -> Written:
 
 
 def load_tree(path: str | Path) -> Tree:
-    """Read like `read`, but return only the settings."""
+    """Read a recipe like `read`, but return only the nested settings."""
     return read(path).tree
 
 
 def _read(path: Path, including: tuple[Path, ...]) -> Written:
-    """Read one file merged onto its ``defaults``.
+    """Read a file, and merge it onto its ``defaults``.
 
     Args:
         path: The file.
-        including: Files, outermost first, whose ``defaults`` have led to it.
+        including: The chain of files whose ``defaults`` led to this one, outermost first.
     """
     real_path = path.resolve()
     if real_path in including:
         cycle = [*including[including.index(real_path) :], real_path]
         names = " -> ".join(file.name for file in cycle)
         raise UserError(f"{path}: defaults form a cycle ({names}); remove one of them")
+
     tree = _read_yaml(path)
     bases = tree.pop("defaults", [])
     if isinstance(bases, str):
         bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise UserError(f"{path}: defaults={bases!r} must be a file name or a list of file names")
+
     merged_bases = Written({}, {})
     for base in bases:
         file = shipped.beside(path, base)
@@ -123,8 +125,9 @@ def _read(path: Path, including: tuple[Path, ...]) -> Written:
                 f"{path}: defaults={base!r}: there is no file {file}; paths are relative to the recipe, and "
                 f"a shipped recipe is {shipped.SCHEME}base/embedded.yaml or the like"
             )
-        # A later base goes over an earlier one.
+        # Later bases override earlier ones.
         merged_bases = _read(file, (*including, real_path)).over(merged_bases)
+
     origins = {key: str(real_path) for key, _ in leaves(tree)}
     merged = Written(tree, origins, order=(str(real_path),)).over(merged_bases)
     if _is_stock(real_path, merged.tree, is_base=bool(including)):
@@ -133,10 +136,15 @@ def _read(path: Path, including: tuple[Path, ...]) -> Written:
 
 
 def _is_stock(path: Path, tree: Tree, *, is_base: bool) -> bool:
-    """True for a file of NeMo-RL's: without a variant, and a base of another file or in NeMo-RL's folder.
+    """True for one of NeMo-RL's own files: it has no variant, and is a base or lies in NeMo-RL's folder.
 
-    A file with a variant is its writer's, wherever it lies. So is the recipe that a command names: with
-    loss_fn.variant as an override it has none in the file.
+    A file with a variant counts as the user's, wherever it lies. The recipe that a command names counts as
+    the user's, too, unless it lies in NeMo-RL's folder: its variant may come from an override.
+
+    Args:
+        path: The file.
+        tree: Settings of the file and its bases.
+        is_base: True if another file names it in its ``defaults``.
     """
     if not is_missing(tree, "loss_fn.variant"):
         return False
@@ -147,7 +155,7 @@ def _read_yaml(path: Path) -> Tree:
     if path.is_dir():
         raise UserError(f"{path} is a folder; give a recipe file")
     with reading(path, "valid YAML", "give a recipe file", *_PARSER_ERRORS):
-        # A copy, because the cached tree is shared and its reader takes ``defaults`` out.
+        # The cached tree is shared, and `_read` removes ``defaults`` from it, so every reader gets a copy.
         tree = copy.deepcopy(_parsed(path.read_text(encoding="utf-8")))
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds a list; a recipe is a mapping of sections")
@@ -157,14 +165,14 @@ def _read_yaml(path: Path) -> Tree:
 @lru_cache(maxsize=64)
 def _parsed(text: str) -> Any:
     """Parse a file's text; cached, because many recipes share a base."""
-    # OmegaConf's YAML: it differs from PyYAML's in numbers such as 1e-6, and NeMo-RL reads with it.
+    # NeMo-RL reads its files with OmegaConf, whose YAML differs from PyYAML's in numbers such as 1e-6.
     return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """Merge ``over`` onto ``base``: mappings key by key, everything else replaces.
+    """Merge ``over`` onto ``base``. Mappings are merged key by key; any other value replaces the base's.
 
-    A mapping of ``over`` with ``_override_: true`` replaces the one of ``base`` as a whole, as in NeMo-RL.
+    As in NeMo-RL, a mapping with ``_override_: true`` replaces the base's mapping as a whole.
     """
     merged = dict(base)
     for key, value in over.items():
@@ -175,13 +183,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
         if value.get("_override_", False) or not isinstance(base_section, Mapping):
             base_section = {}
         section = {name: below for name, below in value.items() if name != "_override_"}
-        # An empty base, too, is merged: the mapping may have _override_ further down.
+        # Merge even onto an empty base, because that removes ``_override_`` from nested mappings.
         merged[key] = merge(base_section, section)
     return merged
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> Tree:
-    """Copy ``tree`` and apply ``key=value``, ``++key=value`` and ``~key`` in order.
+    """Apply ``key=value``, ``++key=value`` and ``~key`` in order to a copy of ``tree``.
 
     Raises: UserError: an override of another form, a new key without a section to hold it, or the
             removal of a missing key.
@@ -206,7 +214,7 @@ def parse_override(override: str) -> tuple[str, Any]:
     if not separator or not all(names):
         raise UserError(f"override {override!r} must be key=value, ++key=value or ~key, such as grpo.seed=1")
     with reading(f"override {shown(override)}: the value", "valid YAML", "quote it", *_PARSER_ERRORS):
-        # The parsed value is shared by the cache.
+        # The cached value is shared, so every caller gets a copy.
         value = copy.deepcopy(_parsed_value(text))
     return key, with_plain_values(value, "the override")["value"]
 
@@ -222,8 +230,8 @@ def _parsed_value(text: str) -> Tree:
 def _section_and_name(key: str) -> tuple[str, str]:
     """Split a dotted key into its section and the name in it.
 
-    A reward's name has dots of its own: the key that a refused --resume prints is
-    ``nemo_grpo.rewards.my_rewards.py:brevity``.
+    The name of a reward has dots of its own: ``nemo_grpo.rewards.my_rewards.py:brevity``. A refused --resume
+    prints such a key, and users copy it into an override.
     """
     if key.startswith(f"{REWARDS}."):
         return REWARDS, key.removeprefix(f"{REWARDS}.")
@@ -232,14 +240,14 @@ def _section_and_name(key: str) -> tuple[str, str]:
 
 
 def _set(tree: Tree, key: str, value: Any) -> None:
-    """Set a key in place, and make the sections that it needs."""
+    """Set a key in place, and add the sections that it needs."""
     section, name = _section_and_name(key)
     enclosing_sections = [*parents(section), section] if section else []
     for enclosing in enclosing_sections:
         content = value_of(tree, enclosing)
         if content is None:
-            # A misspelt section is refused here, where the override is known. A section that is null in the
-            # recipe itself has passed the checks of its file.
+            # Refuse a misspelt section now, while the message can show the override. A section that is there
+            # with the value null is spelt correctly.
             if not is_known(key) and is_missing(tree, enclosing):
                 raise UserError(unknown_key_message(key, value))
             set_value(tree, enclosing, {})

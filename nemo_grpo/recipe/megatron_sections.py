@@ -8,9 +8,9 @@ from nemo_grpo.recipe.layout import Layout
 
 
 class Section(BaseModel):
-    """A part of a recipe that NeMo-RL defines: wrong types are errors, other keys pass.
+    """A section of a recipe that NeMo-RL defines. Values of a wrong type are errors, further keys are not.
 
-    Attributes: PLACES, EXTENDS: keys here that a continued run may change, see `recipe.continuity`.
+    Attributes: PLACES, EXTENDS: keys of the section that a continued run may change, see `recipe.continuity`.
     """
 
     PLACES: ClassVar[tuple[str, ...]] = ()
@@ -20,7 +20,7 @@ class Section(BaseModel):
 
     @model_serializer(mode="wrap")
     def _without_default_nulls(self, dump: Any) -> dict[str, Any]:
-        """Leave out nulls that are defaults: they would replace NeMo-RL's own default."""
+        """Leave out a null that the recipe does not set: it would replace NeMo-RL's own default."""
         set_fields = self.model_fields_set
         return {name: value for name, value in dump(self).items() if value is not None or name in set_fields}
 

@@ -129,10 +129,10 @@ class NemoGRPOSection(OwnSection):
     @field_validator("run_name", mode="before")
     @classmethod
     def _run_name_is_a_folder_name(cls, name: Any) -> Any:
-        # YAML reads run_name=1 as a number. Not isinstance: run_name=true is a mistake.
+        # YAML reads run_name=1 as a number. `isinstance` would also accept run_name=true, which is a mistake.
         if type(name) is int:
             name = str(name)
-        # An empty name, or one of another type, has an error of its own by the field's type.
+        # The field's own type check reports an empty name, and a name of another type.
         is_text = isinstance(name, str) and name != ""
         if is_text and not re.fullmatch(FOLDER_NAME, name, re.ASCII):
             raise UserError(
@@ -149,7 +149,7 @@ class NemoGRPOSection(OwnSection):
     @field_validator("prompt")
     @classmethod
     def _open_think_tag_is_known_to_the_task(cls, prompt: Prompt, info: ValidationInfo) -> Prompt:
-        # A closed block before the open one does not count.
+        # Only an open tag after the last closed block leaves the think block open.
         after_the_last_block = prompt.response_prefix.rpartition("</think>")[2]
         if "<think>" in after_the_last_block and not getattr(info.data.get("task"), "think_is_open", True):
             raise UserError(
@@ -161,7 +161,7 @@ class NemoGRPOSection(OwnSection):
     @field_validator("rewards")
     @classmethod
     def _reward_components_exist(cls, rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
-        # None where the task's own validator has refused it, or NeMo-RL's data are used.
+        # The task is None if its own validator has refused it, and with NeMo-RL's data.
         task: TaskConfig | None = info.data.get("task")
         for name, weight in rewards.items():
             if not -MAX_REWARD <= weight <= MAX_REWARD:
@@ -170,7 +170,7 @@ class NemoGRPOSection(OwnSection):
                     f"vanish beside it; use {-MAX_REWARD:g} to {MAX_REWARD:g}"
                 )
             if is_reference(name):
-                # Loads the function and refuses parameters that nothing can fill.
+                # This loads the function, and refuses parameters that no argument can fill.
                 parameters_of(name)
             elif task is not None and name not in task.reward_components:
                 raise UserError(

@@ -228,12 +228,12 @@ class Policy(Section):
 
     @property
     def batches_by_tokens(self) -> bool:
-        """True if tokens fill a microbatch, on both engines; train_micro_batch_size then divides nothing."""
+        """True if microbatches are filled by tokens. train_micro_batch_size then divides nothing."""
         return self.sequence_packing.enabled or self.dynamic_batching.enabled
 
     @property
     def train_mb_tokens(self) -> int | None:
-        """Maximum tokens of a training microbatch; None: sequences are not packed."""
+        """Maximum tokens of a training microbatch, or None if sequences are not packed."""
         if not self.sequence_packing.enabled:
             return None
         longest = self.max_total_sequence_length * self.train_micro_batch_size
@@ -241,7 +241,7 @@ class Policy(Section):
 
     @property
     def logprob_mb_tokens(self) -> int | None:
-        """Maximum tokens of a scoring microbatch; None: sequences are not packed."""
+        """Maximum tokens of a scoring microbatch, or None if sequences are not packed."""
         if not self.sequence_packing.enabled:
             return None
         longest = self.max_total_sequence_length * self.logprob_batch_size

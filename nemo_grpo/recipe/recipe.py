@@ -1,4 +1,4 @@
-"""The recipe as one validated object; `validation` makes one."""
+"""The recipe as one validated object, and numbers that follow from it. `validation` makes the object."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ RECIPE_FILE = "recipe.resolved.yaml"
 
 
 class Recipe(BaseModel):
-    """Everything that defines a run: values of the recipe, of its bases, and defaults; frozen."""
+    """All settings of a run: the values of the recipe and its bases, and defaults for the rest."""
 
     PLACES: ClassVar[tuple[str, ...]] = ("checkpointing", "cluster", "data_plane", "logger")
 
@@ -61,7 +61,7 @@ class Recipe(BaseModel):
     _references: Tree = PrivateAttr(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
-        """Compare values, not their sources."""
+        """Compare the values of two recipes, wherever these came from."""
         return isinstance(other, Recipe) and self.model_dump() == other.model_dump()
 
     @field_validator("loss_fn", mode="before")
@@ -70,7 +70,7 @@ class Recipe(BaseModel):
         return parse_loss_fn(section) if isinstance(section, Mapping) else section
 
     def keep_origin(self, source: Written, settings: Tree, references: Tree, notes: Sequence[str]) -> None:
-        """Keep how the recipe was loaded; see the properties of these names."""
+        """Remember how the recipe was loaded; see the properties of the same names."""
         # Private attributes may be set on a frozen model.
         self._source = source
         self._settings = settings
@@ -79,22 +79,25 @@ class Recipe(BaseModel):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on settings of NeMo-RL's own recipe that the variant replaces, and on what is lost."""
+        """Sentences on settings of a NeMo-RL recipe that the variant replaces, and on risky settings."""
         return self._notes
 
     @property
     def source(self) -> Written:
-        """Files merged with overrides, interpolations unresolved."""
+        """The merged files and overrides, with unresolved interpolations."""
         return self._source
 
     @property
     def settings(self) -> Tree:
-        """Settings that were given, resolved and with our names; defaults are not among them."""
+        """Settings of the recipe and its bases, resolved and adapted to the variant, without defaults."""
         return self._settings
 
     @property
     def or_passes(self) -> str:
-        """Clause on the epochs of NeMo-RL's own data, which may end the run earlier; "" for a task's data."""
+        """Clause such as " or 2 passes through the data", for a run that may end before max_num_steps.
+
+        It is empty for a task's data, which do not end, and for an asynchronous run.
+        """
         if self.nemo_grpo.task is not None or self.grpo.is_async:
             return ""
         num_passes = self.grpo.max_num_epochs
@@ -112,7 +115,7 @@ class Recipe(BaseModel):
         colocated = self.policy.generation.colocated
         if self.nemo_grpo.target == "embedded" or colocated.enabled:
             return 0
-        # NeMo-RL takes a part of the only node, or whole nodes of several.
+        # On a single node NeMo-RL takes a part of its GPUs, on several nodes it takes whole nodes.
         if self.cluster.num_nodes == 1:
             return colocated.resources.gpus_per_node or 0
         return (colocated.resources.num_nodes or 0) * self.cluster.gpus_per_node
@@ -129,12 +132,12 @@ class Recipe(BaseModel):
 
     @property
     def num_sequences_per_step(self) -> int:
-        """B, responses per step."""
+        """Number of responses per step, B."""
         return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
 
     @property
     def num_updates_per_step(self) -> int:
-        """Optimizer updates per rollout."""
+        """Number of optimizer updates per step."""
         return self.num_sequences_per_step // self.policy.train_global_batch_size
 
     @property
@@ -149,7 +152,7 @@ class Recipe(BaseModel):
 
     @property
     def num_sequences_per_microbatch(self) -> int:
-        """Fewest sequences in one microbatch on all data-parallel ranks."""
+        """Smallest number of sequences in one microbatch, summed over the data-parallel ranks."""
         # A microbatch filled by tokens may hold a single long sequence.
         num_per_rank = 1 if self.policy.batches_by_tokens else self.policy.train_micro_batch_size
         return num_per_rank * self.data_parallel_size
@@ -167,7 +170,7 @@ class Recipe(BaseModel):
 
     @property
     def samples_with_vllm(self) -> bool:
-        """True if vllm_cfg has an effect; NeMo-RL's other samplers read a section of their own."""
+        """True if NeMo-RL samples with vLLM. Its other samplers do not read vllm_cfg."""
         return self.policy.generation.backend == "vllm"
 
     @property
@@ -178,14 +181,14 @@ class Recipe(BaseModel):
 
     @property
     def validates_by_rollouts(self) -> bool:
-        """True if validation samples a number of problems, in batches, that the recipe sets."""
-        # Null leaves both to NeMo-Gym.
+        """True if the run validates by sampling, and the recipe sets the number of problems and the batch."""
+        # With null NeMo-Gym decides both.
         are_set = self.grpo.max_val_samples is not None and self.grpo.val_batch_size is not None
         return are_set and self.grpo.validates and not self.loss_fn.learns_from_demonstrations
 
     @property
     def validates_a_whole_batch(self) -> bool:
-        """True if validation has one batch or more."""
+        """True if validation has enough problems for at least one batch."""
         num_problems = self.grpo.max_val_samples or 0
         batch_size = self.grpo.val_batch_size or 0
         return self.validates_by_rollouts and num_problems >= batch_size
@@ -198,31 +201,34 @@ class Recipe(BaseModel):
 
     @property
     def chunk_unit(self) -> int:
-        """Sequences that a streamed chunk must be a multiple of: ranks, times microbatches unless packed."""
+        """Divisor of the number of sequences in a streamed chunk.
+
+        It is the number of data-parallel ranks, times the size of a microbatch if that is a number of rows.
+        """
         if self.policy.batches_by_tokens:
             return self.data_parallel_size
-        # Both passes split the same chunk, each into its own microbatches.
+        # Scoring and training split the same chunk into microbatches of their own sizes.
         microbatches = math.lcm(self.policy.train_micro_batch_size, self.policy.logprob_batch_size)
         return self.data_parallel_size * microbatches
 
     @property
     def num_groups_ahead(self) -> int:
-        """Groups in flight at most: of the current step and of those that rollouts may run ahead."""
+        """Largest number of groups in flight: the current step's, and those of the steps sampled ahead."""
         return self.grpo.num_prompts_per_step * (self.rollouts_ahead + 1)
 
     @property
     def uses_data_plane(self) -> bool:
-        """True if batches reach NeMo-RL's workers over its data plane, not through the driver."""
+        """True if NeMo-RL's workers get their batches from its data plane instead of the driver."""
         return self.data_plane is not None and self.data_plane.enabled
 
     @property
     def has_single_controller(self) -> bool:
-        """True if NeMo-RL's single controller trains, sampling at the same time."""
+        """True if NeMo-RL's single controller trains. It samples and trains at the same time."""
         return self.async_rl is not None
 
     @property
     def rollouts_ahead(self) -> int:
-        """Steps by which rollouts may run ahead of training; 0: they take turns."""
+        """Number of steps by which rollouts may run ahead of training; 0 if the two take turns."""
         if self.async_rl is not None:
             return self.async_rl.sampler.ahead
         if self.grpo.async_grpo is None or not self.grpo.async_grpo.enabled:
@@ -236,9 +242,9 @@ class Recipe(BaseModel):
 
     @property
     def task(self) -> TaskConfig:
-        """The task.
+        """The task, for commands that need one.
 
-        Raises: UserError: the recipe keeps NeMo-RL's own data and has none.
+        Raises: UserError: the recipe has no task, because it keeps NeMo-RL's own data.
         """
         task = self.nemo_grpo.task
         if task is None:
@@ -260,7 +266,7 @@ class Recipe(BaseModel):
 
     @property
     def own_files(self) -> dict[str, str]:
-        """Files of the user's own variant, task and rewards -> their texts."""
+        """Texts of the files with the user's own variant, task and rewards, by path."""
         task = self.nemo_grpo.task
         task_name = None if task is None else task.name
         return texts_of([self.loss_fn.variant, task_name, *self.nemo_grpo.rewards])
@@ -274,7 +280,7 @@ class Recipe(BaseModel):
 
     @property
     def resolved(self) -> Resolved:
-        """Every value, and the references to the environment."""
+        """All values, and the interpolations of the texts that come from this machine."""
         return Resolved(self.model_dump(), self._references)
 
     def with_precision(self, precision: str) -> Self:
@@ -282,12 +288,12 @@ class Recipe(BaseModel):
         return self.model_copy(update={"policy": self.policy.model_copy(update={"precision": precision})})
 
     def to_yaml(self) -> str:
-        """Write the resolved recipe; `load_recipe` of such a file gives an equal recipe."""
+        """Write the resolved recipe as YAML, from which `load_recipe` gives an equal recipe."""
         return as_text(self.resolved)
 
 
 def as_text(settings: Resolved) -> str:
-    """Write settings as YAML that reads back as the same settings."""
+    """Write settings as YAML, from which the loader reads the same settings."""
     written = merge(escaped(settings.tree), settings.references)
     return yaml.safe_dump(written, sort_keys=False, allow_unicode=True, width=110)
 

@@ -1,8 +1,8 @@
 """Scopes of the rules about recipes, and the rules that are functions.
 
-A rule is a row of a table (see `rows`) or, where it needs arithmetic or a look-up, a function that yields one
-message ``key=value: rule; remedy`` per violation, registered by ``@rule(scope)`` in `rules`, `rules_advice`,
-`rules_embedded`, `cluster_rules`, `host` and `nemo_grpo.plan.rules`.
+Most rules are rows of a table (see `rows`). A rule that needs arithmetic or a look-up is a function, which
+yields a message ``key=value: rule; remedy`` for each violation. ``@rule(scope)`` registers such functions in
+`rules`, `rules_advice`, `rules_embedded`, `cluster_rules`, `host` and `nemo_grpo.plan.rules`.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,14 +37,14 @@ class Scope(Enum):
 Check = Callable[..., Iterator[str]]
 
 RULES: dict[Scope, dict[str, Check]] = {scope: {} for scope in Scope}
-"""Scope -> name -> rule, in the order of their messages."""
+"""Rule functions by scope and name, in the order of their messages."""
 
 
 def rule(scope: Scope) -> Callable[[Check], Check]:
     """Register a function as a rule."""
 
     def register(check: Check) -> Check:
-        # By name, so that a test can run one rule alone and prove that each is broken by some recipe.
+        # Rules are kept by name, so that a test can run each of them alone on a recipe that breaks it.
         RULES[scope][check.__name__] = check
         return check
 
@@ -52,5 +52,5 @@ def rule(scope: Scope) -> Callable[[Check], Check]:
 
 
 def messages(scope: Scope, *subject: Any) -> list[str]:
-    """List the messages of a scope's rule functions, called with the subject as arguments."""
+    """Call the rule functions of a scope on a subject, such as a recipe, and list their messages."""
     return [message for check in RULES[scope].values() for message in check(*subject)]

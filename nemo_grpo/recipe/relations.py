@@ -1,4 +1,4 @@
-"""Relations that two settings of a recipe for either engine must have, and those for NeMo-RL 0.7.0."""
+"""Relations between two settings that hold for either engine, and relations that hold for NeMo-RL 0.7.0."""
 
 from nemo_grpo.recipe import conditions
 from nemo_grpo.recipe.derived import (

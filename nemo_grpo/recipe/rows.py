@@ -1,7 +1,7 @@
 """Rows of the tables of rules about recipes: limits on a value, refusals, and relations of two values.
 
-A row says where it applies (a `Scope`), when (a function of the recipe, see `conditions`) and why; its reason
-ends with the remedy. `tables` names the modules that hold rows.
+A row states the recipes that it applies to (a `Scope` and a function in `conditions`), the rule, and a reason
+that ends with the remedy. `tables` collects the modules that hold rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,9 +16,9 @@ from nemo_grpo.support.dotted import value_of
 from nemo_grpo.support.errors import as_yaml
 
 Condition = Callable[[Recipe], bool]
-"""Test of a recipe; its name is what `recipe rules` prints."""
+"""Test of a recipe. `recipe rules` prints the name of the function."""
 Reason = str | Callable[[Recipe], str]
-"""Rest of a message; a function where it quotes the recipe."""
+"""Reason and remedy in a message. A function can quote values of the recipe."""
 
 
 def always(recipe: Recipe) -> bool:
@@ -31,9 +31,9 @@ class Allowed:
     """Values that a limit allows.
 
     Attributes:
-        text: the values in words, which continue a sentence that begins with the key.
-        holds: test of a value.
-        values: the values, where they can be listed.
+        text: Predicate of a sentence whose subject is the key, such as "must be null or false".
+        holds: Test of a value.
+        values: The values, if they can be listed.
     """
 
     text: str
@@ -61,7 +61,7 @@ def items_of(*items: str) -> Allowed:
 
 
 def _is_metric_of(*prefixes: str) -> Callable[[str | None], bool]:
-    """Make a test of a metric's name; null ranks nothing, so every engine accepts it."""
+    """Make a test of a metric's prefix. Null passes, because it turns the ranking of checkpoints off."""
     return lambda metric: not metric or metric.startswith(prefixes)
 
 
@@ -76,7 +76,7 @@ NOT_EMPTY = Allowed("must not be empty", bool)
 ABOVE_0 = Allowed("must be above 0", lambda value: value is not None and value > 0)
 TWO_OR_MORE = Allowed("must be 2 or more", lambda value: value >= 2)
 OF_TRAINING = Allowed("must be a metric of training", _is_metric_of("train:"))
-# Without a prefix, too: the embedded engine has metrics of validation alone.
+# A name without a prefix passes, too: the embedded engine ranks by metrics of validation only.
 OF_VALIDATION = Allowed(
     "must be a metric of validation", lambda metric: not metric or not metric.startswith("train:")
 )
@@ -85,14 +85,14 @@ OF_EITHER = Allowed("must be a metric of training or validation", _is_metric_of(
 
 @dataclass(frozen=True)
 class Limit:
-    """One key must have one of some values.
+    """Row that allows only some values of a key.
 
     Attributes:
-        key: dotted; a key that our models do not declare is null unless the recipe gives it.
-        allowed: the values.
-        reason: why, and the remedy.
-        where: recipes that the row applies to.
-        when: further condition on them.
+        key: Dotted key. If no model declares the key, its value is null unless the recipe sets it.
+        allowed: The allowed values.
+        reason: Reason for the limit, and the remedy.
+        where: Recipes that the row applies to.
+        when: Further condition on the recipe.
     """
 
     key: str
@@ -107,9 +107,9 @@ class Limit:
         return f"{self.key} {self.allowed.text}"
 
     def message(self, recipe: Recipe) -> str | None:
-        """Write the value that is not allowed, and why; None if the limit holds."""
+        """Write a message if the value is not allowed, or return None."""
         value = value_of(recipe, self.key)
-        # The value first: a condition may have to ask the loss, which takes longer.
+        # The value is tested first: a condition may ask the loss, which takes longer.
         if self.allowed.holds(value) or not self.when(recipe):
             return None
         return f"{_named(self.key, value)}: {_written(self.reason, recipe)}"
@@ -124,7 +124,7 @@ def limits_on(
 
 @dataclass(frozen=True)
 class Refusal:
-    """No value of one key is accepted where the condition holds; attributes as of `Limit`."""
+    """Row that refuses every value of a key if the condition holds. Its attributes are those of `Limit`."""
 
     key: str
     reason: Reason
@@ -137,7 +137,7 @@ class Refusal:
         return f"{self.key} is refused"
 
     def message(self, recipe: Recipe) -> str | None:
-        """Write the value and why it is refused; None if the condition does not hold."""
+        """Write a message if the condition holds, or return None."""
         if not self.when(recipe):
             return None
         return f"{_named(self.key, value_of(recipe, self.key))}: {_written(self.reason, recipe)}"
@@ -145,11 +145,11 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Number:
-    """Number that follows from a recipe.
+    """Number that is computed from a recipe.
 
     Attributes:
-        name: in messages.
-        of: function that computes it; null where the recipe has no such number.
+        name: Name of the number in messages.
+        of: Function that computes it. It returns None if the recipe has no such number.
     """
 
     name: str
@@ -158,13 +158,13 @@ class Number:
 
 @dataclass(frozen=True)
 class Kind:
-    """Relation that two values must have.
+    """Kind of a relation between two values, such as "divides".
 
     Attributes:
-        text: between the two names, for `recipe rules`.
-        verb: between the two values, in a message that the relation does not hold.
-        holds: test of the two values.
-        of_numbers: a null value is not compared.
+        text: Words between the two names in `recipe rules`, such as "must divide".
+        verb: Words between the two values in the message of a violation, such as "does not divide".
+        holds: Test of the two values.
+        of_numbers: True if the relation is not tested where a value is null.
     """
 
     text: str
@@ -174,13 +174,13 @@ class Kind:
 
 
 def is_on(value: object) -> bool:
-    """True for a setting in use: not null, false, empty, 0, 1 or auto."""
+    """True for a setting that turns something on. Null, false, empty, 0, 1 and auto do not."""
     return value is True or value not in (None, False, 0, 1, "auto", [], {})
 
 
 def _needs(first: object, second: object) -> bool:
     """True if the first setting is off, or both are on."""
-    return is_on(second) if is_on(first) else True
+    return not is_on(first) or is_on(second)
 
 
 def _excludes(first: object, second: object) -> bool:
@@ -200,12 +200,12 @@ EXCLUDES = Kind("excludes", "excludes", _excludes, of_numbers=False)
 
 @dataclass(frozen=True)
 class Relation:
-    """The values of two keys or derived numbers must relate.
+    """Row that demands a relation between two values.
 
     Attributes:
-        first, second: keys or numbers.
-        kind: the relation of the first to the second.
-        reason, where, when: as of `Limit`.
+        first, second: Each a dotted key, or a number that is computed from the recipe.
+        kind: Relation of the first to the second.
+        reason, where, when: See `Limit`.
     """
 
     first: str | Number
@@ -217,7 +217,7 @@ class Relation:
 
     @property
     def key(self) -> str:
-        """Key of the first value, or the name of the number."""
+        """Key of the first value, or its name if it is a computed number."""
         return self.first if isinstance(self.first, str) else self.first.name
 
     @property
@@ -227,7 +227,7 @@ class Relation:
         return f"{self.key} {self.kind.text} {second}"
 
     def message(self, recipe: Recipe) -> str | None:
-        """Write both values, and why they must relate; None if they do."""
+        """Write a message if the relation does not hold, or return None."""
         if not self.when(recipe):
             return None
         first = _value(recipe, self.first)
@@ -237,7 +237,7 @@ class Relation:
         if self.kind.holds(first, second):
             return None
         if self.kind is NEEDS:
-            # The value that is missing: "a=true needs b=false" would name the wrong one.
+            # The message names the value that is needed, true, not the present one: "a=true needs b=true".
             second_named = f"{self.second}=true"
         else:
             second_named = _named_second(self.second, second)
@@ -248,7 +248,7 @@ Row = Limit | Refusal | Relation
 
 
 class Placeholder:
-    """Stands in for a recipe where a reason is printed without one: ``{loss_fn.variant}``."""
+    """Replaces the recipe when a reason is printed without one, and prints keys: ``{loss_fn.variant}``."""
 
     def __init__(self, key: str = "") -> None:
         self._key = key
@@ -278,7 +278,7 @@ def _value(recipe: Recipe, name: str | Number) -> Any:
 def _named(name: str | Number, value: object) -> str:
     if isinstance(name, Number):
         return f"{name.name} = {value}"
-    # The content of a section would fill the message.
+    # The whole content of a section would make the message too long.
     is_section = isinstance(value, BaseModel | Mapping)
     return f"{name}={'{..}' if is_section else as_yaml(value)}"
 

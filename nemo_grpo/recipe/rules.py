@@ -1,4 +1,4 @@
-"""Rules for both engines that need arithmetic or a look-up; see `registry`."""
+"""Rules on recipes for either engine that need arithmetic or a look-up; see `registry`."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ FURTHER_LAYERS = (
     "eh_proj",
     "output_layer",
 )
-"""Linear layers of latent attention, Mamba and Gated DeltaNet, multi-token prediction, and the output."""
+"""Linear layers of latent attention, Mamba, Gated DeltaNet, multi-token prediction and the output layer."""
 HUGGING_FACE_LAYERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"),
     "linear_proj": ("o_proj", "dense"),
@@ -36,7 +36,7 @@ HUGGING_FACE_LAYERS = {
     "linear_kv_up_proj": ("kv_b_proj",),
     "output_layer": ("lm_head",),
 }
-"""Megatron's layer -> the Hugging Face layers that it fuses or renames."""
+"""Megatron's name of a layer -> Hugging Face's names of the layers that it fuses or renames."""
 
 
 @rule(Scope.ALL)
@@ -51,7 +51,7 @@ def model_is_no_checkpoint_of_nemo(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ALL)
 def lora_layers_have_megatrons_names(recipe: Recipe) -> Iterator[str]:
-    """NeMo-RL accepts any name; if none is a layer's, its driver ends without an optimizer."""
+    """Refuse unknown layers: NeMo-RL accepts any name, and fails without an optimizer if no layer matches."""
     peft = recipe.policy.megatron_cfg.lora_in_use
     if peft is None:
         return
@@ -64,7 +64,7 @@ def lora_layers_have_megatrons_names(recipe: Recipe) -> Iterator[str]:
             hint = did_you_mean(unknown_names[0], LORA_LAYERS)
             yield f"{PEFT}.{key}: {unknown_names[0]!r} is no linear layer of Megatron-core{hint}"
             continue
-        # A dictionary and not a set: the remedy keeps the order of the recipe's names.
+        # A dictionary instead of a set keeps the order of the recipe's names.
         remedy = dict.fromkeys(layer for layers in megatron_layers.values() for layer in layers)
         yield (
             f"{PEFT}.{key}=[{', '.join(names)}] has Hugging Face's names, and Megatron-core's linear_qkv and "
@@ -73,21 +73,27 @@ def lora_layers_have_megatrons_names(recipe: Recipe) -> Iterator[str]:
 
 
 def _megatron_layers(name: str) -> tuple[str, ...]:
-    """Return Megatron's layers for a name: itself if it is Megatron's or a pattern; none if it is unknown."""
-    if name == "all-linear":  # PEFT's word.
+    """Translate the name of a layer to Megatron's names.
+
+    Returns: the layers that a name of Hugging Face or PEFT stands for; the name itself if it is Megatron's or
+        a pattern; nothing for an unknown name.
+    """
+    # PEFT calls all linear layers by this name.
+    if name == "all-linear":
         return LORA_LAYERS
-    # Hugging Face's names may have a path, as in self_attn.q_proj.
+    # A name of Hugging Face may have a path, as in self_attn.q_proj.
     last_part = name.rpartition(".")[2]
     layers = tuple(layer for layer, parts in HUGGING_FACE_LAYERS.items() if last_part in parts)
     if layers:
         return layers
-    is_megatrons = name in LORA_LAYERS or name in FURTHER_LAYERS
-    return (name,) if is_megatrons or "*" in name else ()
+    if name in LORA_LAYERS or name in FURTHER_LAYERS or "*" in name:
+        return (name,)
+    return ()
 
 
 @rule(Scope.ALL)
 def only_files_have_an_order(recipe: Recipe) -> Iterator[str]:
-    """A task that makes its problems, or reads none here, has no file's order to keep."""
+    """Refuse shuffle=false for a task that reads no training files, so there is no order to keep."""
     task = recipe.nemo_grpo.task
     has_files = isinstance(task, FileTaskConfig) and bool(task.train_files)
     if task is not None and recipe.data.shuffle is False and not has_files:
@@ -104,8 +110,8 @@ def updates_divide_the_step(recipe: Recipe) -> Iterator[str]:
     num_generations = recipe.grpo.num_generations_per_prompt
     if recipe.num_sequences_per_step % batch == 0:
         return
-    # The remedy must satisfy the rule on whole microbatches, too. Without a layout that fits, another rule
-    # asks for a new layout first, and any divisor will do here.
+    # The suggested batch must also consist of whole microbatches. If the layout does not fit, another rule
+    # asks for a new one first, and any divisor will do here.
     unit = recipe.num_sequences_per_microbatch if recipe.layout_fits else 1
     remedy = _divisors_near(recipe.num_sequences_per_step, batch, multiple_of=unit)
     yield (
@@ -117,7 +123,7 @@ def updates_divide_the_step(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ALL)
 def grpo_section_agrees_with_the_loss(recipe: Recipe) -> Iterator[str]:
-    """NeMo-RL has each of these keys in two places; the variant's own is the one that trains."""
+    """Refuse values of NeMo-RL's estimator that differ from the variant's, which are the ones in effect."""
     if recipe.loss_fn.is_stock:
         return
     for place, section in (("grpo", recipe.grpo), ("grpo.adv_estimator", recipe.grpo.adv_estimator)):
@@ -133,7 +139,8 @@ def grpo_section_agrees_with_the_loss(recipe: Recipe) -> Iterator[str]:
 
 @rule(Scope.ALL)
 def validation_metrics_exist(recipe: Recipe) -> Iterator[str]:
-    if recipe.env.should_use_nemo_gym:  # Its environments name the metrics.
+    # NeMo-Gym's environments name their metrics themselves.
+    if recipe.env.should_use_nemo_gym:
         return
     metrics = [f"validation/{name}" for name in validation_metrics(recipe)]
     ranking = recipe.checkpointing.metric_key
@@ -146,7 +153,7 @@ def validation_metrics_exist(recipe: Recipe) -> Iterator[str]:
     for key, metric in named_metrics:
         if metric not in metrics and not _is_of_nemo_rls_data(recipe, metric):
             yield f"{key}: validation has no metric {metric!r}{did_you_mean(metric, metrics)}"
-    # Two slashes: validation/SET/METRIC.
+    # A name with two slashes, validation/SET/METRIC, is of one of several validation sets.
     if recipe.grpo.is_async and goal is not None and goal.count("/") > 1:
         yield (
             f"grpo.stop_at_validation_metric={goal}: NeMo-RL's asynchronous trainer decides before each "
@@ -155,20 +162,20 @@ def validation_metrics_exist(recipe: Recipe) -> Iterator[str]:
 
 
 def _is_of_nemo_rls_data(recipe: Recipe, metric: str) -> bool:
-    """True for a metric of one of several validation sets of NeMo-RL's own data, which names them itself."""
+    """True for a metric of one of NeMo-RL's own validation sets, whose names are not known here."""
     sets = recipe.data.validation if recipe.nemo_grpo.task is None else None
     return isinstance(sets, list) and re.fullmatch("validation/.+/(accuracy|pass_k)", metric) is not None
 
 
 def validation_metrics(recipe: Recipe) -> list[str]:
-    """List the validation metrics of the recipe's engine, with those of each of several sets."""
+    """List the validation metrics that the recipe's engine computes, overall and for each validation set."""
     k = recipe.grpo.val_num_generations_per_prompt
     learns_from_demonstrations = recipe.loss_fn.learns_from_demonstrations
     whole_run = []
     if recipe.nemo_grpo.target == "cluster":
-        if learns_from_demonstrations:  # NeMo-RL's sft.
+        # These are the metrics of NeMo-RL's sft and, for rollouts, of its validate().
+        if learns_from_demonstrations:
             return ["val_loss"]
-        # NeMo-RL's validate().
         sampled = ["accuracy"]
         if k > 1:
             sampled.append("pass_k")
@@ -178,11 +185,13 @@ def validation_metrics(recipe: Recipe) -> list[str]:
         sampled += [f"pass@{n}" for n in _pass_sizes(k)]
         if learns_from_demonstrations:
             whole_run.append("val_loss")
+
     task = recipe.nemo_grpo.task
     if task is not None:
         sampled += ["reward", *task.reward_components, *recipe.nemo_grpo.rewards]
-    # Once each: accuracy and format are reward components, too.
+    # Remove repetitions: accuracy and format are reward components, too.
     sampled = list(dict.fromkeys(sampled))
+
     validation_sets = getattr(task, "validation_sets", {})
     by_set = []
     if len(validation_sets) > 1:
@@ -191,8 +200,8 @@ def validation_metrics(recipe: Recipe) -> list[str]:
 
 
 def _pass_sizes(k: int) -> list[int]:
-    """List the powers of 2 up to k, and k."""
-    powers = {1 << exponent for exponent in range(k.bit_length())}
+    """List the powers of 2 up to k, and k itself: the sizes n of pass@n."""
+    powers = {2**exponent for exponent in range(k.bit_length())}
     return sorted(powers | {k})
 
 
@@ -219,12 +228,12 @@ def maximum_draws_are_replaced(recipe: Recipe) -> Iterator[str]:
 
 
 def _unread_maximum(recipe: Recipe) -> Iterator[str]:
-    """Report NeMo-RL's maximum of draws where the variant has one of its own."""
+    """Report NeMo-RL's maximum number of draws if the variant has its own, which is in effect."""
     attempts = getattr(recipe.loss_fn, "max_resample_attempts", None)
     if attempts is None or not recipe.grpo.use_dynamic_sampling:
         return
     max_draws = recipe.grpo.dynamic_sampling_max_gen_batches
-    # The default is NeMo-RL's and the bases': nobody chose it.
+    # The default is left alone: it comes from NeMo-RL or a base, and the user did not choose it.
     if max_draws != type(recipe.grpo).model_fields["dynamic_sampling_max_gen_batches"].default:
         yield (
             f"grpo.dynamic_sampling_max_gen_batches={max_draws}: {recipe.loss_fn.variant} draws up to 1 + "
@@ -234,7 +243,7 @@ def _unread_maximum(recipe: Recipe) -> Iterator[str]:
 
 
 def changed_keys(recipe: Recipe, *keys: str) -> list[str]:
-    """List the keys of ``loss_fn`` that differ from the variant's default."""
+    """List those of the keys of ``loss_fn`` whose value differs from the variant's default."""
     fields = type(recipe.loss_fn).model_fields
     changed = []
     for key in keys:
@@ -245,12 +254,12 @@ def changed_keys(recipe: Recipe, *keys: str) -> list[str]:
 
 
 def _divisors_near(number: int, size: int, *, multiple_of: int) -> str:
-    """Name the divisors of a number next to ``size``, below and above.
+    """Name the nearest divisors of a number below and above a size, such as "8 or 16".
 
     Args:
         number: The number to divide.
-        size: Size that does not divide it.
-        multiple_of: The divisors are multiples of this, if it divides the number; else any.
+        size: A size that does not divide the number.
+        multiple_of: The divisors must be multiples of this, unless it does not divide the number itself.
     """
     unit = multiple_of if number % multiple_of == 0 else 1
     divisors = [divisor for divisor in range(unit, number + 1, unit) if number % divisor == 0]

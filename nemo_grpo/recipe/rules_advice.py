@@ -1,4 +1,4 @@
-"""Advice on recipes that needs arithmetic or a look-up; see `registry`."""
+"""Rules that only warn, and need arithmetic or a look-up; see `registry`."""
 
 import math
 import re
@@ -11,9 +11,9 @@ from nemo_grpo.recipe.rules import changed_keys
 from nemo_grpo.recipe.sections import MEGATRON, VLLM, metric_key
 
 MOST_SHARED = 0.9
-"""Share of a GPU's memory above which vLLM leaves too little for the policy on it."""
+"""Largest share of a GPU's memory for vLLM that leaves enough for the policy on the same GPU."""
 SHARES = re.compile(r"(?:accuracy|greedy|truncated|pass_k|pass@\d+|maj@\d+)(?:_stderr)?")
-"""Validation metrics between 0 and 1."""
+"""Names of the validation metrics that lie between 0 and 1."""
 
 
 @rule(Scope.ADVICE)
@@ -27,7 +27,7 @@ def variant_uses_its_dynamic_sampling(recipe: Recipe) -> Iterator[str]:
 def validation_can_reach_the_threshold(recipe: Recipe) -> Iterator[str]:
     goal = metric_key(recipe.grpo.stop_at_validation_metric)
     threshold = recipe.grpo.stop_at_validation_threshold
-    # Without a task of ours NeMo-RL's accuracy is a mean reward, which may exceed 1.
+    # With NeMo-RL's own data accuracy is a mean reward, which may exceed 1.
     if goal is None or threshold is None or threshold <= 1 or recipe.nemo_grpo.task is None:
         return
     if SHARES.fullmatch(goal.rpartition("/")[2]):
@@ -73,10 +73,11 @@ def clip_has_an_effect(recipe: Recipe) -> Iterator[str]:
 def learning_rate_suits_a_pretrained_model(recipe: Recipe) -> Iterator[str]:
     megatron = recipe.policy.megatron_cfg
     optimizer = megatron.optimizer
-    # Published LoRA recipes use ten times the rate, and a new model has no pretrained weights to lose.
+    # The limit is higher for LoRA, whose published recipes use ten times the rate, and for a new model, which
+    # has no pretrained weights to lose.
     keeps_the_weights = megatron.lora_in_use is None and recipe.policy.model_name is not None
     largest = 1e-3 if keeps_the_weights else 1e-2
-    # Adam's first step moves each weight by lr, whatever the gradient; other optimizers scale with it.
+    # Adam's first step moves each weight by lr, whatever its gradient. Other optimizers multiply lr by it.
     if megatron.enabled and optimizer.optimizer == "adam" and optimizer.lr > largest:
         yield (
             f"{MEGATRON}.optimizer.lr={optimizer.lr:g} moves every weight by as much in its first step; "

@@ -12,7 +12,7 @@ from nemo_grpo.support.errors import as_yaml, did_you_mean
 
 @rule(Scope.EMBEDDED)
 def turns_are_limited_by_the_task(recipe: Recipe) -> Iterator[str]:
-    """Leave 1 alone: it is the default, which nobody chose."""
+    """Refuse a maximum of turns below the task's, but not 1, the default, which the user did not choose."""
     turns = recipe.grpo.max_rollout_turns
     task = recipe.nemo_grpo.task
     if task is not None and 1 < turns < task.num_turns:

@@ -1,6 +1,7 @@
-"""Schema of NeMo-RL's sections: keys, types and defaults from its own configuration classes and recipes.
+"""Schema of NeMo-RL's sections: keys, types and defaults of two recorded versions.
 
-The data, nemo_rl-VERSION.json, are written from NeMo-RL's source by scripts/record_nemo_rl_keys.py.
+scripts/record_nemo_rl_keys.py reads them from the configuration classes and recipes in NeMo-RL's source, and
+writes nemo_rl-VERSION.json.
 """
 
 import json
@@ -18,7 +19,7 @@ HEAD = "7ea279abf"
 Entry = Mapping[str, Any]
 
 LOGGERS = ("logger.mlflow", "logger.swanlab", "logger.tensorboard", "logger.wandb")
-"""Sections of arguments for these libraries, which check the types."""
+"""Sections whose values are arguments of a tracker's library, which checks their types."""
 FREE_FORM = (
     "policy.dtensor_cfg.automodel_kwargs",
     "data.train",
@@ -27,10 +28,10 @@ FREE_FORM = (
     "async_rl.sampler",
     *LOGGERS,
 )
-"""Sections that take any key, besides those marked in the data: NeMo-RL passes them on."""
+"""Sections that accept any key, because NeMo-RL passes them on. The recorded data mark further ones."""
 
 _KINDS = {bool: "bool", int: "int", float: "float", str: "str", type(None): "null", list: "list"}
-"""Python's type -> its name in the data; every other type is a "dict"."""
+"""Python's type -> name of the type in the recorded data. Every other type counts as "dict"."""
 _NAMES = {
     "null": "null",
     "bool": "a boolean",
@@ -40,27 +41,27 @@ _NAMES = {
     "list": "a list",
     "dict": "a section",
 }
-"""Type -> its name after "is" in a message."""
+"""Type in the recorded data -> its name in a message after "is"."""
 EXPECTED = _NAMES | {
     "bool": "true or false",
     "float": "a number",
     "dict": "a section of keys",
     "section": "a section of keys",
 }
-"""Type -> its name after "must be" in a message."""
+"""Type in the recorded data -> its name in a message after "must be"."""
 
 
 @cache
 def recorded(version: str) -> Mapping[str, Entry]:
-    """Read one version's schema: key -> entry."""
+    """Read the schema of one version: entries by dotted key."""
     text = resources.files("nemo_grpo.recipe").joinpath(f"nemo_rl-{version}.json").read_text(encoding="utf-8")
     return json.loads(text)
 
 
 @cache
 def entries() -> Mapping[str, tuple[Entry, ...]]:
-    """Map each key to its entries, one for each version that has it."""
-    # The newer version first: a message about a wrong value describes the first entry.
+    """Map each key to its entries in the versions that have it."""
+    # The newer version comes first, because a message about a wrong value describes the first entry.
     newest = recorded(HEAD)
     oldest = recorded(V0_7_0)
     return {
@@ -81,7 +82,7 @@ def nemo_rl_keys() -> frozenset[str]:
 
 @cache
 def unread_keys() -> frozenset[str]:
-    """Collect keys that NeMo-RL's own recipes have but none of its code reads."""
+    """Collect the keys that occur in NeMo-RL's own recipes although none of its code reads them."""
     return frozenset(
         key for key, versions in entries().items() if all(entry.get("unread") for entry in versions)
     )
@@ -95,7 +96,7 @@ def free_form() -> frozenset[str]:
 
 
 def kind_of(value: Any) -> str:
-    """Name a value's type as the data do."""
+    """Name a value's type as in the recorded data."""
     return _KINDS.get(type(value), "dict")
 
 
@@ -105,10 +106,11 @@ def kind_named(value: Any) -> str:
 
 
 def fits(kind: str, types: Collection[str]) -> bool:
-    """True if a key of these types takes a value of this kind; a section may be null, which leaves it out."""
+    """True if a key of these types accepts a value of this type."""
+    # A null section counts as missing.
     if "section" in types and kind in ("null", "dict"):
         return True
-    # A recipe may write 1 for 1.0.
+    # A recipe may write 1 for the float 1.0.
     is_whole_float = kind == "int" and "float" in types
     return kind in types or is_whole_float
 
@@ -118,8 +120,8 @@ def type_errors(tree: Mapping[str, Any], declared: Collection[str], section: str
 
     Args:
         tree: Settings below ``section``.
-        declared: Keys that are left out, with types of their own.
-        section: Prefix of their keys, with a dot at the end.
+        declared: Keys that are not checked here, because our models check their types.
+        section: Dotted key of the section, with a dot at the end.
     """
     for name, value in tree.items():
         key = f"{section}{name}"
@@ -131,25 +133,28 @@ def type_errors(tree: Mapping[str, Any], declared: Collection[str], section: str
 
 
 def _allows(entry: Entry, value: Any) -> bool:
-    """True if an entry takes this value."""
-    # A text among a fixed choice; other types of such a key, as null, are checked as types.
+    """True if an entry of the schema accepts this value."""
+    # Only a text can be one of the fixed values. Another value, such as null, is checked by its type.
     if "values" in entry and isinstance(value, str):
         return value in entry["values"]
     return "types" not in entry or fits(kind_of(value), entry["types"])
 
 
 def _message(key: str, value: Any, entry: Entry) -> str:
-    """Write that an entry does not take this value, and the ones that it takes."""
+    """Write that a key does not accept this value, and the values that it accepts."""
     if "values" in entry and isinstance(value, str):
         return f"{key}={shown(value)} must be one of {', '.join(map(str, entry['values']))}"
-    # Once each: "dict" and "section" have the same name.
+    # Remove repetitions: "dict" and "section" have the same name in a message.
     expected = " or ".join(dict.fromkeys(EXPECTED[kind] for kind in entry["types"]))
     doc = f" ({entry['doc']})" if "doc" in entry else ""
     return f"{key}={shown(value)} is {kind_named(value)}; it must be {expected}{doc}"
 
 
 def lacking(version: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings in use that an older NeMo-RL lacks: its code would not read them."""
+    """Yield the settings, key and value, that an older NeMo-RL would ignore.
+
+    Settings that are off, or that have the newer version's default, are left out.
+    """
     old_entries = recorded(version)
     new_entries = recorded(HEAD)
     free = {key for key, entry in old_entries.items() if entry.get("free")}.union(FREE_FORM)
@@ -157,7 +162,7 @@ def lacking(version: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, An
         sections = parents(key)
         if not free.isdisjoint(sections):
             continue
-        # The key itself, or the innermost section that the schema has: below it users choose the names.
+        # A key that users name themselves is not recorded; then the innermost recorded section counts.
         recorded_key = next((part for part in (key, *reversed(sections)) if part in new_entries), None)
         if recorded_key is None or recorded_key in old_entries:
             continue

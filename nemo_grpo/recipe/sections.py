@@ -1,8 +1,8 @@
 """NeMo-RL's sections of a recipe: every key that this package reads, with type, range and default.
 
-Other keys pass here, because NeMo-RL has many more; `keys` has already checked their names. A default applies
-if neither the recipe nor its bases set the key; where only NeMo-RL acts on a key it is that of NeMo-RL's
-base. A range is what NeMo-RL can work with. Each key's docstring explains 0 and null.
+NeMo-RL has many more keys. They pass here; `keys` has already checked their names. A default applies if
+neither the recipe nor its bases set the key. If only NeMo-RL reads the key, the default is that of NeMo-RL's
+base. A range has the values that NeMo-RL can work with. The docstring of each key explains 0 and null.
 """
 
 from collections.abc import Mapping
@@ -66,12 +66,12 @@ class StalenessSampler(Section):
 
     @property
     def ahead_key(self) -> str:
-        """Key that limits the steps by which rollouts may run ahead."""
+        """Name of the key that limits the number of steps by which rollouts may run ahead."""
         return "max_lookahead_versions" if self.name == "in_order" else "max_staleness_versions"
 
     @property
     def ahead(self) -> int:
-        """Steps by which rollouts may run ahead; 0: none."""
+        """Number of steps by which rollouts may run ahead of training."""
         return int(getattr(self, self.ahead_key))
 
 
@@ -89,7 +89,7 @@ class AsyncRL(Section):
 
     @property
     def waits_for_room(self) -> bool:
-        """True if rollouts wait for the trainer, whatever room they need."""
+        """True if the sampler waits for all groups in flight, so that the buffer must have room for them."""
         return self.sampler.name not in ("windowed", "custom")
 
 
@@ -177,7 +177,7 @@ class GRPOSection(Section):
 
     @property
     def num_val_problems(self) -> int:
-        """Validation problems of a run that does not leave their number to NeMo-Gym."""
+        """Number of validation problems, for a run that does not leave it to NeMo-Gym."""
         assert self.max_val_samples is not None
         return self.max_val_samples
 
@@ -187,7 +187,7 @@ class GRPOSection(Section):
         return self.async_grpo is not None and self.async_grpo.enabled
 
     def is_goal(self, row: Mapping[str, Any]) -> bool:
-        """True if a step's metrics meet stop_at_validation_threshold."""
+        """True if the metrics of a step reach stop_at_validation_threshold, which ends the run."""
         metric = metric_key(self.stop_at_validation_metric)
         threshold = self.stop_at_validation_threshold
         if metric is None or threshold is None:
@@ -276,7 +276,7 @@ class Environments(Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Name of an environment -> its settings."""
+        """Settings of the environments, by the name of the environment."""
         named = {} if self.nemo_gym is None else {"nemo_gym": self.nemo_gym}
         return {**(self.model_extra or {}), **named}
 
@@ -293,7 +293,7 @@ class Cluster(Section):
 
 
 def metric_key(name: str | None) -> str | None:
-    """Convert NeMo-RL's spelling of a metric to its name in metrics.jsonl:
+    """Convert NeMo-RL's spelling of a metric to its name in metrics.jsonl.
 
     val:accuracy        validation/accuracy
     accuracy            validation/accuracy

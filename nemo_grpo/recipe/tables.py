@@ -1,4 +1,4 @@
-"""All rows of the tables of rules about recipes, and their messages."""
+"""The rows of all tables of rules about recipes, and their messages about one recipe."""
 
 from functools import cache
 

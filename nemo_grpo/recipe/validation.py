@@ -1,4 +1,8 @@
-"""Loads and validates recipes; errors are in the recipe's own terms."""
+"""Loading and validation of recipes, with error messages that name the recipe's keys.
+
+The steps are in `_load`: resolve the interpolations, adapt NeMo-RL's own recipes, check names and types, fill
+in defaults, and apply the rules.
+"""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -7,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-# Imported because they register their rules, in the order of their messages.
+# These modules are imported because they register rules, whose messages come in the order of the imports.
 from nemo_grpo.recipe import cluster_rules, host, rules, rules_advice, rules_embedded  # noqa: F401
 from nemo_grpo.recipe.interpolation import Resolved, Tree, resolve
 from nemo_grpo.recipe.keys import dotted_key_errors, model_keys, unknown_key_errors, unknown_key_message
@@ -39,14 +43,14 @@ DERIVED_DEFAULTS = {
     "nemo_grpo.evaluation.temperature": "policy.generation.val_temperature",
     "nemo_grpo.evaluation.top_p": "policy.generation.val_top_p",
 }
-"""Missing key -> the key whose value it takes, in this order."""
+"""Key -> key whose value it takes if it is missing. They are filled in in this order."""
 MAPPING = "a mapping"
-"""Origin, in `Written.origins`, of a key that no file gave."""
+"""Origin (`Written.origins`) of the keys of a recipe that was not read from a file."""
 FOLLOW_VAL_PERIOD = ("val_at_start", "val_at_end")
 """Keys of ``grpo`` whose null means true if grpo.val_period is above 0."""
 
 DECLARED = frozenset(key for key, _ in model_keys(Recipe)).union(("loss_fn", "nemo_grpo"))
-"""Keys that our models type; NeMo-RL's schema types the others."""
+"""Keys whose types our models check. NeMo-RL's schema checks the types of all others."""
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -54,15 +58,15 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
     Args:
         path: YAML file, or the name of a shipped recipe.
-        overrides: ``key=value``, ``++key=value`` or ``~key``, applied before interpolation, so that dependent
-            values follow.
-    Raises: UserError: all errors that can be found at once.
+        overrides: ``key=value``, ``++key=value`` or ``~key``. They are applied before interpolation, so a
+            value that refers to an overridden key follows it.
+    Raises: UserError: with all errors that can be found at once.
     """
     return _load(read(path, overrides))
 
 
 def load_recipe_dict(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Recipe:
-    """Validate a nested mapping without ``defaults`` like `load_recipe`."""
+    """Resolve and validate a recipe that is a nested mapping, without ``defaults``."""
     origins = {key: MAPPING for key, _ in leaves(tree)}
     written = Written(dict(tree), origins, order=(MAPPING,))
     return _load(written.with_overrides(overrides))
@@ -72,7 +76,7 @@ def _load(written: Written) -> Recipe:
     """Resolve and validate settings."""
     host.refuse_other_algorithms(written.tree)
     tree, references = _resolved(written)
-    # Before `adapted`: `recipe resolve` shows an invalid recipe with the keys that its writer used.
+    # `recipe resolve` shows an invalid recipe with the keys that its author used, so this precedes `adapted`.
     shown_with_errors = Resolved(_with_derived_defaults(tree, references), references)
     dotted_errors = dotted_key_errors(tree)
     if dotted_errors:
@@ -80,7 +84,7 @@ def _load(written: Written) -> Recipe:
 
     settings, notes = host.adapted(tree, written.is_stock)
     _follow_val_period(settings)
-    # All errors of names and types at once; the rules need a recipe whose types are right.
+    # All errors of names and types are reported together. The rules need a recipe whose types are right.
     errors = unknown_key_errors(settings)
     errors += type_errors(settings, DECLARED)
     try:
@@ -94,7 +98,7 @@ def _load(written: Written) -> Recipe:
         errors += messages(Scope.CLUSTER, recipe)
         if recipe.policy.megatron_cfg.enabled:
             errors += messages(Scope.MEGATRON, recipe)
-        # The users of NeMo-RL's own recipes may have chosen such a setting; ours have a task.
+        # In a NeMo-RL recipe (without a task) the user may have chosen such a setting, so it is only a note.
         if recipe.nemo_grpo.task is None:
             notes += messages(Scope.CARE, recipe)
         else:
@@ -106,11 +110,12 @@ def _load(written: Written) -> Recipe:
 
 
 def _resolved(written: Written) -> Resolved:
-    """Resolve the interpolations; an error comes with those of unknown keys."""
+    """Resolve the interpolations. An error of that comes together with the errors of unknown keys."""
     try:
         return resolve(written.tree)
     except UserError as error:
-        # A misspelt key often is the reason: policy.model_name_or_path leaves model_name at the base's ???.
+        # A misspelt key is often the reason. For example, policy.model_name_or_path leaves model_name at the
+        # ??? of the base.
         unknown = unknown_key_errors(written.tree)
         if unknown:
             raise RecipeErrors([*unknown, str(error)]) from None
@@ -130,28 +135,29 @@ def _follow_val_period(settings: Tree) -> None:
 
 
 def _messages_of(error: ValidationError, settings: Tree) -> list[str]:
-    """Return a message for each wrong value, but none for its copies through `DERIVED_DEFAULTS`."""
+    """Return a message for each wrong value, but none for keys that took it from `DERIVED_DEFAULTS`."""
     messages = [_explain(detail) for detail in error.errors()]
     derived_keys = tuple(f"{key}=" for key in DERIVED_DEFAULTS if value_of(settings, key) is None)
     about_written_values = [message for message in messages if not message.startswith(derived_keys)]
-    # All of them where the source itself has passed: the derived key has a stricter range.
+    # A value may be valid for the key that was written and wrong only for a derived key, whose range is
+    # stricter. Then the messages about the derived key are returned.
     return about_written_values or messages
 
 
 def messages(scope: Scope, recipe: Recipe) -> list[str]:
-    """List the messages of a scope's rows and functions about a recipe."""
+    """Apply the rules of a scope, rows and functions, to a recipe, and list their messages."""
     return [*table_messages(scope, recipe), *function_messages(scope, recipe)]
 
 
 def advice(recipe: Recipe) -> list[str]:
-    """List settings that a variant replaces, or that are probably not meant, one sentence each."""
+    """List warnings: settings that the variant replaces, and settings that are probably a mistake."""
     return [*recipe.notes, *messages(Scope.ADVICE, recipe)]
 
 
 def refuse_unsupported(recipe: Recipe, scope: Scope = Scope.EMBEDDED) -> None:
-    """Refuse what the embedded engine cannot train, or what the rules of another scope refuse.
+    """Refuse a recipe that breaks a rule of a scope; by default, one that the embedded engine cannot train.
 
-    Raises: UserError: naming key, value and remedy.
+    Raises: UserError: with key, value and remedy.
     """
     errors = messages(scope, recipe)
     if errors:
@@ -162,8 +168,8 @@ class RecipeErrors(UserError):
     """All errors of a recipe.
 
     Attributes:
-        errors: One message each.
-        settings: Values as far as they were resolved.
+        errors: Messages, one for each error.
+        settings: Settings of the recipe, as far as they could be resolved.
     """
 
     def __init__(self, errors: list[str], settings: Resolved | None = None) -> None:
@@ -178,7 +184,7 @@ class RecipeErrors(UserError):
 
 
 def _with_derived_defaults(tree: Tree, references: Tree) -> Tree:
-    """Fill in missing keys by `DERIVED_DEFAULTS`, in ``references`` too; the model reports wrong types."""
+    """Fill in the missing keys of `DERIVED_DEFAULTS` in a copy of ``tree``, and in ``references`` itself."""
     filled = merge({}, tree)
     has_variant = value_of(filled, "loss_fn.variant") is not None
     for key, source in DERIVED_DEFAULTS.items():
@@ -189,7 +195,7 @@ def _with_derived_defaults(tree: Tree, references: Tree) -> Tree:
         if value is None or not is_missing(filled, key):
             continue
         set_value(filled, key, value)
-        # A secret from the environment stays a reference in the copy, too.
+        # If the source is a secret from the environment, the derived key stays a reference to it, too.
         reference = value_of(references, source)
         if reference is not None:
             set_value(references, key, reference)
@@ -226,7 +232,7 @@ def _explain(error: ErrorDetails) -> str:
         return f"{key} is missing; add it to the recipe"
     if kind == "extra_forbidden":
         return unknown_key_message(key, error["input"])
-    # Pydantic's place of a key of a mapping, as opposed to its value.
+    # Pydantic marks the place of an error in a mapping's key, not in its value, by this ending.
     if key.endswith(".[key]"):
         return f"{key.removesuffix('.[key]')}: the name must be {_EXPECTED[kind].format(**context)}"
     if kind in _EXPECTED:
@@ -234,7 +240,7 @@ def _explain(error: ErrorDetails) -> str:
         actual = f" is {kind_named(error['input'])}; it" if is_type else ""
         return f"{key}={shown(error['input'])}{actual} must be {_EXPECTED[kind].format(**context)}"
     message = error["msg"].removeprefix("Value error, ")
-    # A section's own rule: its message begins with the key in the section.
+    # The message of a section's own validator begins with the key in the section.
     if isinstance(error["input"], Mapping):
         return f"{key}.{message}"
     return f"{key}={shown(error['input'])}: {message}"

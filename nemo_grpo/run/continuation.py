@@ -19,10 +19,11 @@ from nemo_grpo.support.model_folder import side_files
 
 ANOTHER_RUN = "start another nemo_grpo.run_name"
 INPUTS_FILE = "inputs.json"
-"""In a run's folder: name -> SHA-256, as they were when it began."""
+"""File in a run's folder: the SHA-256 that each input file had when the run began, by the file's name."""
 MODEL = "model/"
 """Prefix of the model's files in `INPUTS_FILE`."""
 WEIGHTS = ".safetensors"
+"""Ending of the model files that hold weights."""
 
 
 def check_same_run(
@@ -35,13 +36,14 @@ def check_same_run(
     """Refuse to continue a run with a recipe that computes something else.
 
     Args:
-        resolved: the run's recipe.resolved.yaml; nothing is checked if it does not exist.
-        remedy: the alternative to undoing the change.
-        may_extend: the run may become longer, be validated otherwise, and go on with changed code of the
-            user's own, which `RunFolder.keep_settings` notes.
+        recipe: Recipe to continue with.
+        resolved: recipe.resolved.yaml of the run. If it does not exist, nothing is checked.
+        remedy: Advice for users who do not want to undo their change.
+        may_extend: True if the recipe may set more steps and other validations, and if the user's own code
+            may have changed. `RunFolder.keep_settings` logs changed code.
 
     Returns:
-        The recipe in ``resolved``.
+        The recipe in ``resolved``, or None if that file does not exist.
     """
     if not resolved.exists():
         return None
@@ -67,10 +69,10 @@ def check_same_run(
 def _refuse_changed_settings(
     first: Recipe, recipe: Recipe, run: Path, remedy: str, *, may_extend: bool
 ) -> None:
-    """Refuse settings that decide what is computed, and differ from those that the run began with."""
+    """Refuse a recipe that computes something else than the recipe that the run began with."""
     before = deciding_settings(first, may_extend=may_extend)
     now = deciding_settings(recipe, may_extend=may_extend)
-    # The run keeps the precision that it began with.
+    # With "auto" the run keeps the precision that it began with, so any earlier value fits.
     if now["policy.precision"] == "auto":
         del before["policy.precision"]
         del now["policy.precision"]
@@ -86,7 +88,7 @@ def _refuse_changed_settings(
 
 
 def _refuse_changed_code(recipe: Recipe, run: Path, remedy: str) -> None:
-    """Refuse own variants, tasks and rewards that differ from the copies in the run's folder."""
+    """Refuse a user's own variants, tasks and rewards if they differ from the copies in the run's folder."""
     for name, text in recipe.own_files.items():
         copy = own_copy(run, name)
         if copy.is_file() and copy.read_bytes() != text.encode():
@@ -100,7 +102,7 @@ def check_continuation(recipe: Recipe) -> Recipe | None:
     """Refuse to resume if the run's folder, or that of its checkpoints, belongs to another recipe.
 
     Returns:
-        The recipe that the run began with; None: neither folder has one.
+        The recipe that the run began with, or None if neither folder has a recipe.
     """
     began_as = check_same_run(recipe, recipe.run_dir / RECIPE_FILE)
     if recipe.checkpoint_dir == recipe.run_dir:
@@ -128,7 +130,7 @@ def data_files(recipe: Recipe) -> dict[str, Path]:
     """List the files of the recipe's task, or of NeMo-RL's own data, by their paths in the recipe."""
     task = recipe.nemo_grpo.task
     if task is None:
-        # NeMo-RL's data sections have many forms; a text in them is a file if there is one of this name.
+        # NeMo-RL's data sections have many forms, so every text in them that is the path of a file counts.
         texts = [value for _, value in leaves(recipe.data.model_dump()) if isinstance(value, str)]
         return {text: Path(text) for text in texts if Path(text).is_file()}
     files = [*getattr(task, "files", ()), getattr(task, "corpus", None)]
@@ -150,15 +152,20 @@ def list_and_check_inputs(
     policy, or as the frozen base of LoRA.
 
     Args:
-        source: folder of the model to start from.
-        resumed: folder of the run to resume; None: the run begins.
-        has_reference: the run has a reference policy.
+        recipe: Recipe of the run.
+        source: Folder of the model to start from.
+        resumed: Folder of the run to resume, or None for a new run.
+        has_reference: True if the run has a reference policy.
+
+    Returns:
+        Paths of all input files by name, also of those that a resumed run does not read.
     """
     inputs = data_files(recipe) | model_files(source)
     if resumed is None:
         return inputs
     reads_weights = has_reference or recipe.policy.megatron_cfg.lora_in_use is not None
-    # A new model is made again from its sizes, and its config may name other versions than the first time.
+    # Without a model_name the model is built from its sizes at every start. Its config.json may then name
+    # another version of transformers than the first time, which is no change of the run.
     reads_side_files = recipe.policy.model_name is not None
     used = {}
     for name, path in inputs.items():
@@ -175,10 +182,14 @@ def list_and_check_inputs(
 
 
 def check_inputs(run: Path, files: Mapping[str, Path], remedy: str) -> None:
-    """Refuse files that have changed since a run began; runs of older versions have no record.
+    """Refuse files that have changed since a run began.
+
+    A file without a recorded hash passes: runs of older versions of this package recorded none.
 
     Args:
-        remedy: the alternative to undoing the change.
+        run: Folder of the run.
+        files: Paths by the names in the run's record.
+        remedy: Advice for users who do not want to restore the file.
     """
     recorded_hashes = _recorded_hashes(run)
     for name, path in files.items():
@@ -194,7 +205,14 @@ def check_inputs(run: Path, files: Mapping[str, Path], remedy: str) -> None:
 
 
 def keep_inputs(run: Path, files: Mapping[str, Path], *, begins: bool = False) -> None:
-    """Record the files that the run's folder has no record of yet; if the run ``begins``, all."""
+    """Record the hashes of input files in the run's folder.
+
+    Args:
+        run: Folder of the run.
+        files: Paths by name.
+        begins: True for a new run, whose record replaces an older one. A resumed run only adds the files
+            that its record lacks.
+    """
     recorded_hashes = {} if begins else _recorded_hashes(run)
     new_hashes = {
         name: content_hash(path)
@@ -206,10 +224,11 @@ def keep_inputs(run: Path, files: Mapping[str, Path], *, begins: bool = False) -
 
 
 def _recorded_hashes(run: Path) -> dict[str, str]:
-    """Read the hashes that the run's folder records; empty: it has no record."""
+    """Read the hashes that the run's folder records, by file name. Without a record there are none."""
     path = run / INPUTS_FILE
     if not path.exists():
         return {}
+    # `dict` raises a TypeError where the JSON is not a mapping.
     with reading(path, "a mapping in JSON", "restore it, or remove it and the check with it", TypeError):
         recorded = dict(json.loads(path.read_text()))
         return {str(name): str(digest) for name, digest in recorded.items()}
@@ -221,7 +240,8 @@ def content_hash(path: Path) -> str:
     return _hash_of(path, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-# Weights of several GB are compared when a run is checked, and recorded when it begins.
+# Weights of several GB are needed twice, in the check before the start and for the record; they are hashed
+# once. A changed file has another status, which is a part of the cache's key.
 @lru_cache(maxsize=1024)
 def _hash_of(path: Path, *_status: int) -> str:
     return sha256_of(path)

@@ -1,4 +1,8 @@
-"""Notes on a recipe's problems and prompts before anything is built: counts, repetitions, forms."""
+"""Warnings about a recipe's data before a run starts.
+
+They name probable mistakes: too few problems, repeated questions, a form of the answer that the grader does
+not read, and a think tag that prompt and task disagree on.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -11,11 +15,14 @@ from nemo_grpo.tasks.jsonl import question_of
 from nemo_grpo.tasks.mathematics import MathematicalAnswers
 
 ASKED_FORM = re.compile(r"(?:after|of the form|in the form|format)\W{0,3}(Answer:|####)")
-"""Instructions of verl's data sets (DAPO-Math-17k, GSM8K) for a form that the maths grader does not read."""
+"""Instruction in a question for a form of the answer that the maths grader does not read.
+
+verl's versions of DAPO-Math-17k and GSM8K have such instructions.
+"""
 PREPARED = {"Answer:": "dapo-math-17k", "####": "gsm8k"}
-"""Form asked for -> the data set that `nemo-grpo data prepare` writes without the instruction."""
+"""Form of the answer -> data set that `nemo-grpo data prepare` writes without the instruction for it."""
 NUM_LOOKED_AT = 1000
-"""Problems whose questions are searched for an instruction."""
+"""Number of problems whose questions are searched for an instruction."""
 OPENING = "<think>"
 """Tag that opens a response's thinking."""
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
@@ -25,12 +32,13 @@ TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json
 def data_notes(
     recipe: Recipe, task: Task, file_problems: Sequence[Problem], problems: Sequence[Problem]
 ) -> Iterator[str]:
-    """Yield probable mistakes in the problems, and in how they are asked.
+    """Yield probable mistakes in the problems and in their prompts.
 
     Args:
-        task: the recipe's.
-        file_problems: problems of train_files.
-        problems: those of them that are not held out, on which the run trains.
+        recipe: Recipe of the run.
+        task: Task of the recipe.
+        file_problems: All problems of train_files.
+        problems: Problems on which the run trains: ``file_problems`` without those in validation_files.
     """
     num_prompts = recipe.grpo.num_prompts_per_step
     if problems and num_prompts > len(problems):
@@ -51,8 +59,8 @@ def data_notes(
 
 
 def _repetitions(problems: Sequence[Problem]) -> Iterator[str]:
-    """Yield notes on questions that come several times, and on those with several answers."""
-    # A question with other turns before it is another question.
+    """Yield notes on questions that occur several times, and on questions with several answers."""
+    # The earlier turns are a part of the question.
     keys = [repr((question_of(problem), problem.history)) for problem in problems]
     answers: dict[str, set[str]] = {}
     for key, problem in zip(keys, problems, strict=True):
@@ -91,12 +99,12 @@ def _unread_forms(task: Task, problems: Sequence[Problem]) -> Iterator[str]:
 
 
 def _think_tags(recipe: Recipe, problem: Problem) -> Iterator[str]:
-    """Yield a note if the prompt opens the thinking and the task does not know it, or the other way round."""
+    """Yield a note if prompt and task disagree on whether the prompt already opens the think block."""
     task = recipe.task
     is_open = getattr(task, "think_is_open", None)
     if is_open is None or getattr(task, "form", None) == "boxed":
         return
-    # NeMo-RL may put another template in the place of the tokenizer's, or give it arguments.
+    # NeMo-RL may replace the tokenizer's template, or give it arguments, and this check sees neither.
     tokenizer = recipe.policy.tokenizer
     has_other_template = tokenizer.chat_template not in (None, "default")
     folder = Path(tokenizer.name or recipe.policy.model_name or "")
@@ -117,20 +125,24 @@ def _think_tags(recipe: Recipe, problem: Problem) -> Iterator[str]:
 
 
 def _prompt_opens_thinking(folder: Path, prompt: Prompt, problem: Problem) -> bool | None:
-    """True if the response begins within a thought; None: the tokenizer cannot say."""
+    """True if the response begins within a think block; None if the model's folder does not show it."""
+    # If the response's prefix has think tags, the last of them decides, whatever the template writes.
     before, _, after = prompt.response_prefix.rpartition("</think>")
     if before or OPENING in after:
         return OPENING in after
     files = [folder / name for name in TEMPLATES]
     templates = [file.read_text(errors="replace") for file in files if file.is_file()]
     # Loading the tokenizer takes seconds, which a template without the tag does not need.
+    if not templates:
+        return None
     if not prompt.use_chat_template or not any(OPENING in template for template in templates):
-        return False if templates else None
+        return False
     from nemo_grpo.support.hf_folder import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(folder)
         tokens = encode_prompt(tokenizer, prompt, problem)
-    except UserError:  # the check at the run's start reports it
+    except UserError:
+        # The check at the run's start reports this error.
         return None
     return str(tokenizer.decode(tokens, skip_special_tokens=False)).rstrip().endswith(OPENING)

@@ -18,7 +18,10 @@ from nemo_grpo.tasks.prompts import PROMPTS_CHECKED
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """A recipe's demonstrations by number, for both engines; always the same ones."""
+    """Demonstrations of a recipe's problems, for both engines.
+
+    A problem gets the same demonstration each time, on every process and after a resume.
+    """
 
     recipe: Recipe
     task: Task
@@ -35,17 +38,24 @@ class Demonstrations:
         return self._demonstrate(problem, stream("demonstration", problem.id))
 
     def check(self, problems: Sequence[Problem] = ()) -> None:
-        """Encode the demonstrations of these problems and of training (of an endless stream, the first)."""
+        """Refuse demonstrations that cannot be encoded, or that are too long.
+
+        All training problems are checked, or the first `PROMPTS_CHECKED` of a task that makes its problems.
+
+        Args:
+            problems: Validation problems to check as well.
+        """
         for index in range(getattr(self.task, "num_train_problems", PROMPTS_CHECKED)):
             self.training(index)
         for problem in problems:
             self.held_out(problem)
 
     def _demonstrate(self, problem: Problem, rng: random.Random) -> Group:
-        """Lay out a problem with its demonstration.
+        """Build the group of one problem and its demonstration.
 
         Args:
-            rng: seeded by the problem's number or id, so that it gets the same demonstration every time.
+            problem: Problem to demonstrate.
+            rng: Seeded by the problem's number or id, so that the problem always gets the same demonstration.
         """
         return demonstrated(
             self.tokenizer,
@@ -69,22 +79,26 @@ def demonstrated(
     key: str,
     prompt_tokens: list[int] | None = None,
 ) -> Group:
-    """Lay out a problem with its demonstration, up to the end-of-sequence token.
+    """Build the group of one problem and its demonstration, which ends with the end-of-sequence token.
 
-    The environment's text between turns is context, as in a rollout. Nothing was sampled or scored: logprobs
-    and reward are 0.
+    The environment's text between turns is context, as in a rollout. Logprobs and reward are 0, because
+    nothing was sampled or scored.
 
     Args:
-        rng: for tasks whose demonstrations vary.
-        limit: longest sequence, tokens.
-        key: the recipe's key that sets it.
-        prompt_tokens: those of a prompt with images; None: `encode_prompt` makes them.
+        tokenizer: Tokenizer of the model.
+        task: Task of the problem.
+        prompt: Section ``nemo_grpo.prompt`` of the recipe.
+        problem: Problem to demonstrate.
+        rng: Random numbers for tasks whose demonstrations vary.
+        limit: Longest sequence in tokens.
+        key: Key of the recipe that sets ``limit``, for messages.
+        prompt_tokens: Tokens of a prompt with images. By default `encode_prompt` makes the prompt's tokens.
     """
     if prompt_tokens is None:
         prompt_tokens = encode_prompt(tokenizer, prompt, problem)
-    # The prompt ends with the response's first words.
+    # The prompt already ends with the response's prefix.
     text = task.demonstration(problem, rng).removeprefix(prompt.response_prefix)
-    # (text, True if the policy is to write it; the environment's text is not).
+    # Pairs of a text and a flag: True for the policy's own text, False for the environment's.
     segments = task.segments(text) if isinstance(task, MultiTurnTask) else [(text, True)]
     tokens: list[int] = []
     mask: list[bool] = []

@@ -14,11 +14,12 @@ from nemo_grpo.run.folder import RunFolder
 
 @dataclass(frozen=True)
 class StepDiagnostics:
-    """Measures the tokens of the first and of every n-th step.
+    """Measures the tokens of the first step and of every n-th step.
 
     Attributes:
-        period: n; 0: never.
-        decode: returns the text of token ids.
+        folder: Folder of the run.
+        period: The number n of steps between two measurements; 0 turns them off.
+        decode: Function that returns the text of token ids.
     """
 
     folder: RunFolder
@@ -26,18 +27,19 @@ class StepDiagnostics:
     decode: Callable[[list[int]], Any]
 
     def is_due(self, step: int) -> bool:
-        """True if this step is measured; steps count from 1. Only the process that leads measures."""
+        """True if this process measures this step, counted from 1. Only the leading process measures."""
         return self.folder.leads and self.period > 0 and (step == 1 or step % self.period == 0)
 
     def measure(
         self, objective: Objective, prepared: PreparedBatch, tokens: Tensor, step: int
     ) -> dict[str, float]:
-        """Return metrics ``tokens/*`` of a step that is due, and append its details to diagnostics.jsonl.
+        """Return the metrics ``tokens/*`` of a step, and append the step's details to diagnostics.jsonl.
 
         Args:
-            prepared: the whole step.
-            tokens: [B, T], the token that each of its columns predicts.
-            step: the step's number.
+            objective: Objective of the recipe's variant.
+            prepared: Batch of the whole step.
+            tokens: [B, T], the token that each column of ``prepared`` predicts.
+            step: Number of the step.
         """
 
         def text_of(token: int) -> str:

@@ -1,7 +1,9 @@
-"""``runs/<name>/``: all files of a run.
+"""The folder of a run, ``runs/<name>/``, and the files in it.
 
-recipe.resolved.yaml  own/  versions.json  inputs.json  metrics.jsonl  samples.jsonl  diagnostics.jsonl
-tensorboard/  plots/  report.html  checkpoints/  evaluation/  hf/  hf-adapter/
+Settings of the run: recipe.resolved.yaml  own/  versions.json  inputs.json
+Rows for each step:  metrics.jsonl  samples.jsonl  diagnostics.jsonl
+Results:             checkpoints/  hf/  hf-adapter/  evaluation/
+For reading:         tensorboard/  plots/  report.html
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VERSIONS_FILE = "versions.json"
-"""In a run's folder: versions of the packages that it was last started with."""
+"""File in a run's folder: versions of the packages at the run's last start."""
 SIDE_FOLDER = Path("policy/tokenizer")
-"""Folder in a checkpoint of config.json, tokenizer and chat template; the converters' --hf-config."""
+"""Folder in a checkpoint with config.json, tokenizer and chat template, for the converters' --hf-config."""
 PACKAGES = (
     "nemo-grpo",
     "torch",
@@ -49,21 +51,26 @@ PACKAGES = (
 
 
 class RunFolder:
-    """A run's folder; nothing is written before `open`, and only by the process that leads.
+    """The folder of a run.
+
+    Only the leading process writes, and only after `open`.
 
     Attributes:
-        failure: why a row could not be appended; no more rows are, and the run should end.
+        failure: The reason why a row could not be appended, or None. After a failure no more rows are
+            appended, and the run should end.
     """
 
     def __init__(
         self, path: Path, *, checkpoints: Path | None = None, leads: bool = True, resume: bool = False
     ) -> None:
-        """Name the files of the folder.
+        """Name the files of the folder. Nothing is created yet.
 
         Args:
-            checkpoints: their folder if it lies elsewhere; no other run may use it meanwhile.
-            leads: this process writes.
-            resume: the run continues.
+            path: Folder of the run.
+            checkpoints: Folder of the checkpoints. Outside of ``path`` it gets a lock of its own, so that no
+                other run uses it at the same time.
+            leads: True on the process that writes.
+            resume: True if the run continues.
         """
         self.path = path
         self.checkpoints: Path | None = None
@@ -82,22 +89,23 @@ class RunFolder:
         self._locks: dict[Path, int] = {}
 
     def lock(self) -> None:
-        """Lock the run's folders that exist until `close`.
+        """Lock those of the run's folders that exist already; `close` unlocks them.
 
-        Folders of other runs around them are locked, too, such as ``runs/a`` for ``runs/a/checkpoints``.
+        If such a folder lies within another run's, that one is locked, too: ``runs/a`` for checkpoints in
+        ``runs/a/checkpoints``.
         """
         if not self.leads:
             return
         folders = self._folders()
-        around = [
+        enclosing_runs = [
             parent for folder in folders for parent in folder.parents if (parent / RECIPE_FILE).exists()
         ]
-        for folder in folders + around:
+        for folder in folders + enclosing_runs:
             if folder.is_dir() and folder not in self._locks:
                 self._locks[folder] = _locked(folder)
 
     def _folders(self) -> list[Path]:
-        """List the run's folder, and that of its checkpoints if it lies elsewhere."""
+        """List the run's folder, and the folder of its checkpoints if that lies elsewhere."""
         return [self.path] if self.checkpoints is None else [self.path, self.checkpoints]
 
     def check(self) -> None:
@@ -131,13 +139,15 @@ class RunFolder:
         from_step: int,
         trackers: Callable[[Path], Iterable[Tracker]] = lambda _folder: (),
     ) -> None:
-        """Create or continue the folder; drop rows of steps after ``from_step``, which are trained again.
+        """Create or continue the folder, and open the trackers.
+
+        Rows of steps after ``from_step`` are dropped, because these steps are trained again.
 
         Args:
-            recipe_yaml: the resolved recipe.
-            own_files: `Recipe.own_files`.
-            from_step: last step that stays; -1: none.
-            trackers: opens them, in the folder that it gets.
+            recipe_yaml: The resolved recipe.
+            own_files: Texts of the user's own code, see `Recipe.own_files`.
+            from_step: Step of the checkpoint that the run continues from; -1 without a checkpoint.
+            trackers: Function that opens the trackers in the folder that it is called with.
         """
         if not self.leads:
             return
@@ -149,7 +159,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=self.resume)
             if self.checkpoints is not None:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
-            # Once more: a folder can be locked only when it exists.
+            # Lock once more, now that the new folders exist.
             self.lock()
             self.begin_record(recipe_yaml, own_files, from_step)
         except FileExistsError:
@@ -161,17 +171,21 @@ class RunFolder:
         self._trackers = list(trackers(self.path))
 
     def begin_record(self, recipe_yaml: str, own_files: Mapping[str, str], from_step: int) -> None:
-        """Write the run's settings, and drop the rows that it writes again; both engines, before any row."""
+        """Write the run's settings, and drop the rows that it will write again.
+
+        Both engines call it before they append a row.
+        """
         self.keep_settings(recipe_yaml, own_files, from_step)
         self.drop_abandoned_rows(from_step)
 
     def drop_abandoned_rows(self, from_step: int) -> None:
-        """Remove the rows of steps after the checkpoint that the run continues from: they are trained again.
+        """Remove the rows of steps after the checkpoint that the run continues from.
 
-        With them, a report would show rewards and accuracies of a policy that no longer exists.
+        These steps are trained again. With the old rows a report would show rewards and accuracies of a
+        policy that no longer exists.
 
         Args:
-            from_step: the checkpoint's step; -1: there is none, and all rows move to ``*.old.jsonl``.
+            from_step: Step of the checkpoint; -1 without one: all rows then move to ``*.old.jsonl``.
         """
         row_files = [path for path in (self.metrics, self.samples, self.diagnostics) if path.exists()]
         if row_files and from_step < 0:
@@ -185,11 +199,11 @@ class RunFolder:
                 _keep_rows_up_to(path, from_step)
 
     def keep_settings(self, recipe_yaml: str, own_files: Mapping[str, str], from_step: int) -> None:
-        """Write versions, the resolved recipe (also beside checkpoints elsewhere) and own files.
+        """Write the versions, the resolved recipe and the user's own code.
 
-        Changed own code is logged, and its old text kept.
+        If the user's code has changed, that is logged, and a copy of the old text stays.
         """
-        # Beside checkpoints elsewhere, too: whoever resumes from them finds the recipe.
+        # Checkpoints that lie elsewhere get the recipe, too: whoever resumes from them needs it.
         for folder in self._folders():
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / VERSIONS_FILE, json.dumps(versions(), indent=2) + "\n")
@@ -204,7 +218,7 @@ class RunFolder:
             write_atomically(copy, text)
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """Add one step's object to metrics.jsonl; numbers that JSON has no name for become null."""
+        """Add the row of one step to metrics.jsonl, and log it to the trackers. NaN and inf become null."""
         if not self.leads:
             return
         self._append(self.metrics, row)
@@ -231,7 +245,7 @@ class RunFolder:
         self._append(self.diagnostics, row)
 
     def _append(self, path: Path, row: dict[str, Any]) -> None:
-        """Add a row to a file, unless one could not be added before: the files would have gaps."""
+        """Add a row to a file, unless an earlier row could not be written: the files would have gaps."""
         if not self.leads or self.failure:
             return
         try:
@@ -255,25 +269,25 @@ def _locked(folder: Path) -> int:
 
 
 def own_copy(folder: Path, name: str) -> Path:
-    """Return the run folder's copy of a user's own variant, task or reward; ``a/b.py``: a%2Fb.py."""
+    """Return the path of the run folder's copy of a user's own file: ``own/a%2Fb.py`` for ``a/b.py``."""
     return folder / "own" / quote(name, safe="")
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """List either engine's checkpoints, from the first step to the last."""
-    # Not step_3.json or tmp_step_3, which other programs or a killed save may leave there.
+    """List the checkpoints that either engine wrote, from the first step to the last."""
+    # The whole name must match: other programs or a killed save may leave step_3.json or tmp_step_3 there.
     checkpoints = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
     return sorted(checkpoints, key=step_of)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint in a folder; None: it has none."""
+    """Return the newest checkpoint in a folder, or None if it has none."""
     checkpoints = checkpoints_in(folder)
     return checkpoints[-1] if checkpoints else None
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step that ends with this checkpoint."""
+    """Return the number of the step after which this checkpoint was written."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
@@ -289,7 +303,7 @@ def versions() -> dict[str, str]:
 
 
 def _finite(value: Any) -> Any:
-    """Replace numbers that JSON cannot express by None, to any depth."""
+    """Replace NaN and inf, which JSON cannot express, by None, also within nested values."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -300,10 +314,10 @@ def _finite(value: Any) -> Any:
 
 
 def _keep_rows_up_to(path: Path, last_step: int) -> None:
-    """Rewrite a file of rows without those of later steps, and without damaged lines."""
+    """Rewrite a file of rows without the rows of later steps, and without damaged lines."""
     lines = path.read_text(errors="replace").splitlines()
     steps = [_step_of(line) for line in lines]
-    # The last line was being written when the run was killed.
+    # A damaged last line is not counted: the run was killed while it wrote that line.
     num_damaged = steps[:-1].count(None)
     if num_damaged:
         log.warning("%s: %d damaged lines are left out", path, num_damaged)
@@ -312,7 +326,7 @@ def _keep_rows_up_to(path: Path, last_step: int) -> None:
 
 
 def _step_of(line: str) -> float | None:
-    """Return a row's step; None: the line is damaged."""
+    """Return the step of a row, or None if the line is damaged."""
     try:
         return float(json.loads(line)["step"])
     except (*UNREADABLE, LookupError, TypeError):

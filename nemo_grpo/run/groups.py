@@ -20,8 +20,9 @@ class Scored:
     """A response with its reward.
 
     Attributes:
-        scores: the reward's components.
-        reward: their weighted sum; NaN: see `reward_of`.
+        response: Sampled response.
+        scores: Components of the reward, by name.
+        reward: Weighted sum of the scores. NaN means that there is no reward, see `reward_of`.
     """
 
     response: Response
@@ -38,10 +39,11 @@ class Group:
     responses: list[Scored]
 
     def has_signal(self, *, drop_truncated: bool = False) -> bool:
-        """True if the rewards of the responses differ and one of them trains.
+        """True if the group has a gradient: its rewards differ, and at least one response is in the loss.
 
         Args:
-            drop_truncated: truncated responses do not train; their rewards count.
+            drop_truncated: True if truncated responses are left out of the loss. Their rewards still count
+                in the comparison.
         """
         rewards = [scored.reward for scored in self.responses]
         trains = [not (drop_truncated and scored.response.truncated) for scored in self.responses]
@@ -63,7 +65,7 @@ class Step:
 
     @property
     def response_lengths(self) -> Tensor:
-        """Tokens of each response, [B] int64; an environment's are included."""
+        """Number of tokens of each response, [B] int64, with those of an environment's text."""
         return self.sequences.lengths - self.sequences.prompt_lengths
 
     def token_batch(
@@ -72,7 +74,13 @@ class Step:
         entropies: Tensor | None = None,
         reference_logprobs: Tensor | None = None,
     ) -> TokenBatch:
-        """Join with the policy's scores, each [B, S - 1]."""
+        """Build the batch for the loss from this step and the policy's logprobs.
+
+        Args:
+            prev_logprobs: [B, S - 1], of the policy before the step's first update.
+            entropies: [B, S - 1], of the same policy.
+            reference_logprobs: [B, S - 1], of the reference policy.
+        """
         return TokenBatch(
             prev_logprobs=prev_logprobs,
             entropies=entropies,
@@ -90,9 +98,9 @@ class Step:
 def assemble(groups: Sequence[Group]) -> Step:
     """Lay a step's groups out as tensors.
 
-    Token column t belongs to input_ids[:, t + 1], so a response from position p on starts at column p - 1. An
-    environment's text is context: its columns are False in the mask. Rows are padded with token 0, whatever
-    it means: many tokenizers have no padding token. A response without a reward is masked as a whole.
+    Column t of a token tensor belongs to input_ids[:, t + 1], so a response that starts at position p starts
+    at column p - 1. An environment's text is context: its columns are False in the mask. Rows are padded with
+    token 0, because many tokenizers have no padding token. A response without a reward is masked as a whole.
     """
     prompts = [group.prompt for group in groups for _ in group.responses]
     scored_responses = [scored for group in groups for scored in group.responses]

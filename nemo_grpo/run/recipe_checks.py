@@ -1,4 +1,7 @@
-"""Checks of a recipe before anything is built, the same for every command, a job, and the start of a run."""
+"""Checks of a recipe before anything is built.
+
+Every command runs the same checks: `nemo-grpo recipe check`, the writing of a job, and the start of a run.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -23,9 +26,9 @@ from nemo_grpo.tasks.scoring import Scorer
 WRITTEN_BY = {
     ".cache/smollm2": "python -m nemo_grpo.data.smollm2 .cache/smollm2",
 }
-"""A model's folder in a shipped recipe -> the command that writes it."""
+"""Folder of a model that a shipped recipe names -> command that writes this folder."""
 MEGATRON = (".metadata", "iter_*/.metadata", "weights/.metadata", "policy", "step_*/policy")
-"""Parts by which a folder is known as Megatron's checkpoint; it has one of them."""
+"""Patterns of files and folders; a folder that has one of them is a Megatron checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +36,10 @@ class Findings:
     """The result of `check_recipe`; messages give key, value and remedy.
 
     Attributes:
-        errors: the run would end with them.
-        missing: files and folders that another command writes first, for `remedies`.
-        notes: probable mistakes.
-        found: counts, in words; empty: the task has no files.
+        errors: Messages with which the run would end.
+        missing: Missing files and folders that another command can write; `remedies` makes messages of them.
+        notes: Messages about probable mistakes, with which the run still starts.
+        found: Numbers of problems, in words; empty if the task reads no files.
     """
 
     errors: tuple[str, ...] = ()
@@ -45,10 +48,10 @@ class Findings:
     found: str = ""
 
     def refuse(self, *, missing: bool = True) -> None:
-        """Raise the errors.
+        """Raise the errors, if there are any.
 
         Args:
-            missing: also those of missing files.
+            missing: True to raise an error for missing files, too.
         """
         errors = list(self.errors)
         if missing:
@@ -58,13 +61,15 @@ class Findings:
 
 
 def check_recipe(recipe: Recipe, *, continues: bool | None = None) -> Findings:
-    """Find everything that needs no GPU and no other node: layout, model, data, own code, the run's record.
+    """Check everything that needs neither a GPU nor another node.
 
-    Paths are relative to the working directory.
+    The checks cover layout, model, data, the user's own code, and the record of an earlier run. Paths are
+    relative to the working directory.
 
     Args:
-        continues: compare with an earlier run of this name; None: if NeMo-RL trains, which always continues
-            it.
+        recipe: Recipe to check.
+        continues: True to compare the recipe with an earlier run of this name. By default it is compared
+            where NeMo-RL trains, which always continues an earlier run.
     """
     data = check_data(recipe)
     missing_model = _model_to_be_written(recipe)
@@ -74,7 +79,7 @@ def check_recipe(recipe: Recipe, *, continues: bool | None = None) -> Findings:
     if missing_model is None:
         checks.append(_check_model)
     checks += [_check_engine, try_own_loss]
-    # Own code is tried on the task's problems, which need its files.
+    # The user's task and rewards are tried on problems, which a task reads from its files.
     if not data.errors and not data.missing:
         checks.append(try_own_task_and_rewards)
     if continues:
@@ -85,7 +90,7 @@ def check_recipe(recipe: Recipe, *, continues: bool | None = None) -> Findings:
 
 
 def _messages(check: Callable[[Recipe], object], recipe: Recipe) -> list[str]:
-    """Return the messages of a check's errors, so that one error does not hide the next check's."""
+    """Run a check, and return its error messages, so that the next check runs even if this one fails."""
     try:
         check(recipe)
     except UserError as error:
@@ -94,22 +99,25 @@ def _messages(check: Callable[[Recipe], object], recipe: Recipe) -> list[str]:
 
 
 def _check_engine(recipe: Recipe) -> None:
+    """Refuse settings that the recipe's engine does not support, and a layout that does not fit the model."""
     if recipe.nemo_grpo.target == "embedded":
         refuse_unsupported(recipe)
-    if errors := shape_problems(recipe):
+    errors = shape_problems(recipe)
+    if errors:
         raise RecipeErrors(errors)
 
 
 def try_own_loss(recipe: Recipe) -> None:
-    """Run the quick part of `nemo-grpo variants check`, where the recipe's loss is the user's own."""
+    """Run the quick part of `nemo-grpo variants check` if the recipe's variant is the user's own."""
     if is_reference(recipe.loss_fn.variant):
-        from nemo_grpo.variants.checking import try_out  # imports torch, which other checks do without
+        # Imported late, because it imports torch, which the other checks do not need.
+        from nemo_grpo.variants.checking import try_out
 
         try_out(recipe.loss_fn, "loss_fn.variant")
 
 
 def try_own_task_and_rewards(recipe: Recipe) -> None:
-    """Try the recipe's own task, then call its own reward functions on a few of the problems."""
+    """Try a task that the user wrote, then call reward functions that the user wrote on a few problems."""
     section = recipe.nemo_grpo
     grpo = recipe.grpo
     if section.task is None:
@@ -124,7 +132,7 @@ def try_own_task_and_rewards(recipe: Recipe) -> None:
 
 
 def _model_to_be_written(recipe: Recipe) -> str | None:
-    """Return the recipe's model folder if another command writes it first; None: it exists, or none does."""
+    """Return the recipe's model folder if it is missing and a command is known that writes it; else None."""
     folder = Path(recipe.policy.model_name or ".")
     if recipe.nemo_grpo.target != "embedded" or folder.exists():
         return None
@@ -132,7 +140,7 @@ def _model_to_be_written(recipe: Recipe) -> str | None:
 
 
 def _model_remedy(folder: Path) -> str | None:
-    """Explain how a model's folder comes to be; None: unknown."""
+    """Name the command that writes a missing model folder, or None if no command is known."""
     command = WRITTEN_BY.get(str(folder))
     if command is not None:
         return f"`{command}` writes it"
@@ -143,6 +151,7 @@ def _model_remedy(folder: Path) -> str | None:
 
 
 def _check_model(recipe: Recipe) -> None:
+    """Refuse a ``policy.model_name`` that names a folder from which training cannot start."""
     name = recipe.policy.model_name
     setting = "policy.model_name"
     if name is None:
@@ -150,16 +159,25 @@ def _check_model(recipe: Recipe) -> None:
     if recipe.nemo_grpo.target == "embedded":
         check_model_folder(Path(name), setting)
         refuse_uncomputed(read_spec(hf_config(Path(name)), name, COMPUTED))
-    elif Path(name).is_dir() and (reason := reason_against_model(Path(name))):
+        return
+    # NeMo-RL also takes a name on the Hub, which is not checked here.
+    reason = reason_against_model(Path(name)) if Path(name).is_dir() else None
+    if reason is not None:
         raise UserError(f"{setting}={name!r} {reason}")
 
 
 def check_model_folder(folder: Path, setting: str) -> None:
-    """Refuse a folder from which training cannot start."""
+    """Refuse a folder from which training cannot start.
+
+    Args:
+        folder: Folder of the model.
+        setting: Key or option that names the folder, for messages.
+    """
     if not folder.is_dir():
         remedy = _model_remedy(folder) or how_to_get(folder)
         raise UserError(f"{setting}={str(folder)!r} is not a folder; {remedy}")
-    if reason := reason_against_model(folder):
+    reason = reason_against_model(folder)
+    if reason is not None:
         raise UserError(f"{setting}={str(folder)!r} {reason}")
     patterns_of = {
         "config.json": ["config.json"],
@@ -178,7 +196,12 @@ def _matches(folder: Path, patterns: Iterable[str]) -> bool:
 
 
 def reason_against_model(folder: Path) -> str | None:
-    """Explain what a folder without config.json is, with the remedy; None: unknown."""
+    """Explain why a folder is no model folder, with the remedy.
+
+    Returns:
+        A message without its subject, such as "is a PEFT adapter, ...". None if the folder has a config.json,
+        or if its kind is not known.
+    """
     if (folder / "config.json").is_file():
         return None
     if (folder / RECIPE_FILE).is_file():
@@ -198,33 +221,40 @@ def reason_against_model(folder: Path) -> str | None:
 
 
 def check_data(recipe: Recipe) -> Findings:
-    """Find the files of the recipe's task, and count their problems."""
+    """Check that the files of the recipe's task exist and have enough problems, and count the problems."""
     config = recipe.nemo_grpo.task
+
     absent_files = missing_files(recipe)
     to_prepare = tuple(file for file in absent_files if _is_prepared(file))
     errors = tuple(remedies(file for file in absent_files if file not in to_prepare))
     if absent_files or not isinstance(config, FileTaskConfig):
         return Findings(errors, to_prepare)
+
     try:
         check_columns(config)
         task = config.build()
-        _draw(recipe, task)
+        _take_first_problems(recipe, task)
         file_problems = listed_problems(config, "train_files")
         held_out = listed_problems(config, "validation_files")
     except UserError as error:
         return Findings((str(error),))
-    problems = not_held_out(file_problems, held_out)
-    by_key = {"train_files": file_problems, "validation_files": held_out}
-    counts = ", ".join(f"{len(listed)} problems in {key}" for key, listed in by_key.items() if listed)
-    if problems:
-        epochs = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step / len(problems)
-        counts += f": {epochs:.3g} epochs of training"
-    notes = tuple(data_notes(recipe, task, file_problems, problems))
-    return Findings(notes=notes, found=counts)
+    training_problems = not_held_out(file_problems, held_out)
+
+    counts = []
+    if file_problems:
+        counts.append(f"{len(file_problems)} problems in train_files")
+    if held_out:
+        counts.append(f"{len(held_out)} problems in validation_files")
+    summary = ", ".join(counts)
+    if training_problems:
+        num_prompts = recipe.grpo.max_num_steps * recipe.grpo.num_prompts_per_step
+        summary += f": {num_prompts / len(training_problems):.3g} epochs of training"
+    notes = tuple(data_notes(recipe, task, file_problems, training_problems))
+    return Findings(notes=notes, found=summary)
 
 
-def _draw(recipe: Recipe, task: Task) -> None:
-    """Draw problems as a run does, which refuses files that have too few."""
+def _take_first_problems(recipe: Recipe, task: Task) -> None:
+    """Take problems as a run does: a task then refuses files that have too few."""
     grpo = recipe.grpo
     task.train_problem(0, grpo.seed)
     if grpo.validates and grpo.max_val_samples is not None:
@@ -232,7 +262,7 @@ def _draw(recipe: Recipe, task: Task) -> None:
 
 
 def missing_files(recipe: Recipe) -> list[str]:
-    """List the files of the recipe's task that this machine does not have."""
+    """List the files that the recipe's task names and this machine does not have."""
     task = recipe.nemo_grpo.task
     files = [*getattr(task, "files", ()), getattr(task, "corpus", None)]
     return [file for file in files if file and not Path(file).exists()]
@@ -240,13 +270,17 @@ def missing_files(recipe: Recipe) -> list[str]:
 
 def _is_prepared(file: str) -> bool:
     """True if `nemo-grpo data prepare` writes a file of this name."""
-    from nemo_grpo.data import SOURCES  # 40 ms, for which a recipe whose files are all there has no use
+    # Imported late: the import takes 40 ms, and most recipes have all of their files.
+    from nemo_grpo.data import SOURCES
 
     return Path(file).suffix == ".jsonl" and Path(file).stem in SOURCES
 
 
 def remedies(missing: Iterable[str]) -> Iterator[str]:
-    """Yield one message for the files of a folder that `data prepare` writes, and one for each other file."""
+    """Yield error messages for missing files, with the remedy.
+
+    Files of one folder that `nemo-grpo data prepare` writes share a message. Each other file has its own.
+    """
     prepared: dict[str, list[str]] = {}
     for file in dict.fromkeys(missing):
         path = Path(file)

@@ -1,4 +1,4 @@
-"""Rows of samples.jsonl: responses of a step, and greedy responses of a validation."""
+"""Rows of samples.jsonl: some responses of each step, and the greedy responses of each validation."""
 
 from typing import Any
 
@@ -7,7 +7,10 @@ from nemo_grpo.run.groups import Group
 
 
 def sample_rows(step: int, groups: list[Group], num_samples: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """Make rows of samples.jsonl from the first responses of a step, each with its prompt as sampled."""
+    """Make rows of samples.jsonl from the first ``num_samples`` responses of a step.
+
+    The row's prompt is decoded from the tokens that the model got, special tokens included.
+    """
     responses = [(group, scored) for group in groups for scored in group.responses]
     return [
         {
@@ -27,7 +30,10 @@ def sample_rows(step: int, groups: list[Group], num_samples: int, tokenizer: Any
 
 
 def validation_row(validation_set: str, problem: ProblemResult) -> dict[str, Any]:
-    """Make a row of samples.jsonl, without its step, of a held-out problem and the greedy response."""
+    """Make a row of samples.jsonl from a validation problem and its greedy response.
+
+    The caller adds the step.
+    """
     greedy = problem.greedy
     return {
         "validation": validation_set or "validation",

@@ -9,14 +9,14 @@ from types import FrameType
 log = logging.getLogger(__name__)
 
 EXIT_INTERRUPTED = 75
-"""Exit code of a run that was asked to stop and saved a checkpoint: run again with --resume (EX_TEMPFAIL)."""
+"""Exit code (EX_TEMPFAIL) of a run that a signal stopped and that --resume can continue."""
 
-# Ctrl-C, the end of a job, and what Slurm's --signal sends before a job's time is over.
+# Ctrl-C sends SIGINT, the end of a job SIGTERM, and Slurm's --signal sends SIGUSR1 some time before that end.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """The signal that has asked the run to stop, if any."""
+    """The signal that asked the run to stop. The object is true once a signal has come."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -26,14 +26,14 @@ class StopRequest:
 
 
 def code_when_stopped(step: int, *, has_checkpoints: bool, remedy: str) -> int:
-    """Log that a run was stopped after a step, and return its exit code, the same on both engines.
+    """Log that a signal stopped a run, and return the run's exit code, which is the same on both engines.
 
     Args:
-        step: last step of the run.
-        has_checkpoints: the recipe saves some.
-        remedy: how to continue the run.
+        step: Last step of the run.
+        has_checkpoints: True if the recipe saves checkpoints.
+        remedy: Advice on how to continue the run.
     """
-    # Without a checkpoint no restart can go on, so the code must not ask for one.
+    # Without a checkpoint a restart could not continue, so the exit code must not ask for a restart.
     if not has_checkpoints:
         log.error("stopped at step %d without a checkpoint: checkpointing.enabled=false", step)
         return 1
@@ -43,7 +43,10 @@ def code_when_stopped(step: int, *, has_checkpoints: bool, remedy: str) -> int:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Let SIGINT, SIGTERM and SIGUSR1 set the request within the block; a second signal acts as outside."""
+    """Within the block, let the first of `SIGNALS` only set the request.
+
+    The second signal has the effect that it has outside of the block, usually the end of the process.
+    """
     request = StopRequest()
     handlers_before = {number: signal.getsignal(number) for number in SIGNALS}
 
@@ -56,7 +59,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
         log.warning(
             "%s: stopping after this step, with a checkpoint; send it again to stop now", request.signal.name
         )
-        # A step may take minutes, and a second signal must not wait for its end.
+        # A step may take minutes, and a second signal must end the process without waiting for it.
         restore()
 
     for number in SIGNALS:

@@ -1,7 +1,7 @@
-"""tensorboard, wandb and mlflow, as NeMo-RL's ``logger`` section names them.
+"""The trackers tensorboard, wandb and mlflow, which NeMo-RL's section ``logger`` turns on.
 
 Without a login or a server they write into the run's folder: ``tensorboard/``, ``wandb/``, ``mlflow.db``.
-A tracker that fails, also while it is opened, is left out from then on; metrics.jsonl has everything.
+A tracker that fails gets no more metrics, and the run goes on: metrics.jsonl has all of them.
 """
 
 import importlib.util
@@ -22,27 +22,27 @@ from nemo_grpo.support.errors import UserError
 log = logging.getLogger(__name__)
 
 INIT_SECONDS = 30
-"""Seconds that wandb may take to reach its server; then it writes only to disk."""
+"""Seconds that wandb may take to reach its server. After that it writes only to disk."""
 PACKAGES = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 """Packages of each tracker; mlflow needs two more for its database."""
 IN_EVERY_STEP = ("time/step", "time/validation")
-"""Metrics of which every row has at least one."""
+"""Metrics that tell the logged steps: every row has at least one of them."""
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 """Characters that mlflow refuses in a metric's name, such as the @ of pass@8."""
 
 Ended = Literal["FINISHED", "KILLED", "FAILED"]
-"""End of a run's process, in mlflow's words: at its last step, asked to stop, by an error."""
+"""How a run's process ended, in mlflow's words: after the last step, by a signal, or with an error."""
 
 
 class Tracker:
-    """Takes a run's metrics; its failure does not end the run."""
+    """Logs a run's metrics to one tracker. If the tracker fails, the run goes on without it."""
 
     def __init__(self, name: str, begin: Callable[[], Any]) -> None:
         """Open the tracker.
 
         Args:
-            name: for the log.
-            begin: opens a `TensorBoard`, `WandB` or `MLflow`.
+            name: Name of the tracker, for log messages.
+            begin: Function that opens a `TensorBoard`, `WandB` or `MLflow`.
         """
         self.name = name
         self.failed = False
@@ -57,19 +57,20 @@ class Tracker:
         self._try(lambda: self.kind.close(ended))
 
     def _try(self, work: Callable[[], Any]) -> Any:
-        """Do something with the tracker; after a failure nothing any more."""
+        """Call a function, unless the tracker has failed before. A failure is logged once."""
         if self.failed:
             return None
         try:
             return work()
-        # Any error: servers, networks and three packages have many, and none is worth a run.
+        # Every error is caught: servers, networks and three packages raise many kinds, and none of them is
+        # worth the loss of a run.
         except Exception as error:
             self.failed = True
             log.warning("%s gets no more metrics of this run: %s", self.name, error)
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Refuse trackers whose package is missing."""
+    """Refuse a recipe that turns on a tracker whose package is not installed."""
     for name, packages in PACKAGES.items():
         if not getattr(recipe.logger, f"{name}_enabled"):
             continue
@@ -82,11 +83,12 @@ def check_trackers(recipe: Recipe) -> None:
 
 
 def open_trackers(recipe: Recipe, folder: Path, from_step: int) -> Iterator[Tracker]:
-    """Open the recipe's trackers; a resumed run continues its entries there.
+    """Open the trackers that the recipe turns on. A resumed run continues its entry in each tracker.
 
     Args:
-        folder: the run's.
-        from_step: last step that stays; -1: the run begins.
+        recipe: Recipe of the run.
+        folder: Folder of the run.
+        from_step: Step of the checkpoint that the run continues from; -1 without a checkpoint.
     """
     kinds: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
     for name, kind in kinds.items():
@@ -95,12 +97,12 @@ def open_trackers(recipe: Recipe, folder: Path, from_step: int) -> Iterator[Trac
 
 
 class TensorBoard:
-    """Event files in ``tensorboard/``."""
+    """Writes event files into the run's folder ``tensorboard/``."""
 
     def __init__(self, _recipe: Recipe, folder: Path, from_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps after the checkpoint are trained, and logged, again.
+        # Steps after the checkpoint are trained again, so TensorBoard must drop their first values.
         self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
@@ -112,18 +114,18 @@ class TensorBoard:
 
 
 class WandB:
-    """``logger.wandb``: project, name, and anything else that `wandb.init` takes."""
+    """Logs to Weights & Biases. Keys of ``logger.wandb``, such as project, are arguments of `wandb.init`."""
 
     def __init__(self, recipe: Recipe, folder: Path, _from_step: int) -> None:
         import wandb
 
-        # log_* are options of NeMo-RL's own, which wandb does not know.
+        # NeMo-RL has options of its own in this section, log_*, which `wandb.init` does not know.
         section = {key: value for key, value in recipe.logger.wandb.items() if not key.startswith("log_")}
         settings = wandb.Settings(init_timeout=INIT_SECONDS, console="off", silent=True)
         mode = os.environ.get("WANDB_MODE")
         if not mode:
             mode = "online" if _has_login() else "offline"
-        arguments: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "project": "nemo_grpo",
             "name": recipe.nemo_grpo.run_name,
             "id": _recorded_id(folder / "wandb-run-id", lambda: uuid.uuid4().hex[:8]),
@@ -132,7 +134,8 @@ class WandB:
             "config": recipe.to_dict(),
             "settings": settings,
             "mode": mode,
-        } | section
+        }
+        arguments = defaults | section
         try:
             self.run = wandb.init(**arguments)
         except wandb.errors.CommError as error:
@@ -149,7 +152,7 @@ class WandB:
 
 
 class MLflow:
-    """``logger.mlflow``: experiment_name, run_name, tracking_uri."""
+    """Logs to mlflow. The section ``logger.mlflow`` may set experiment_name, run_name and tracking_uri."""
 
     def __init__(self, recipe: Recipe, folder: Path, _from_step: int) -> None:
         from mlflow import MlflowClient
@@ -167,7 +170,7 @@ class MLflow:
             folder / "mlflow-run-id",
             lambda: self.client.create_run(experiment_id, run_name=run_name).info.run_id,
         )
-        # A run that is continued has ended before.
+        # A resumed run already has the status of its first end.
         self.client.update_run(self.run, status="RUNNING")
         logged_steps = [
             metric.step for key in IN_EVERY_STEP for metric in self.client.get_metric_history(self.run, key)
@@ -177,7 +180,8 @@ class MLflow:
     def log(self, row: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
-        # Logged before a kill. mlflow cannot remove points, so the first ones stay.
+        # This step was logged before the run was killed, and is trained again. mlflow cannot remove points,
+        # so the first ones stay.
         if step <= self.last_step:
             return
         now = int(time.time() * 1000)
@@ -200,7 +204,7 @@ def _has_login() -> bool:
 
 
 def _recorded_id(file: Path, make: Callable[[], str]) -> str:
-    """Return the text in a file, made the first time: a resumed run continues the same entry."""
+    """Return the id in a file. The first call makes the id, so a resumed run continues the same entry."""
     if not file.exists():
         file.write_text(make())
     return file.read_text()

@@ -1,1 +1,1 @@
-"""Errors, files, processes and folders: shared by all packages, importing none of them."""
+"""Code that all packages of the project share, such as errors and model folders. It imports none of them."""

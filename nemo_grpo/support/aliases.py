@@ -1,4 +1,7 @@
-"""Names that other libraries have for a recipe's keys: advice on unknown keys, docs/coming_from.md."""
+"""Names that other libraries have for a recipe's keys.
+
+They serve the advice on an unknown key, and the table of docs/coming_from.md.
+"""
 
 from functools import cache
 from pathlib import Path
@@ -7,20 +10,20 @@ from typing import NamedTuple
 from nemo_grpo.support.files import read_yaml
 
 LIBRARIES = ("TRL", "verl", "OpenRLHF", "slime", "prime-rl")
-"""vime's names are slime's."""
+"""Libraries of the table, in the order of its columns. vime has slime's names."""
 NOT_AVAILABLE = "not available"
-"""Stands for the key of a setting that nothing here does."""
+"""Text in place of a key, for a setting that this package does not have."""
 VERL_SECTIONS = ("actor_rollout_ref", "algorithm", "trainer", "critic", "reward_model")
-"""Sections of verl's files whose names no section here has."""
+"""Sections of a verl config that no recipe here has, so a key below them was copied from verl."""
 
 
 class Alias(NamedTuple):
-    """One key and its other names.
+    """One key of a recipe, and its names in other libraries.
 
     Attributes:
-        key: Key of the recipe; empty: nothing here does it.
-        trl, verl, openrlhf, slime, prime_rl: Names there, separated by spaces; empty: none.
-        remark: Difference between them.
+        key: Key of the recipe; empty if this package has no such setting.
+        trl, verl, openrlhf, slime, prime_rl: Names in that library, separated by spaces; may be empty.
+        remark: Difference in meaning.
     """
 
     key: str
@@ -33,7 +36,7 @@ class Alias(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of each of `LIBRARIES`, in their order."""
+        """Names in each library, in the order of `LIBRARIES`."""
         return (self.trl, self.verl, self.openrlhf, self.slime, self.prime_rl)
 
 
@@ -44,11 +47,15 @@ def table() -> tuple[Alias, ...]:
 
 
 def advice_on(name: str, *, also_same: bool = False) -> str:
-    """Return ``"; TRL's delta is loss_fn.ratio_clip_c"`` with the remark for another library's name; else "".
+    """Return advice on a key that another library has, such as ``"; TRL's delta is loss_fn.ratio_clip_c"``.
 
     Args:
-        name: Name of a key, without its section.
-        also_same: Also for keys of the same name here, because it stood in another section.
+        name: Name of an unknown key, without its section.
+        also_same: True to advise on names that a key here has, too, because the user wrote the name in
+            another section.
+
+    Returns:
+        The end of an error message; empty if no library has a key of this name.
     """
     owners: dict[Alias, list[str]] = {}
     for alias in table():
@@ -66,12 +73,13 @@ def advice_on(name: str, *, also_same: bool = False) -> str:
 
 
 def advice_on_verl(key: str) -> str:
-    """Return advice like `advice_on`'s for a key below one of verl's sections; else empty."""
+    """Return advice on a key below one of `VERL_SECTIONS`, in the form of `advice_on`; else an empty text."""
     section = key.partition(".")[0]
     name = key.rpartition(".")[2]
     if section not in VERL_SECTIONS:
         return ""
-    # The value model and the reward model have names of the policy's keys, and nothing here for them.
+    # verl's value model and reward model have keys of the policy's names. This package has neither model, so
+    # advice on the policy's key would be wrong.
     if section not in ("critic", "reward_model"):
         advice = advice_on(name, also_same=True)
         if advice:

@@ -26,7 +26,7 @@ def barrier() -> None:
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
-    """True on every rank if it is on any; every rank calls it at the same point."""
+    """Return True on every rank if the flag is true on any rank. All ranks must call it at the same point."""
     if is_alone():
         return flag
     reduced = torch.tensor(int(flag), device=device)
@@ -35,15 +35,17 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 
 
 def from_first_rank(work: Callable[[], Result]) -> Result:
-    """Return the first rank's ``work()`` on every rank; the others do not call it.
+    """Call a function on the first rank alone, and return its result on every rank.
 
-    For results that may differ between two calls, such as a service's answers: the ranks must stay in step.
+    Ranks must stay in step, so all of them need the same result where two calls may differ, as with a
+    service's answers.
 
-    Raises: whatever the first rank's call raises, on every rank.
+    Raises: on every rank, the error that the function raises on the first rank.
     """
     if is_alone():
         return work()
-    # Result and error travel together: a rank that waits for a result alone would wait forever for an error.
+    # Result and error travel together. Otherwise the other ranks would wait forever for a result if the
+    # first rank ended with an error.
     result_and_error: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:

@@ -14,10 +14,15 @@ def value_of(node: Any, key: str, default: Any = None) -> Any:
 
 
 def is_missing(tree: Any, key: str) -> bool:
-    """True if nested mappings lack a key; False if it, or a section above it, is null or another value."""
+    """True if nested mappings lack a key.
+
+    False if the key is there, also with the value null, and if a section above it is null or a scalar.
+    """
     for name in key.split("."):
-        if not isinstance(tree, Mapping) or name not in tree:
-            return isinstance(tree, Mapping)
+        if not isinstance(tree, Mapping):
+            return False
+        if name not in tree:
+            return True
         tree = tree[name]
     return False
 

@@ -15,7 +15,10 @@ class UserError(ValueError):
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of another library's error, without full stop; else the error's name."""
+    """Return the first line of another library's error message, without its full stop.
+
+    An error without a message gives the name of its class.
+    """
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
@@ -36,16 +39,16 @@ def reading(what: object, expected: str, remedy: str, *further: type[Exception])
     """Turn errors of a parser within the block into a `UserError`.
 
     Args:
-        what: The file, or other input.
+        what: File or other input that the block reads.
         expected: Form that the input should have, such as ``valid YAML``.
-        remedy: End of the message.
-        further: The parser's own exceptions, besides `UNREADABLE`.
+        remedy: Advice at the end of the message.
+        further: Exceptions of the parser that are not in `UNREADABLE`.
     Raises: UserError: ``what is not expected (reason); remedy``.
     """
     try:
         yield
     except UserError:
-        # A message of the block itself; it is a ValueError, so the last clause would wrap it.
+        # The block's own message. A UserError is a ValueError, which the last clause would wrap.
         raise
     except OSError as error:
         raise UserError(f"{what} cannot be read ({error.strerror or first_line(error)}); {remedy}") from None
@@ -59,11 +62,11 @@ def _reason(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "it does not fit in memory"
     if hasattr(error, "problem_mark"):
-        # PyYAML draws the place over several lines; a message is one line.
+        # PyYAML's message shows the place in the file over several lines; our messages have one line.
         return " ".join(str(error).split())[:200]
     pydantic_details = getattr(error, "errors", None)
     if pydantic_details:
-        # One of them: a section of the wrong type has an error for each of its keys.
+        # The first error is enough: a section of the wrong type has one for each of its keys.
         first = pydantic_details()[0]
         return f"{'.'.join(map(str, first['loc']))}={first['input']!r:.60}: {first['msg']}"
     return first_line(error)
@@ -87,19 +90,19 @@ def shown(value: object) -> str:
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:
-    """Return the first names in alphabetical order, and the number of all where there are more."""
+    """Write names in alphabetical order; of a longer list the first ``most`` and the number of all."""
     in_order = sorted(names)
     more = f", ... ({len(in_order)} in all)" if len(in_order) > most else ""
     return f"{', '.join(in_order[:most])}{more}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the nearest known name, or the list of all when none is near.
+    """Suggest the valid name that is nearest to an invalid one, or list the valid names if none is near.
 
     Args:
-        name: The name that is not valid.
-        known: The names that are.
-    Returns: a text to append to an error message; empty when ``known`` is empty.
+        name: The invalid name.
+        known: The valid names.
+    Returns: the end of an error message, such as ``"; did you mean 'x'?"``; empty without valid names.
     """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)

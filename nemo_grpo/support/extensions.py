@@ -1,7 +1,8 @@
 """A user's own classes and functions, which a recipe names as ``my_file.py:Name`` or ``package.module:Name``.
 
-A file is relative to the working directory, as a recipe's data files are. Its text travels to other processes
-(`texts_of`, `receive_files`), so the machines of a cluster need no copy; what it imports must be installed.
+A file's path is relative to the working directory, as the paths of a recipe's data files are. The text of the
+file is sent to the other processes (`texts_of`, `receive_files`), so the machines of a cluster need no copy
+of it. Packages that the file imports must be installed there.
 """
 
 import hashlib
@@ -23,13 +24,13 @@ from pydantic import PydanticUserError, ValidationError
 from nemo_grpo.support.errors import UserError, did_you_mean, how_ended
 
 _FILES: dict[str, str] = {}
-"""File, as the recipe names it -> its text: all that this process loaded or received."""
+"""Texts of the files that this process has loaded or received, by the path in the recipe."""
 _BROKEN: dict[str, str] = {}
-"""Module of a file -> the error of its import, which is not tried again."""
+"""Error messages of the files whose import failed, by module name. Their import is not tried again."""
 TRIAL_SECONDS = 60
-"""Longest import of a user's file or module that `trial_imports` waits for."""
+"""Seconds that a trial import of a user's file or module may take."""
 _TRIAL_PASSED = 77
-"""Exit code of a child process that `trial_imports` started, once the import has returned or raised."""
+"""Exit code of the child process of a trial import if the import returned or raised an error."""
 _TRIAL = f"""
 import sys
 from nemo_grpo.support import extensions
@@ -41,7 +42,7 @@ except UserError:
 sys.exit({_TRIAL_PASSED})
 """
 _trials_are_on = False
-"""True within `trial_imports`."""
+"""True within a block of `trial_imports`."""
 
 
 def is_reference(name: object) -> bool:
@@ -51,10 +52,11 @@ def is_reference(name: object) -> bool:
 
 @contextmanager
 def trial_imports() -> Iterator[None]:
-    """Import each user's file or module in a child process first, so that it cannot end or hang this one.
+    """Within the block, import a user's file or module in a child process first.
 
-    Only `nemo-grpo recipe check` does so, because it goes on with further recipes. Every other command
-    imports at once: a file that hangs there is interrupted, and the traceback names its line.
+    An import that ends Python or hangs then ends only the child. Only `nemo-grpo recipe check` needs that,
+    because it goes on with further recipes. Every other command imports in its own process: if a file hangs,
+    the user interrupts the command, and the traceback names the line.
     """
     global _trials_are_on
     _trials_are_on = True
@@ -65,11 +67,11 @@ def trial_imports() -> Iterator[None]:
 
 
 def load(reference: str, key: str) -> Any:
-    """Load the object that a recipe's ``key`` names.
+    """Load the class or function that a recipe names.
 
     Args:
         reference: ``my_file.py:Name`` or ``package.module:Name``.
-        key: Key of the recipe, for messages.
+        key: Key of the recipe that has this value, for messages.
     """
     place, _, name = reference.rpartition(":")
     if place.endswith(".py"):
@@ -97,13 +99,13 @@ def load_class(reference: str, base: type[Any], key: str) -> Any:
 
 
 def texts_of(references: Iterable[object]) -> dict[str, str]:
-    """Return file -> text of references that name files, for `receive_files` in another process."""
+    """Return the texts of the files that these references name, by path, for `receive_files` elsewhere."""
     files = [str(name).rpartition(":")[0] for name in references if is_reference(name)]
     return {file: _FILES[file] for file in files if file in _FILES}
 
 
 def receive_files(files: Mapping[str, str]) -> None:
-    """Use these texts for these files, whether or not this machine has them."""
+    """Keep the texts of another process's files, which this machine may not have."""
     _FILES.update(files)
 
 
@@ -129,6 +131,7 @@ def _installed_module(name: str, key: str, reference: str) -> ModuleType:
 
 def _file_module(file: str, key: str, reference: str) -> ModuleType:
     """Load a file as a module whose name has a hash of its text."""
+    # The file on this machine comes before a text that another process sent.
     try:
         text = Path(file).read_text(encoding="utf-8") if Path(file).is_file() else _FILES.get(file)
     except (OSError, UnicodeDecodeError) as error:
@@ -139,7 +142,8 @@ def _file_module(file: str, key: str, reference: str) -> ModuleType:
             "directory"
         )
     _FILES[file] = text
-    # A name by content: a changed file is another module, and objects of the old one stay what they were.
+    # The name has a hash of the content, so a changed file becomes another module. Objects of the first
+    # module keep the code that they were made with.
     digest = hashlib.sha256(f"{file}\n{text}".encode()).hexdigest()[:12]
     name = f"nemo_grpo_own_{Path(file).stem}_{digest}"
     if name not in sys.modules:
@@ -148,19 +152,29 @@ def _file_module(file: str, key: str, reference: str) -> ModuleType:
 
 
 def _run(text: str, file: str, name: str, key: str, reference: str) -> None:
-    """Run a file's text as the module of this name."""
+    """Run a file's text as a module, and add the module to `sys.modules`.
+
+    Args:
+        text: Text of the file.
+        file: Path of the file, as the recipe names it.
+        name: Name of the module.
+        key: Key of the recipe, for messages.
+        reference: Value of the key, for messages and for a trial import.
+    """
     if name not in _BROKEN:
         failure = _failed_trial(reference)
         if failure is not None:
-            # The settings of a sweep share a file, and each trial may take a minute.
+            # A failure is kept: the settings of a sweep share a file, and each trial may take a minute.
             _BROKEN[name] = failure
     if name in _BROKEN:
         raise UserError(f"{key}={reference}: {_BROKEN[name]}")
+
     module = ModuleType(name)
     module.__file__ = file
-    # Before it runs, because dataclasses and pydantic look their class's module up there.
+    # The module is registered before it runs: dataclasses and pydantic look up the module of each class
+    # while they build it.
     sys.modules[name] = module
-    # For tracebacks and `inspect.getsource`, where this machine has only the text.
+    # Tracebacks and `inspect.getsource` read the source from here where this machine does not have the file.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     try:
         exec(compile(text, file, "exec"), vars(module))
@@ -171,10 +185,10 @@ def _run(text: str, file: str, name: str, key: str, reference: str) -> None:
 
 
 def _failed_trial(reference: str) -> str | None:
-    """Import in a child process, and say why the import did not come back.
+    """Try an import in a child process, and explain why it neither returned nor raised an error.
 
-    Returns: None outside of `trial_imports`, and if the import returned or raised an error: this process then
-        gets the same error, and reports it with its line.
+    Returns: None outside of `trial_imports`, and None if the import returned or raised an error. This process
+        then imports it, too, and reports the same error with its line.
     """
     if not _trials_are_on:
         return None
@@ -184,7 +198,7 @@ def _failed_trial(reference: str) -> str | None:
             [sys.executable, "-c", _TRIAL, reference],
             timeout=TRIAL_SECONDS,
             stdin=subprocess.DEVNULL,
-            # No pipes: a process that the file starts would hold them open beyond the child's end.
+            # Pipes would hang: a process that the file starts holds them open beyond the child's end.
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -196,7 +210,7 @@ def _failed_trial(reference: str) -> str | None:
 
 
 def _remedy_for_neighbour(error: BaseException, file: str) -> str:
-    """Return the remedy if a file failed to import another one beside it; else an empty text."""
+    """Return a remedy if the error is the failed import of another file in the same folder; else ""."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
     package = error.name.partition(".")[0]
@@ -210,14 +224,17 @@ def _remedy_for_neighbour(error: BaseException, file: str) -> str:
 
 
 def place_of(error: BaseException, file: str | None) -> str:
-    """Describe an error: ``Error: message (file:line)``, the last line of ``file`` that it passed through."""
+    """Describe an error as ``Error: message (file:line)``.
+
+    The line is the innermost line of ``file`` in the traceback. It is left out if no line is of this file.
+    """
     description = f"{type(error).__name__}: {' '.join(_message(error).split())}"
     line = _line_in(error, file)
     return f"{description} ({file}:{line})" if line else description
 
 
 def _message(error: BaseException) -> str:
-    """Return an error's own words, without addresses and line numbers."""
+    """Return the message of an error, without web addresses and line numbers."""
     if isinstance(error, ValidationError):
         details = error.errors(include_url=False)
         return "; ".join(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details)
@@ -230,7 +247,7 @@ def _message(error: BaseException) -> str:
 
 
 def _line_in(error: BaseException, file: str | None) -> int | None:
-    """Find the last line of a file that an error passed through."""
+    """Find the innermost line of a file in an error's traceback."""
     if isinstance(error, SyntaxError):
         return error.lineno
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]

@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA on a CPU: streams, events, and devices."""
+"""Replacements for CUDA's streams, events and devices, with which code for a GPU runs on a CPU."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ FACTORIES = (
     "zeros",
     "zeros_like",
 )
-"""torch's functions that make tensors and take a device."""
+"""Functions of torch that make a tensor on a given device."""
 
 
 def here(device: Any) -> Any:
-    """Return the CPU for a CUDA device or a GPU's number; anything else, such as a dtype, unchanged."""
-    # Not isinstance: a bool is an int, too, but no GPU's number.
+    """Return the CPU for a CUDA device or a GPU's number; return other values, such as a dtype, unchanged."""
+    # `isinstance` would take a bool, which is an int, for the number of a GPU.
     is_gpu_number = type(device) is int
     is_cuda_device = isinstance(device, str | torch.device) and "cuda" in str(device)
     return CPU if is_gpu_number or is_cuda_device else device
 
 
 def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a tensor factory: a GPU becomes the CPU, pinned memory plain memory."""
+    """Wrap a function that makes tensors, so that it uses the CPU and ordinary instead of pinned memory."""
 
     @functools.wraps(factory)
     def factory_on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -58,11 +58,11 @@ def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def nothing(*_args: Any) -> None:
-    """Return at once: on a CPU everything is done."""
+    """Replace a method that waits: on a CPU all work is finished when the call returns."""
 
 
 class Event:
-    """The part of torch.cuda.Event that is used on a CPU, on the host's clock."""
+    """Replacement for torch.cuda.Event that reads the host's clock."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         self.record()
@@ -80,7 +80,7 @@ class Event:
 
 
 class Stream:
-    """The CPU has one stream and everything on it is done when the call returns."""
+    """Replacement for torch.cuda.Stream: a CPU's work is finished when the call returns."""
 
     cuda_stream = 0
     device = CPU

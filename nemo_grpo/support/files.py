@@ -21,21 +21,22 @@ TABLE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """PyYAML's safe loader: the one in C is seven times as fast, but a PyYAML built without libyaml lacks it."""
 
 SHA256SUMS = "SHA256SUMS"
+"""Name of the file with the hashes of a folder's files."""
 REPLACED = "tmp_removed_"
-"""Prefix of a folder that `publish_folder` replaces; checkpoints' leftovers begin with ``tmp_``, too."""
+"""Prefix of a folder that `publish_folder` will delete. It begins with ``tmp_``, like all leftovers."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""Lustre without -o flock, NFS without a lock daemon."""
+"""Errors of a file system without locks: Lustre without -o flock, or NFS without a lock daemon."""
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file; a kill or a full disk leaves it as it was, or complete."""
-    # No pattern for finished files matches this name.
+    """Write a file so that it is either complete or as it was before, even after a kill or a full disk."""
+    # Code that lists finished files by a pattern, such as *.json, does not find this name.
     temporary = path.with_name(f"tmp_{path.name}.new")
     temporary.write_text(text, encoding="utf-8")
-    # The content before the name: after a power cut the new name must not lead to an empty file.
+    # The content must be on the disk before the rename is: a power cut could leave an empty file otherwise.
     flush(temporary)
     temporary.replace(path)
-    # A rename is an entry of the folder, which is flushed apart from the file.
+    # The rename is a change of the folder, which has a flush of its own.
     flush(path.parent)
 
 
@@ -46,7 +47,11 @@ def read_yaml(path: Path) -> Any:
 
 def existing_parent(folder: Path) -> Path:
     """Return the folder, or the nearest one above it that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    path = folder.absolute()
+    # The root always exists, so the loop ends.
+    while not path.exists():
+        path = path.parent
+    return folder if path == folder.absolute() else path
 
 
 def flush(path: Path) -> None:
@@ -65,15 +70,16 @@ def flush_tree(folder: Path) -> None:
 
 
 def publish_folder(unfinished: Path, folder: Path) -> None:
-    """Flush a finished folder and give it its name; an existing folder of that name is replaced.
+    """Flush a finished folder and rename it; an existing folder of that name is replaced.
 
-    A kill between the two renames leaves both, complete, under other names: the old one is deleted when the
-    new one has its name.
+    The old folder is deleted only when the new one has its name. A kill between the two renames therefore
+    leaves both folders complete, under other names.
     """
     flush_tree(unfinished)
     prefix = f"{REPLACED}{folder.name}."
     if folder.exists():
-        # A new name each time: NFS may keep an earlier replaced folder while a process has a file of it open.
+        # The time makes the name unique: on NFS an earlier replaced folder stays while a process has one of
+        # its files open.
         folder.rename(folder.with_name(f"{prefix}{time.time_ns()}"))
     unfinished.rename(folder)
     flush(folder.parent)
@@ -82,12 +88,13 @@ def publish_folder(unfinished: Path, folder: Path) -> None:
 
 
 def hold_lock(file: IO[Any] | int, refusal: str, *, per_process: bool = False) -> None:
-    """Lock an open file until it is closed; warn where the disk has no locks.
+    """Lock an open file until it is closed, or log a warning if the file system has no locks.
 
     Args:
         file: Open file, or its descriptor.
-        refusal: Message if another process holds the lock.
-        per_process: Children that inherit the file do not hold it, and this process may lock it again.
+        refusal: Message of the error if another process holds the lock.
+        per_process: True for a lock of this process alone: children that inherit the file do not hold it,
+            and this process may lock the file again.
     """
     # POSIX's lockf belongs to the process, BSD's flock to the open file, which children share.
     lock = fcntl.lockf if per_process else fcntl.flock
@@ -102,13 +109,13 @@ def hold_lock(file: IO[Any] | int, refusal: str, *, per_process: bool = False) -
 
 
 def make_readable(folder: Path) -> None:
-    """Set mode 0644 on files and 0755 on folders, which some libraries make for their owner alone."""
+    """Let everybody read a folder and its files, which some libraries make readable for the owner alone."""
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def sha256_of(path: Path) -> str:
-    """Return the hexadecimal digest of a file's content."""
+    """Return the SHA-256 of a file's content in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -119,13 +126,17 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def write_sha256(folder: Path) -> None:
-    """Write ``SHA256SUMS`` over all files below a folder, in the form of the sha256sum command."""
+    """Write the hashes of all files below a folder to ``SHA256SUMS``, in the format of ``sha256sum``."""
     lines = [f"{sha256_of(path)}  {path.relative_to(folder)}\n" for path in files_in(folder)]
     (folder / SHA256SUMS).write_text("".join(lines))
 
 
 def check_sha256(folder: Path) -> int:
-    """Compare a folder with its ``SHA256SUMS``. Returns: number of files checked; 0 if there is no list."""
+    """Refuse a folder whose files do not match its ``SHA256SUMS``.
+
+    Returns:
+        The number of files that were checked; 0 without a ``SHA256SUMS``.
+    """
     path = folder / SHA256SUMS
     if not path.exists():
         return 0

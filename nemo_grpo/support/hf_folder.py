@@ -27,6 +27,7 @@ from nemo_grpo.support.model_folder import (
 )
 
 MAX_SHARD_SIZE = "5GB"
+"""Largest safetensors file of an export, as huggingface_hub reads it."""
 
 
 def load_config(folder: Path) -> Any:
@@ -38,7 +39,7 @@ def load_config(folder: Path) -> Any:
 
 
 def stated_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype that the folder's config states; float32 without one."""
+    """Return the dtype that the folder's config.json states, or float32 if it states none."""
     dtype = load_config(folder).dtype
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
@@ -55,10 +56,11 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """List the tokens that end this model's responses, the tokenizer's end of sequence first.
+    """List the tokens that end a response of this model.
 
-    The others are ``eos_token_id`` of generation_config.json, else of config.json, at which transformers'
-    ``generate`` stops: a chat model's turns often end in another token than its tokenizer's documents.
+    The first one is the tokenizer's end-of-sequence token. The others are the ``eos_token_id`` of
+    generation_config.json, or of config.json without that file or key, at which transformers' ``generate``
+    stops, too. They differ in many chat models, whose turns end with another token than documents do.
     """
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
@@ -66,20 +68,20 @@ def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
         if stated_ids is not None:
             ids += stated_ids
             break
-    # Without repetitions, in this order.
+    # Remove repetitions, but keep the order.
     return tuple(dict.fromkeys(ids))
 
 
 def _eos_token_ids(path: Path) -> list[int] | None:
-    """Read ``eos_token_id`` of a config; None if there is no such file or key."""
+    """Read the ``eos_token_id`` of a config; None if there is no such file or key."""
     config = read_config(path) if path.is_file() else {}
-    # A vision model's config has its language model's settings in text_config.
+    # The config of a vision model has the settings of its language model in text_config.
     language_config = {**(config.get("text_config") or {}), **config}
     eos = language_config.get("eos_token_id")
     if eos is None:
         return None
     ids = eos if isinstance(eos, list) else [eos]
-    # Not isinstance: true is an int.
+    # `isinstance` would accept true, which is an int.
     if any(type(token_id) is not int or token_id < 0 for token_id in ids):
         raise UserError(f"{path}: eos_token_id={eos!r:.80} must be a token's id or a list of ids; correct it")
     return ids
@@ -88,7 +90,7 @@ def _eos_token_ids(path: Path) -> list[int] | None:
 def stream_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of the folder's safetensors files, one at a time in memory."""
     for opened in _safetensors(folder):
-        # safe_open gives no mapping, so its keys() cannot be left out.
+        # `opened` is not a mapping, so `in opened` would not work.
         for name in opened.keys():  # noqa: SIM118
             yield name, opened.get_tensor(name)
 
@@ -125,7 +127,8 @@ def _not_finite(tensors: Mapping[str, Tensor]) -> str | None:
         # aminmax raises an error for an empty tensor.
         if tensor.numel() == 0:
             continue
-        # NaN and inf show in the extremes, which need no mask as large as the tensor.
+        # If a tensor has NaN or inf, its minimum or maximum is one. `isfinite` of the whole tensor would
+        # allocate a mask as large as the tensor.
         smallest, largest = tensor.aminmax()
         if not (smallest.isfinite() and largest.isfinite()):
             return name
@@ -133,7 +136,7 @@ def _not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _check_trained(tensors: Mapping[str, Tensor], target: Path) -> None:
-    """Refuse weights that are not finite."""
+    """Refuse to export weights that are not finite."""
     name = _not_finite(tensors)
     if name is not None:
         raise UserError(
@@ -151,17 +154,17 @@ def export(
 ) -> None:
     """Write a model folder that `AutoModelForCausalLM.from_pretrained` loads.
 
-    Written under a temporary name and renamed, so a folder of this name is always whole. An older one is
-    replaced.
+    The folder is written under a temporary name and then renamed, so a folder of this name is always
+    complete. An older folder is replaced.
 
     Args:
-        named_tensors: Names and tensors of the trained model.
+        named_tensors: Names and tensors of the model.
         source: Model folder that training started from; its side files are copied.
         target: Folder to write.
         dtype: Precision of the written tensors.
-        training: Facts for the model card; None: no card, for a model that a run will start with.
+        training: Facts for the model card. None writes no card, for a model that is not trained yet.
     """
-    # A copy even where nothing changes: safetensors refuses tensors that share memory.
+    # `copy=True` even if dtype and device stay: safetensors refuses tensors that share memory.
     tensors = {
         name: tensor.to(device="cpu", dtype=dtype, copy=True).contiguous() for name, tensor in named_tensors
     }
@@ -170,7 +173,8 @@ def export(
     config.dtype = dtype
     with appearing(target) as temporary:
         copy_side_files(source, temporary)
-        # huggingface_hub would report the temporary name; the name of its logger changes with the version.
+        # huggingface_hub logs the temporary name, which would mislead the user. Its logger cannot be turned
+        # off alone, because the name of this logger depends on the version of huggingface_hub.
         logging.disable(logging.INFO)
         try:
             save_torch_state_dict(tensors, temporary, max_shard_size=MAX_SHARD_SIZE)
@@ -184,7 +188,7 @@ def export(
 
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """Make a folder under a temporary name, which replaces ``target`` when the block ends."""
+    """Make a folder under a temporary name, and rename it to ``target`` when the block ends."""
     temporary = target.with_name(f"tmp_{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -198,14 +202,14 @@ def export_adapter(
 ) -> None:
     """Write LoRA matrices as a folder that PEFT's `PeftModel.from_pretrained` loads on top of ``source``.
 
-    Written under a temporary name and renamed, like `export`.
+    Like the folder of `export`, it is written under a temporary name and then renamed.
 
     Args:
         tensors: Matrices by PEFT's names, ``base_model.model.<module>.lora_A.weight`` and ``lora_B``.
         source: Folder of the base model.
         target: Folder to write.
         training: Facts for the model card.
-        dim: Rank of the update, alpha / dim B A.
+        dim: Rank of the matrices A and B in the update (alpha / dim) B A.
         alpha: Scale of the update.
     """
     copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
@@ -220,7 +224,7 @@ def export_adapter(
 
 @contextmanager
 def no_transformers_bars() -> Iterator[None]:
-    """Hide the bars that transformers draws while it reads or writes weights; restores its setting."""
+    """Within the block, hide the progress bars that transformers shows while it reads or writes weights."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -1,7 +1,7 @@
-"""This machine's processor, and the C library's heap.
+"""Abilities of this machine's processor, and control of the C library's heap.
 
-The processor's abilities follow from its identity, so they are the same in every process of a run. A choice
-by timing could fall differently when a run resumes, and change its numbers.
+The abilities are read from the processor's description. A choice by measured time could come out differently
+when a run resumes, and change the numbers of the run.
 """
 
 import ctypes
@@ -13,20 +13,20 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @cache
 def _words() -> frozenset[str]:
-    """Collect the words of the kernel's description: maker and flags; none where there is no such file."""
+    """Collect the words of /proc/cpuinfo, such as vendor and flags. Without that file there are none."""
     return frozenset(_CPUINFO.read_text().split()) if _CPUINFO.exists() else frozenset()
 
 
 def packs_weights() -> bool:
-    """True if oneDNN's products with packed weights are faster here than torch's.
+    """True if oneDNN's matrix products with packed weights are faster on this processor than torch's.
 
-    GFLOP/s of one core, packed against torch's, for 16 rows and a weight [576, 1536]:
+    GFLOP/s of one core, packed / torch's, for 16 rows and a weight [576, 1536]:
 
         processor                   FP32           BF16
         AMD EPYC with AVX512_BF16   68 / 49        131 / 92
         Intel Xeon with AMX         54 / 38        184 / 117
 
-    On an Intel Xeon without AMX, torch's (MKL's) were the faster ones.
+    On an Intel Xeon without AMX, torch's products (by MKL) were faster.
     """
     return not _words().isdisjoint({"AuthenticAMD", "amx_bf16"})
 
@@ -37,15 +37,15 @@ def has_bf16() -> bool:
 
 
 NARROWEST_BF16 = 256
-"""Hidden size from which BF16 pays where the processor has instructions for it.
+"""Smallest hidden size for which BF16 is faster than FP32 on a processor with BF16 instructions.
 
-A step's CPU seconds in BF16 as a share of FP32's: on an AMD EPYC 1.06 at a width of 64, .99 at 128, .67 at
-256 and .58 at 384; on an Intel Xeon with AMX 1.42 at 128.
+CPU seconds of a step in BF16, divided by those in FP32: 1.06 at a hidden size of 64, .99 at 128, .67 at 256
+and .58 at 384 on an AMD EPYC; 1.42 at 128 on an Intel Xeon with AMX.
 """
 
 
 def precision(asked: str, width: int) -> str:
-    """Return ``asked``, or for auto the faster precision for a model of this hidden size."""
+    """Return the requested precision, or for auto the faster one for a model of this hidden size."""
     if asked != "auto":
         return asked
     return "bfloat16" if has_bf16() and width >= NARROWEST_BF16 else "float32"
@@ -62,7 +62,8 @@ _LARGEST_OLD_THRESHOLD = 2**25
 def keep_freed_memory() -> None:
     """Let the heap keep freed memory instead of returning large blocks to the system at once (glibc only).
 
-    A training step allocates the same large blocks again and again; each page of a new one costs a fault.
+    A training step allocates blocks of the same large sizes again and again. Every page of a block that comes
+    from the system costs a page fault.
     """
     _call("mallopt", _TRIM_THRESHOLD, _LARGEST_THRESHOLD)
     if not _call("mallopt", _MMAP_THRESHOLD, _LARGEST_THRESHOLD):
@@ -70,10 +71,10 @@ def keep_freed_memory() -> None:
 
 
 def release_freed_memory() -> None:
-    """Return freed memory that the heap keeps to the system (glibc only).
+    """Give freed memory that the heap keeps back to the system (glibc only).
 
-    For the work between updates (checkpoint, export, sampling), whose blocks would otherwise come on top of
-    an update's freed activations. The next update pays with page faults.
+    The work between two updates (checkpoint, export, sampling) calls it, because its own blocks would come
+    on top of the update's freed activations. The next update pays with page faults.
     """
     _call("malloc_trim", 0)
 

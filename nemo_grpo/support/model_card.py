@@ -16,10 +16,11 @@ from nemo_grpo.support.model_folder import is_hub_name, read_config
 
 CARD = "README.md"
 _INFO = "training_info.json"
+"""File of either engine in the folder of a checkpoint's step, with the step and its metrics."""
 TAG = "nemo_grpo"
-"""Tag of the cards that this project writes; their ``base_model`` is the model that training began with."""
+"""Tag of the cards that this project writes. Their ``base_model`` is the model that training began with."""
 _ABOVE = 3
-"""Most folders from a checkpoint up to its step's, which has `_INFO`, and from there up to the run's."""
+"""Number of enclosing folders to search for the step's folder, and from there for the run's folder."""
 _TEMPLATE = """---
 {{ card_data }}
 ---
@@ -56,7 +57,7 @@ class Training:
 
 
 def training_of(checkpoint: Path) -> Training:
-    """Read the facts that a run of either engine has written above its torch_dist checkpoint."""
+    """Read the facts about a training from the folders that enclose its torch_dist checkpoint."""
     folders_above = checkpoint.absolute().parents[:_ABOVE]
     step_folder = next((folder for folder in folders_above if (folder / _INFO).is_file()), None)
     if step_folder is None:
@@ -72,7 +73,7 @@ def training_of(checkpoint: Path) -> Training:
     recipes += [folder / "recipe.resolved.yaml" for folder in run_folders]
     return Training(
         recipe=_first_readable(recipes),
-        # Not isinstance: true is an int.
+        # `isinstance` would accept true, which is an int.
         step=step if type(step) is int else None,
         metrics={
             name: value
@@ -84,7 +85,10 @@ def training_of(checkpoint: Path) -> Training:
 
 
 def _first_readable(paths: Iterable[Path]) -> dict[str, Any]:
-    """Return the first mapping that can be read, else {}: a card must not fail an export."""
+    """Read the files in order, and return the first one that is a mapping.
+
+    Without one the result is {} instead of an error: an export must not fail for its card.
+    """
     for path in paths:
         with suppress(*UNREADABLE, yaml.YAMLError):
             content = _read(path)
@@ -96,7 +100,7 @@ def _first_readable(paths: Iterable[Path]) -> dict[str, Any]:
 def _read(path: Path) -> Any:
     """Read the head of a card, a JSON file or a YAML file."""
     if path.name == CARD:
-        # Imported late, here and below: it takes longer than most commands.
+        # Imported late, here and below: the import takes longer than most commands.
         from huggingface_hub import metadata_load
 
         return metadata_load(path)
@@ -109,8 +113,9 @@ def base_model(training: Training, folder: Path) -> tuple[str, dict[str, Any]]:
 
     Args:
         training: Facts about the training.
-        folder: Source of the export's config.json; taken as the base if the recipe names none.
-    Returns: its name on the Hub, else its folder's name; ``base_model`` and its license, where known.
+        folder: Source of the export's config.json. It counts as the base model if the recipe names none.
+    Returns: the model's name on the Hub, or the name of its folder if that is not known; and the card's
+        fields for the base model and its license, as far as they are known.
     """
     recipe_name = _model_name(training)
     base_folder = Path(recipe_name) if recipe_name and Path(recipe_name).is_dir() else folder
@@ -119,7 +124,7 @@ def base_model(training: Training, folder: Path) -> tuple[str, dict[str, Any]]:
         hub_name: str | None = recipe_name
     else:
         hub_name = _hub_name_of(base_folder, head)
-    # The Hub's own card comes before the folder's, which may be a card that this project wrote.
+    # The card from the Hub comes before the card in the folder, which this project may have written.
     head = _cached_head(hub_name) or head
     license_fields = {key: head.get(key) for key in ("license", "license_name", "license_link")}
     facts = license_fields | {"base_model": hub_name}
@@ -134,21 +139,21 @@ def _cached_head(hub_name: str | None) -> dict[str, Any]:
     """Read the head of a model's card from the Hub's cache on this machine; {} if it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
-    # A name that the Hub does not allow is a ValueError.
+    # huggingface_hub raises a ValueError for a name that the Hub does not allow, also for "".
     with suppress(ValueError):
         cached = try_to_load_from_cache(hub_name or "", CARD)
-        # A file that is known to be absent on the Hub is an object, not a path.
+        # The result is a special object, not a path, if the Hub is known to lack the file.
         if isinstance(cached, str):
             return _first_readable([Path(cached)])
     return {}
 
 
 def _model_name(training: Training) -> str | None:
-    """Return the recipe's policy.model_name; None for a text that only another machine can resolve."""
+    """Return the recipe's policy.model_name, or None if this machine cannot resolve its interpolation."""
     name: str | None = training.value(str, "policy.model_name")
     if name is None or "${" not in name:
         return name
-    # A recorded recipe keeps texts that come from its machine unresolved.
+    # A run records interpolations unresolved if their value depends on the machine.
     with suppress(UserError):
         model = shipped.referenced_model(name)
         return None if model is None else str(model)
@@ -156,16 +161,18 @@ def _model_name(training: Training) -> str | None:
 
 
 def _hub_name_of(folder: Path, head: Mapping[str, Any]) -> str | None:
-    """Find the Hub's name of a folder's model, or of the model that this project trained it from.
+    """Find the name on the Hub of the model in a folder.
+
+    If this project trained the model, it is the name of the base model that its card states.
 
     Args:
         folder: Model folder.
-        head: YAML head of its card.
+        head: YAML head of the model's card.
     """
     tags = head.get("tags")
     parent = folder.resolve().parent
     name: object = None
-    # In the Hub's cache: models--ORGANISATION--MODEL/snapshots/REVISION.
+    # Folders of the Hub's cache are models--ORGANISATION--MODEL/snapshots/REVISION.
     if parent.name == "snapshots":
         name = parent.parent.name.removeprefix("models--").replace("--", "/")
     elif isinstance(tags, list) and TAG in tags and head.get("base_model") is not None:
@@ -176,19 +183,19 @@ def _hub_name_of(folder: Path, head: Mapping[str, Any]) -> str | None:
 
 
 def _is_metric(name: str, metric_name: str) -> bool:
-    """True if a checkpoint's metric, as either engine spells it, is checkpointing.metric_name."""
+    """True if two names, in the spelling of either engine, mean the same metric."""
     bare = metric_name.removeprefix("val:")
     return bool(bare) and name in (metric_name, f"val:{bare}", f"validation/{bare}")
 
 
 def write_card(folder: Path, training: Training, source: Path, *, is_adapter: bool = False) -> None:
-    """Write the card of a model, or of PEFT's matrices, into its folder.
+    """Write the card of a model or of a LoRA adapter into the exported folder.
 
     Args:
         folder: Exported folder.
         training: Facts about the training.
         source: Folder of the model that training began with, see `base_model`.
-        is_adapter: The export has PEFT's matrices alone.
+        is_adapter: True if the folder has only the matrices of LoRA.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -210,10 +217,10 @@ def write_card(folder: Path, training: Training, source: Path, *, is_adapter: bo
 
 
 def _rows(training: Training, base_name: str, base_facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the rows of a card's table: label -> value; a row of None is left out."""
-    is_new_model = not training.value(str, "policy.model_name") and training.value(
-        dict, "nemo_grpo.new_model"
-    )
+    """Build the rows of a card's table, by label. The template leaves out rows whose value is None."""
+    has_model_name = bool(training.value(str, "policy.model_name"))
+    has_new_model = bool(training.value(dict, "nemo_grpo.new_model"))
+    is_new_model = has_new_model and not has_model_name
     license = base_facts.get("license_name") or base_facts.get("license")
     if not license:
         license = "the base model's, which was not known here"

@@ -16,11 +16,14 @@ from nemo_grpo.support.errors import UserError, listed, reading
 log = logging.getLogger(__name__)
 
 WHOLE = "model.safetensors"
+"""File with all weights of a model."""
 INDEX = "model.safetensors.index.json"
+"""File that names the weight file of each tensor, for a model with several files."""
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS_KEY = "transformers_weights"
 """Key of config.json that names a file for transformers to load."""
 _MAX_DEPTH = 20
+"""Most levels of nested objects in a config.json."""
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _PLAIN_NAME = re.compile(r"[\w.+-]{1,200}\.safetensors", re.ASCII)
 SIDE_FILES = (
@@ -64,12 +67,12 @@ TEMPLATES = "additional_chat_templates"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 _LFS = b"version https://git-lfs.github.com/spec/"
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import\b", re.MULTILINE)
-"""As transformers finds the further files of a model's code."""
+"""Pattern by which transformers finds the files that a model's code imports."""
 _DOCUMENTS = ("README.md", ".gitattributes", "SHA256SUMS")
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Read the index: tensor -> file; empty where none is needed."""
+    """Read the name of the weight file of each tensor from `INDEX`; empty for a model without an index."""
     index = folder / INDEX
     if (folder / WHOLE).exists() or not index.exists():
         return {}
@@ -83,9 +86,10 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List a model's safetensors files as transformers chooses them: the one, else the index's, else all.
+    """List the safetensors files of a model that transformers would load.
 
-    Some models come with their weights once more, in another form and under other names.
+    They are `WHOLE`, or without it the files that `INDEX` names, or without an index all safetensors files.
+    The choice matters: some folders have the weights a second time, in another form and under other names.
     """
     if (folder / WHOLE).exists():
         return [folder / WHOLE]
@@ -99,12 +103,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_hub_name(name: str) -> bool:
-    """True for ORGANISATION/MODEL that is no path of this machine."""
+    """True for a name of the form ORGANISATION/MODEL that is not a path on this machine."""
     return _HUB_NAME.fullmatch(name) is not None and not os.path.exists(name)
 
 
 def how_to_get(folder: Path) -> str:
-    """Name the remedy where a model's folder is needed, and this is none."""
+    """Return the remedy for a path that should be a model folder and is not."""
     remedy = "give a Hugging Face model folder"
     if is_hub_name(str(folder)):
         remedy += f"; `hf download {folder} --local-dir DIR` makes one of a model on the Hub"
@@ -112,7 +116,7 @@ def how_to_get(folder: Path) -> str:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a folder without safetensors."""
+    """Refuse a folder without safetensors files."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; {how_to_get(folder)}")
     for file in sorted(folder.glob("*.safetensors")):
@@ -133,7 +137,7 @@ def check_weights(folder: Path) -> None:
 
 
 def check_no_other_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a folder from which transformers loads more, or other weights, than `weight_files`.
+    """Refuse a folder whose weights in transformers are not those of `weight_files` alone.
 
     Args:
         folder: Model folder.
@@ -165,12 +169,13 @@ def hf_config(folder: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a config.json of any name."""
+    """Read a JSON object from config.json or another config file."""
     with reading(path, "JSON", "give a model's config.json, or download it again"):
         config = json.loads(path.read_text())
         if not isinstance(config, dict):
             raise UserError(f"{path} is not a JSON object; download it again")
-        # `reading` explains it. Deeper objects parse here, and would fail in a library that recurses.
+        # A library that recurses would fail later at a deep object, although it parses here. `reading` turns
+        # this error into a message.
         if _depth(config) > _MAX_DEPTH:
             raise RecursionError
     return config
@@ -208,14 +213,14 @@ def _depth(value: Any) -> int:
 
 
 def side_files(folder: Path) -> Iterator[Path]:
-    """List a model folder's files besides weights: configs, tokenizer, chat templates, generation config.
+    """Yield the files of a model folder besides its weights: configs, tokenizer, chat templates, code.
 
-    Files of other names than models have may be secrets: they are left out, and named in the log.
+    Files whose names no model has may be secrets: they are left out, and a warning names them.
     """
     left_out = []
     code = _code_files(folder)
     for path in sorted((*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*"))):
-        # An export has weights and documents of its own.
+        # An export writes its own weights and documents.
         if not path.is_file() or path.name.endswith(_WEIGHTS) or path.name in _DOCUMENTS:
             continue
         if path not in code and not _is_named_like_a_side_file(path):
@@ -250,17 +255,23 @@ def _is_lfs_pointer(path: Path) -> bool:
 def auto_map_files(settings: Mapping[str, Any]) -> set[str]:
     """List the Python files that the ``auto_map`` of a config or tokenizer config names."""
     auto_map = settings.get("auto_map")
+    if not isinstance(auto_map, dict):
+        return set()
     class_names = []
-    for entry in auto_map.values() if isinstance(auto_map, dict) else ():
+    for entry in auto_map.values():
         # A tokenizer's entry lists two classes: the slow one and the fast one.
         class_names += entry if isinstance(entry, list) else [entry]
-    # MODULE.CLASS; the code of another repository, REPOSITORY--MODULE.CLASS, is not in this folder.
-    local = [name for name in class_names if isinstance(name, str) and "--" not in name and "." in name]
-    return {f"{name.rpartition('.')[0]}.py" for name in local}
+    files = set()
+    for name in class_names:
+        # A name is MODULE.CLASS. The form REPOSITORY--MODULE.CLASS names code that is not in this folder.
+        if isinstance(name, str) and "." in name and "--" not in name:
+            module = name.rpartition(".")[0]
+            files.add(f"{module}.py")
+    return files
 
 
 def _code_files(folder: Path) -> set[Path]:
-    """Find the Python files with which transformers loads the model, and those that they import."""
+    """Find the Python files of a model's code: those that transformers loads, and those that these import."""
     names: set[str] = set()
     for config in ("config.json", "tokenizer_config.json", "processor_config.json"):
         if (folder / config).is_file():
@@ -290,9 +301,10 @@ def copy_side_files(source: Path, target: Path) -> set[str]:
 
 
 def _stays_within(path: Path, folder: Path) -> bool:
-    """True for a file at its own place, and in the Hub's cache, where snapshots are links to blobs."""
+    """True for a file in the folder itself, and for a link into the same model's files in the Hub's cache."""
     real_folder = folder.resolve()
     places = [real_folder / path.relative_to(folder).parent]
+    # In the Hub's cache the files of a snapshot are links to the model's folder of blobs.
     if real_folder.parent.name == "snapshots":
         places.append(real_folder.parents[1] / "blobs")
     return path.resolve().parent in places
@@ -302,10 +314,10 @@ def peft_config(base: str, rank: int, alpha: float, modules: set[str]) -> dict[s
     """Build the content of adapter_config.json.
 
     Args:
-        base: Name of the adapted model, as its card has it.
+        base: Name of the base model, as in the adapter's card.
         rank: Rank of the matrices.
         alpha: Scale of the update.
-        modules: Last parts of the names of the adapted modules.
+        modules: Names of the adapted modules without their path, such as ``q_proj``.
     """
     return {
         "peft_type": "LORA",

@@ -1,7 +1,8 @@
-"""Checkpoints of nemo-toolkit: ``weights`` in torch_dist beside ``context`` (2.0), and older archives.
+"""Checkpoints of nemo-toolkit: folders of NeMo 2.0, and archives of NeMo 1.
 
-Source: NeMo's ``lightning``: ``io/pl.py`` and ``ckpt_utils.py`` (folders), ``megatron_parallel.py``
-(names below ``module.``) and ``io/mixin.py`` (model.yaml).
+A folder of NeMo 2.0 has ``weights`` in torch_dist, and ``context`` beside them. The layout is taken from
+NeMo's ``lightning``: ``io/pl.py`` and ``ckpt_utils.py`` (folders), ``megatron_parallel.py`` (names below
+``module.``) and ``io/mixin.py`` (model.yaml).
 """
 
 import re
@@ -24,7 +25,7 @@ def without_wrappers(key: str) -> str:
 
 
 def model_yaml(weights: Path) -> Path:
-    """Return the description of a torch_dist folder's model, which NeMo 2.0 writes beside it."""
+    """Return the path of the model's description, which NeMo 2.0 writes beside a torch_dist folder."""
     return weights.parent / MODEL_YAML
 
 
@@ -34,7 +35,7 @@ def is_folder(path: Path) -> bool:
 
 
 def is_archive(path: Path) -> bool:
-    """True for a checkpoint of NeMo 1: a ``.nemo`` file by its name, or what was unpacked from one."""
+    """True for a checkpoint of NeMo 1: a file with the ending ``.nemo``, or the folder unpacked from one."""
     return path.suffix == ".nemo" or (path / "model_config.yaml").exists()
 
 
@@ -45,7 +46,7 @@ def refuse_archive(path: Path) -> None:
 
 
 def reason_against(path: Path) -> str | None:
-    """Explain, with the remedy, that a path is a NeMo checkpoint and no Hugging Face model; None: neither."""
+    """Explain that a path is a NeMo checkpoint, not a Hugging Face model; return None if it is neither."""
     if is_archive(path):
         return f"{_ARCHIVE}; convert that with `nemo-grpo convert megatron-to-hf`"
     if is_folder(path):

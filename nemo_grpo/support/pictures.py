@@ -8,7 +8,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
-"""Okabe and Ito's colours for colour-blind readers; a brown in place of the yellow, too pale for lines."""
+"""Okabe and Ito's colours for colour-blind readers, with brown for yellow, which is too pale for lines."""
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 MARKERS = "osD^vPX*"
 INK = "#333333"
@@ -23,7 +23,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def write_png(figure: Figure, path: Path, dpi: int) -> None:
-    """Save the figure; `Figure.savefig` would draw everything twice, once for the layout."""
+    """Save a figure as PNG, without `Figure.savefig`, which draws everything twice, once for the layout."""
     figure.dpi = dpi
     FigureCanvasAgg(figure).print_png(path)
 
@@ -34,7 +34,7 @@ def set_title(axes: Axes, text: str, pad: float = 6) -> None:
 
 
 def tidy(axes: Axes) -> None:
-    """Draw a pale grid and two thin sides; tick labels lose a size that was set before."""
+    """Draw a pale grid and only the left and bottom sides. The size of the tick labels is set, too."""
     axes.grid(color=GRID, lw=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, length=3, labelsize=8.5)

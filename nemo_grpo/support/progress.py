@@ -28,11 +28,11 @@ METER_SECONDS = 1.0
 LINE_SECONDS = 10.0
 """Shortest time between two log lines of one piece of work."""
 FIRST_SECONDS = 3.0
-"""Time after which a note may be the first line of a log."""
+"""Shortest time before the first log line of metered work."""
 NAME_WIDTH = 24
-"""Columns of a terminal for the description of a bar."""
+"""Width of a bar's description, in columns of the terminal."""
 BAR_WIDTH = 12
-"""Columns of a terminal for the bar itself."""
+"""Width of the bar itself, in columns of the terminal."""
 
 
 class Advance(Protocol):
@@ -64,17 +64,17 @@ def progress(
         description: Name of the work.
         total: Units of work in all.
         done: Units that are finished already.
-        in_bytes: A unit is a byte; sizes and rates are shown as such.
-        bar: False for work within other work that has a bar; it writes log lines on a terminal, too.
-        metered: A `TokenMeter` counts the units; its notes give the time left.
-    Returns: a context manager that gives the function to call after each piece.
+        in_bytes: True if a unit is a byte; sizes and rates are then shown in GB and MB/s.
+        bar: False for work within other work that has a bar. It writes log lines even on a terminal.
+        metered: True if a `TokenMeter` counts the units. The meter's notes then give the time left.
+    Returns: a context manager that gives the function to call after each finished piece.
     """
-    # Standard error: the output of a command can be piped while its bar is shown.
+    # The bar goes to standard error, so that the output of a command can be piped while the bar is shown.
     console = Console(stderr=True)
     if not (bar and console.is_terminal):
         yield _Lines(description, total, done, in_bytes=in_bytes, metered=metered)
         return
-    # While the bar is shown, rich puts what is written to `sys.stderr` above it.
+    # While the bar is shown, rich writes all other output to `sys.stderr` above the bar.
     columns = _columns(in_bytes=in_bytes, metered=metered)
     with Progress(*columns, console=console, expand=True) as display:
         task = display.add_task(description, total=total, completed=done, note="")
@@ -82,7 +82,7 @@ def progress(
 
 
 def _columns(*, in_bytes: bool, metered: bool) -> list[ProgressColumn]:
-    """Lay out the bar: name, count, bar and times keep their width, the note gets the rest of the line."""
+    """Build the columns of the bar. The note gets the width that the others leave."""
     name_cell = Column(no_wrap=True, overflow="ellipsis", max_width=NAME_WIDTH)
     note_cell = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     one_line = Column(no_wrap=True)
@@ -92,7 +92,7 @@ def _columns(*, in_bytes: bool, metered: bool) -> list[ProgressColumn]:
         columns += [DownloadColumn(table_column=one_line), bar, TransferSpeedColumn(table_column=one_line)]
     else:
         columns += [MofNCompleteColumn(table_column=one_line), bar, TimeElapsedColumn(table_column=one_line)]
-    # A meter's note has a better estimate: rich's stays empty until the first response has ended.
+    # The note of a meter has a better estimate: rich's column stays empty until the first response has ended.
     if not metered:
         columns.append(TimeRemainingColumn(table_column=one_line))
     # Without markup: a note may contain square brackets, which rich reads as styles.
@@ -101,7 +101,7 @@ def _columns(*, in_bytes: bool, metered: bool) -> list[ProgressColumn]:
 
 
 class TokenMeter:
-    """Counts a sampler's tokens; shows rates and time left long before the first response has ended."""
+    """Counts the tokens of a sampler, so that rates and time left are shown before a response has ended."""
 
     def __init__(self, advance: Advance, num_responses: int, max_new_tokens: int) -> None:
         """Start the clock.
@@ -121,7 +121,7 @@ class TokenMeter:
         self.last = self.start
 
     def __call__(self, num_tokens: int, num_ended: int) -> None:
-        """Count a step of the sampler: tokens drawn in it, responses that ended with it."""
+        """Count the tokens that the sampler drew in a step, and the responses that ended in it."""
         self.num_tokens += num_tokens
         self.num_ended += num_ended
         self._count(num_ended)
@@ -144,7 +144,8 @@ class TokenMeter:
     def note(self, seconds: float) -> str:
         """Write ``820 tokens/s, 2.1 responses/s, about 310 s left``.
 
-        Responses to come are taken to be as long as those that ended; before any has, as long as possible.
+        The estimate takes unfinished responses to become as long as the average of those that ended. Before
+        any has ended, it takes the longest possible length.
         """
         tokens_per_second = self.num_tokens / max(seconds, 1e-9)
         responses_per_second = self.num_ended / max(seconds, 1e-9)
@@ -163,9 +164,9 @@ class TokenMeter:
 
 
 class _Lines:
-    """Logs the last unit, and others if enough time has passed since the previous line.
+    """Logs a line for the last unit, and for earlier ones if enough time has passed since the previous line.
 
-    With a meter the first line comes after a few seconds, even before any unit is done.
+    With a meter the first line comes after a few seconds, even before any unit is finished.
     """
 
     def __init__(self, description: str, total: int, done: int, *, in_bytes: bool, metered: bool) -> None:

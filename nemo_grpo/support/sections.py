@@ -1,4 +1,7 @@
-"""Sections of a recipe that a command takes as options, too."""
+"""The base class of this package's recipe sections, and the options of an evaluation.
+
+The options of an evaluation are a section of the recipe and options of a command.
+"""
 
 from typing import Any, Literal
 
@@ -8,17 +11,18 @@ from nemo_grpo.support.errors import UserError
 
 
 class OwnSection(BaseModel):
-    """A part of the recipe that this package defines."""
+    """A section of the recipe that this package defines. NeMo-RL defines the other sections."""
 
-    # Deferred, here and in every other section: a command validates few of the 84, and building all their
-    # validators takes 60 ms.
+    # The building of validators is deferred, here and in all other sections: a command validates few of the
+    # 84 sections, and building all their validators takes 60 ms.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
 
 class EvalOptions(OwnSection):
     """Options of an evaluation: of `nemo-grpo eval`, of ``nemo_grpo.evaluation``, and of `evaluate`.
 
-    None: the protocol's value, else the recipe's, else `nemo_grpo.evaluate.config.EvalConfig`'s default.
+    An option that is None takes the protocol's value, or the recipe's, or the default of
+    `nemo_grpo.evaluate.config.EvalConfig`, in this order.
     """
 
     benchmarks: str | None = Field(

@@ -1,4 +1,4 @@
-"""Files that come with the package: in a clone beside it, in an installed wheel within it."""
+"""Files that come with the package. In a clone they lie beside it, in an installed wheel within it."""
 
 import re
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 from nemo_grpo.support.errors import UserError, did_you_mean
 
 SCHEME = "nemo_grpo://"
-"""``defaults: nemo_grpo://base/embedded.yaml`` names a shipped recipe wherever the file lies."""
+"""Prefix of a shipped recipe's name in ``defaults``, such as ``nemo_grpo://base/embedded.yaml``."""
 MODEL_RESOLVER = "shipped_model"
-"""``policy.model_name: ${shipped_model:quickstart}`` names a shipped model wherever the package lies."""
+"""Resolver for a shipped model's folder, as in ``policy.model_name: ${shipped_model:quickstart}``."""
 _MODEL_REFERENCE = re.compile(rf"\$\{{{MODEL_RESOLVER}:(\w+)\}}")
 
 
@@ -22,14 +22,14 @@ def folder(name: str) -> Path:
 
 
 def recipe_names() -> list[str]:
-    """List shipped recipes without base files and sweeps, such as ``gpg/gpg-qwen2.5-32b-4n8g``."""
+    """List the shipped recipes' names, such as ``gpg/gpg-qwen2.5-32b-4n8g``, but no bases and sweeps."""
     root = folder("recipes")
     files = (path.relative_to(root) for path in root.rglob("*.yaml"))
     return sorted(str(path.with_suffix("")) for path in files if path.parts[0] not in ("base", "sweeps"))
 
 
 def portable(recipe: Path) -> str:
-    """Return a shipped recipe's text with ``defaults`` that are found from anywhere."""
+    """Return the text of a shipped recipe for a copy elsewhere: its ``defaults`` get the prefix `SCHEME`."""
     root = folder("recipes").resolve()
 
     def with_scheme(file_name: re.Match[str]) -> str:
@@ -38,13 +38,13 @@ def portable(recipe: Path) -> str:
     def with_portable_names(defaults_line: re.Match[str]) -> str:
         return re.sub(r"[\w./-]+\.yaml", with_scheme, defaults_line[0])
 
-    # Text is replaced, not a parsed tree: the copy keeps the recipe's comments.
+    # The text is edited, not the parsed YAML, so that the copy keeps the recipe's comments.
     text = recipe.read_text(encoding="utf-8")
     return re.sub(r"^defaults:[^#\n]*", with_portable_names, text, flags=re.MULTILINE)
 
 
 def recipe_file(name: str | Path) -> Path:
-    """Find a recipe: the file itself, or the shipped one of that name (`named`)."""
+    """Find the file of a recipe by its path, or by the name of a shipped recipe (`named`)."""
     if Path(name).exists():
         return Path(name)
     file = named(str(name))
@@ -52,7 +52,7 @@ def recipe_file(name: str | Path) -> Path:
         return file
     stems = {shipped_name.rpartition("/")[2] for shipped_name in recipe_names()}
     suggestion = did_you_mean(Path(_bare(str(name))).name, stems)
-    # Without a near name the hint lists all recipes, which `recipe list` shows better.
+    # Without a near name `did_you_mean` lists all recipes, which `recipe list` shows better.
     if not suggestion.startswith("; did"):
         suggestion = ""
     raise UserError(
@@ -62,7 +62,7 @@ def recipe_file(name: str | Path) -> Path:
 
 
 def named(name: str) -> Path | None:
-    """Find the shipped recipe of a name, with or without `SCHEME`, folder and ending; None: no such one."""
+    """Find the shipped recipe of a name, which may have `SCHEME`, folder and ending; else return None."""
     name = _bare(name)
     root = folder("recipes")
     file = root / f"{name}.yaml"
@@ -73,7 +73,10 @@ def named(name: str) -> Path | None:
 
 
 def beside(file: Path, name: str) -> Path:
-    """Resolve the recipe that another file names: relative to it, or with `SCHEME` a shipped one."""
+    """Resolve a recipe's name in the ``defaults`` of another file.
+
+    The name is a path relative to that file, or with `SCHEME` a shipped recipe.
+    """
     if not name.startswith(SCHEME):
         return file.parent / name
     root = folder("recipes").resolve()
@@ -84,9 +87,9 @@ def beside(file: Path, name: str) -> Path:
 
 
 def model(name: str) -> Path:
-    """Find the shipped model of a name, such as ``quickstart``: a Hugging Face folder.
+    """Find the Hugging Face folder of a shipped model, such as ``quickstart``.
 
-    Raises: UserError: there is none of this name.
+    Raises: UserError: no model of this name comes with the package.
     """
     root = folder("recipes") / "policies"
     names = sorted(path.parent.name for path in root.glob("*/config.json"))
@@ -107,6 +110,6 @@ def referenced_model(text: str) -> Path | None:
 
 
 def _bare(name: str) -> str:
-    """Strip the scheme and the ending from a name."""
-    # `Path` merges the two slashes of the scheme into one.
+    """Strip the scheme and the ending from a recipe's name."""
+    # The scheme may have lost a slash: `Path` merges its two slashes into one.
     return re.sub(f"^{SCHEME[:-1]}/*", "", name).removesuffix(".yaml")

@@ -55,14 +55,14 @@ _AS_CUDA = (
     ("models.common.language_module.language_module", "LanguageModule.setup_embeddings_and_output_layer"),
     ("models.common.embeddings.rope_utils", "get_pos_emb_on_this_cp_rank"),
 )
-"""(module, function) that ask tensors for CUDA."""
+"""(module, function): functions of megatron-core that test whether a tensor is on a GPU."""
 
 
 def install() -> bool:
-    """Make megatron-core usable without CUDA, once per process; call before building anything of it.
+    """Make megatron-core usable without CUDA. Call it before anything of megatron-core is built.
 
     Returns:
-        True if the stand-ins are active; False where CUDA is available, and then nothing was changed.
+        True if the stand-ins are active, False if CUDA is available, so that nothing was changed.
     """
     if torch.cuda.is_available():
         return False
@@ -77,8 +77,8 @@ def install() -> bool:
 
 
 def patch_imported_modules() -> None:
-    """Give the stand-in to modules of megatron-core imported since `install`; call after a late import."""
-    # A copy: looking an attribute up may import further modules.
+    """Give the stand-in to modules of megatron-core that were imported after `install`."""
+    # The list is a copy, because `getattr` on a module may import further modules.
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = _torch_for_cpu()  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ def _check_version() -> None:
 
 
 class _StandIn(types.ModuleType):
-    """A module with some names replaced and all others passed on."""
+    """A module that replaces some names of another module and passes the rest on."""
 
     def __init__(self, base: types.ModuleType, replaced: dict[str, Any]) -> None:
         super().__init__(base.__name__)
@@ -145,7 +145,8 @@ def _cuda_for_cpu() -> types.ModuleType:
 @contextmanager
 def _tensors_answer_as_cuda() -> Iterator[None]:
     """Make ``Tensor.type()`` name CUDA types and ``Tensor.cuda()`` return the tensor within the block."""
-    tensor: Any = torch.Tensor  # mypy lets no method of the type itself be replaced
+    # As Any, because mypy does not accept a replaced method of a class.
+    tensor: Any = torch.Tensor
     type_of = tensor.type
 
     def as_cuda(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -163,6 +164,7 @@ def _tensors_answer_as_cuda() -> Iterator[None]:
 
 
 def _wrap_as_cuda(module: types.ModuleType, attribute: str) -> None:
+    """Replace a function of megatron-core by one within which tensors answer as CUDA tensors."""
     *owner_names, name = attribute.split(".")
     owner = functools.reduce(getattr, owner_names, module)
     original = getattr(owner, name)
@@ -171,7 +173,7 @@ def _wrap_as_cuda(module: types.ModuleType, attribute: str) -> None:
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        # One of these functions may call another one; the outer call restores the tensors.
+        # Such functions may call each other. Only the outermost call replaces and restores the methods.
         if "type" in torch.Tensor.__dict__:
             return original(*args, **kwargs)
         with _tensors_answer_as_cuda():
@@ -181,7 +183,7 @@ def _wrap_as_cuda(module: types.ModuleType, attribute: str) -> None:
     if owner_names:
         setattr(owner, name, wrapped)
         return
-    # A plain function: modules that imported it by name hold it, too.
+    # Other modules may have imported a plain function by name, so each reference to it is replaced.
     for importer in list(sys.modules.values()):
         is_megatron = getattr(importer, "__name__", "").startswith("megatron.core")
         if is_megatron and getattr(importer, name, None) is original:

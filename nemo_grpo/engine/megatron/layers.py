@@ -1,7 +1,7 @@
 """Layers of a decoder: Transformer Engine's, or our own where it is not installed.
 
-megatron-core gets both through its module specs. They differ in parameter names: Transformer Engine holds
-each norm within the linear layer that follows it.
+megatron-core takes both through its module specs. Their parameters differ in name, because Transformer Engine
+has each norm inside the linear layer that follows it.
 """
 
 import functools
@@ -30,16 +30,16 @@ def transformer_engine_is_installed() -> bool:
 
 
 def transformer_impl(dtype: torch.dtype) -> str:
-    """Choose the layers for this dtype on this machine, as `TransformerConfig` names them.
+    """Choose the layers for this dtype on this machine: a value of `TransformerConfig.transformer_impl`.
 
-    Transformer Engine's need CUDA, and its fused attention needs a 16-bit dtype.
+    Transformer Engine's layers need CUDA, and their fused attention needs a 16-bit dtype.
     """
     fits_machine = torch.cuda.is_available() and dtype == torch.bfloat16
     return "transformer_engine" if fits_machine and transformer_engine_is_installed() else "local"
 
 
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Return this pipeline stage's decoder block, of the layers that ``config.transformer_impl`` names."""
+    """Return the spec of this pipeline stage's layers, of the kind that ``config.transformer_impl`` names."""
     if config.transformer_impl == "transformer_engine":
         return gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     if torch.cuda.is_available() and not transformer_engine_is_installed() and is_rank_zero():
@@ -51,7 +51,7 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
 class RMSNorm(torch.nn.RMSNorm):
     """RMS norm that also runs under sequence parallelism.
 
-    megatron-core's wrapper of torch's norm refuses that, 0.16 to 0.19
+    megatron-core 0.16 to 0.19 refuses sequence parallelism in its wrapper of torch's norm
     (tests/unit/engine/test_upstream_faults.py).
     """
 
@@ -59,8 +59,8 @@ class RMSNorm(torch.nn.RMSNorm):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # finalize_model_grads sums the gradients of marked weights over the tensor-parallel ranks, each of
-        # which has seen a share of the sequence.
+        # Under sequence parallelism each tensor-parallel rank sees a part of the sequence. With this mark
+        # finalize_model_grads sums the weight's gradients over these ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,11 +72,14 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """u w with u = x / rms(x), on a CPU: torch has no kernel for it, and autograd passes over x many times.
+    """RMS norm y = u w with u = x / rms(x), in few passes over memory, for a CPU.
 
-    The gradient of w is sum g u and that of x (g w - u mean(g w u)) / rms(x), with g that of the result.
-    In place where it can be: a row of hidden states is read and written from memory at each operation, which
-    takes longer than the arithmetic.
+    With g the gradient of y, the gradients are
+        dw = sum over rows of g u
+        dx = (g w - u mean(g w u)) / rms(x).
+
+    torch has no CPU kernel for this norm, and autograd of its formula passes over x many times. Operations
+    work in place where they can, because reading and writing the rows takes longer than the arithmetic.
     """
 
     @staticmethod
@@ -106,10 +109,10 @@ class _RMSNorm(torch.autograd.Function):
 class CausalAttention(MegatronModule):
     """Causal scaled-dot-product attention by torch's fused kernel, with grouped key and value heads.
 
-    Sequences are right-padded, so a real token never attends to padding and no mask is needed. Under context
+    Sequences are right-padded, so a real token never attends to padding, and no mask is needed. Under context
     parallelism each rank has two slices of the sequence (`parallel.zigzag`), gathers all keys and values, and
-    masks by position. Packed sequences (`packing`) are laid out in padded rows here and nowhere else; under
-    context parallelism every rank then computes the attention of the whole stream.
+    masks by position. Only this class lays packed sequences (`packing`) out in padded rows. Under context
+    parallelism every rank then computes the attention of the whole packed stream.
     """
 
     def __init__(
@@ -135,12 +138,14 @@ class CausalAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
         **_unused: Any,
     ) -> Tensor:
-        """Attend from this rank's share of the sequences, or of a packed stream, to all that is before it.
+        """Compute the attention of this rank's positions to all earlier positions of their sequence.
 
         Args:
             query: [S, B, H, D], with S positions on this rank.
             key: [S, B, G, D].
             value: [S, B, G, D].
+            attention_mask: Not used; megatron-core passes it.
+            packed_seq_params: Layout of the stream, if sequences are packed.
 
         Returns:
             [S, B, H x D].
@@ -159,12 +164,13 @@ class CausalAttention(MegatronModule):
         return self._attend(q, k, v, mask).transpose(0, 1).flatten(2)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
-        """Attend within a packed stream.
+        """Compute the attention within a packed stream.
 
         Args:
             query: [T, 1, H, D]; megatron-core leaves the 1 out in the thd format.
             key: [T, 1, G, D].
             value: [T, 1, G, D].
+            plan: Prompts and responses of the stream.
 
         Returns:
             [T, 1, H x D].
@@ -188,26 +194,26 @@ class CausalAttention(MegatronModule):
             k = torch.cat([k.index_select(0, plan.prompt_of), response_k], 1)
             v = torch.cat([v.index_select(0, plan.prompt_of), response_v], 1)
             outputs.append(plan.responses.collect(self._attend(q, k, v, plan.bias)))
-        # Nobody reads the output of the unused tokens; it only has to be finite.
+        # The output of the unused tokens at the end is never read. It only has to be finite.
         whole = torch.cat([*outputs, padding])
         if self.context_size > 1:
             whole = whole[zigzag(len(whole), whole.device)]
         return whole.flatten(1)[:, None]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend by torch's kernel.
+        """Compute the attention with torch's fused kernel.
 
         Args:
             q: [B, S, H, D].
             k: [B, L, G, D].
             v: [B, L, G, D].
-            mask: [S, L] bool, or a bias [B, 1, S, L]; None: causal.
+            mask: Mask [S, L] bool, or bias [B, 1, S, L]. Without one the attention is causal.
 
         Returns:
             [B, S, H, D].
         """
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        # torch's fused CUDA kernel that takes a mask has no grouped heads.
+        # torch's fused CUDA kernel with a mask does not support grouped heads, so they are repeated.
         if mask is not None and q.is_cuda:
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         dtype = q.dtype
@@ -223,7 +229,7 @@ class CausalAttention(MegatronModule):
 
 
 def local_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Return a decoder block without Transformer Engine: local layers, our norm and attention."""
+    """Return the spec of layers without Transformer Engine: megatron-core's, with our norm and attention."""
     layer = gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
     )
@@ -244,17 +250,19 @@ _plain_rotary = rope_utils._apply_rotary_pos_emb_bshd
 
 
 def rotate(heads: Tensor, angles: Tensor, *flags: Any, mscale: float = 1.0, **options: Any) -> Tensor:
-    """Turn every head by its token's angles: x cos + (-x2, x1) sin, with x = (x1, x2) in halves.
+    """Apply the rotary embedding: x cos + (-x2, x1) sin, with x = (x1, x2) the two halves of a head.
 
-    megatron-core's plain embedding computes cosines and sines of the same angles in every layer, for queries
-    and for keys, and autograd stores what each operation needs.
+    It replaces megatron-core's plain embedding, which computes cosines and sines of the same angles again in
+    every layer, for queries and for keys, and whose operations each store tensors for autograd. Whatever is
+    not plain is left to megatron-core's function: set flags and options, another mscale, and angles for a
+    part of a head.
 
     Args:
         heads: [S, B, H, D].
         angles: [S, 1, 1, D] radians, equal in both halves.
-        flags: megatron-core's own; its function handles those that are set.
-        mscale: factor of cosines and sines; megatron-core's function handles others than 1.
-        options: as ``flags``.
+        flags: Flags of megatron-core's function.
+        mscale: Factor of cosines and sines.
+        options: Further flags of megatron-core's function, by name.
 
     Returns:
         [S, B, H, D] in the dtype of ``heads``.
@@ -270,22 +278,22 @@ def rotate(heads: Tensor, angles: Tensor, *flags: Any, mscale: float = 1.0, **op
 
 
 def use_own_rotary() -> None:
-    """Make megatron-core use `rotate` where it would use its plain embedding; fused kernels stay."""
+    """Make megatron-core use `rotate` in place of its plain rotary embedding. Its fused kernels stay."""
     rope_utils._apply_rotary_pos_emb_bshd = rotate
 
 
-# Tensors hash by identity, and all layers of a forward pass have the same one. One entry: the next
-# microbatch has other angles.
+# All layers of a forward pass use the same tensor of angles, and tensors hash by identity. One entry is
+# enough, because the next microbatch has other angles.
 @functools.lru_cache(maxsize=1)
 def _cos_and_signed_sin(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines, and sines whose first half is negative: (-x2, x1) sin = (x2, x1) signed_sin."""
+    """Return cosines, and sines with a negative first half, for which (-x2, x1) sin = (x2, x1) signed_sin."""
     signed_sin = angles.sin()
     signed_sin[..., : signed_sin.shape[-1] // 2].neg_()
     return angles.cos().to(dtype), signed_sin.to(dtype)
 
 
 class _Rotate(torch.autograd.Function):
-    """x cos + (x2, x1) signed_sin; its gradient is the turn back."""
+    """Rotation x cos + (x2, x1) signed_sin. Its gradient is the rotation by the negative angles."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

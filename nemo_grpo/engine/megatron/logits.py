@@ -15,21 +15,22 @@ from nemo_grpo.support.errors import UserError
 from nemo_grpo.support.model_folder import hf_config
 
 _PROMPT = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
-"""Token ids, taken modulo the vocabulary."""
+"""Token ids of the prompt, to be taken modulo the vocabulary's size."""
 LOGITS_TOLERANCE = 1e-4
-"""Largest difference of logits in float32 between two implementations of one model."""
+"""Largest difference between float32 logits that two implementations of the same model may have."""
 
 
 def compare_logits(hf_model: Path, megatron_checkpoint: Path) -> float:
     """Measure the largest difference in float32 logits between transformers and megatron-core.
 
-    Both models are built whole, in memory. megatron-core takes the tensors under its own names, so this also
-    tests the meaning of the names.
+    Both models are built whole, in memory. megatron-core loads the tensors by its own names, so this also
+    tests that each name has the right tensor.
 
     Returns:
-        max |difference|; at most `LOGITS_TOLERANCE` for the same model.
+        The largest absolute difference; at most `LOGITS_TOLERANCE` for the same model.
     """
-    from transformers import AutoModelForCausalLM  # takes a second, which no other function here needs
+    # Imported late: the import takes a second, and no other function here needs it.
+    from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
     tokens = torch.tensor([[token % model.config.vocab_size for token in _PROMPT]])
@@ -40,7 +41,7 @@ def compare_logits(hf_model: Path, megatron_checkpoint: Path) -> float:
 
 
 def check_computed(hf_model: Path) -> None:
-    """Refuse a model whose logits cannot be compared."""
+    """Refuse a model that the embedded engine cannot compute, so that its logits cannot be compared."""
     try:
         transformer_config(read_spec(hf_config(hf_model), among=COMPUTED), Layout(), torch.float32)
     except UserError as error:
@@ -59,7 +60,7 @@ def _megatron_logits(config: dict[str, Any], checkpoint: Path, tokens: Tensor) -
             parameter.copy_(tensors.pop(name))
         if tensors:
             raise UserError(f"megatron-core has no place for {', '.join(sorted(tensors))}")
-        # `PackableGPTModel` ends before its output layer.
+        # `PackableGPTModel` returns hidden states, without its output layer.
         logits = model(tokens, None, None) @ model.output_weight.T
         return logits[..., : spec.vocab_size]
     finally:

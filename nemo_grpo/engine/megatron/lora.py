@@ -1,15 +1,16 @@
 """LoRA (Hu et al. 2021) on megatron-core's parallel linear layers: y = W x + alpha / dim B A x, W frozen.
 
-How A [dim, in] and B [out, dim] are cut over the tensor-parallel ranks, and what happens between them:
+A [dim, in] and B [out, dim] are cut over the tensor-parallel ranks as follows:
 
     layer             W cut along   A                 B                  with sequence parallelism
     qkv, fc1 (column) the output    on every rank     cut as W           B's input is gathered
     proj, fc2 (row)   the input     cut as W          on every rank      A's partial sums are scattered
 
-Only the ``dim`` wide activation between A and B is communicated. An adapter is a submodule of its layer, so W
-keeps its name; a forward hook adds the adapter's output to the layer's. Transformer Engine's layers that are
-fused with the norm before them return its output, for the hook, too. Names, shapes and checkpoint keys are
-Megatron-Bridge's: ``<layer>.adapter.linear_in.weight`` is A, ``<layer>.adapter.linear_out.weight`` is B.
+Only the activation between A and B, which is ``dim`` wide, is communicated. An adapter is a submodule of its
+layer, so W keeps its name. A forward hook adds the adapter's output to the layer's output. Transformer
+Engine's layers that include the norm before them also return the norm's output, which the hook needs as
+input. Names, shapes and checkpoint keys are Megatron-Bridge's: ``<layer>.adapter.linear_in.weight`` is A, and
+``<layer>.adapter.linear_out.weight`` is B.
 """
 
 import zlib
@@ -37,9 +38,9 @@ from nemo_grpo.recipe.megatron_sections import LORA_LAYERS
 _A = ".adapter.linear_in.weight"
 _B = ".adapter.linear_out.weight"
 
-# (column parallel, sequence parallel) -> communication of A's output between the ranks. The backward of each
-# completes the gradient that reaches A: a sum over the ranks for column layers, nothing or a gather for row
-# layers.
+# (column parallel, sequence parallel) -> communication of A's output between the ranks. The backward pass of
+# each function completes the gradient that reaches A: by a sum over the ranks for column-parallel layers, by
+# a gather or nothing for row-parallel layers.
 _BETWEEN = {
     (True, False): copy_to_tensor_model_parallel_region,
     (True, True): gather_from_sequence_parallel_region,
@@ -50,12 +51,12 @@ _BETWEEN = {
 
 @dataclass(frozen=True)
 class LoRASettings:
-    """Rank, scale and place of the adapters.
+    """Rank, scale and layers of the adapters.
 
     Attributes:
-        dim: rank.
-        alpha: B A is multiplied by alpha / dim.
-        targets: some of `LORA_LAYERS`.
+        dim: Rank of A and B.
+        alpha: Numerator of the scale alpha / dim, by which B A is multiplied.
+        targets: Names of the adapted layers, out of `LORA_LAYERS`.
     """
 
     dim: int
@@ -68,9 +69,10 @@ class LoRASettings:
 
 
 class Adapter(torch.nn.Module):
-    """x -> alpha / dim B A x beside one parallel linear layer; this rank's part of A and B.
+    """Adapter of one parallel linear layer: computes (alpha / dim) B A x with this rank's part of A and B.
 
-    The layer has ``sequence_parallel``, ``tp_group``, and ``weight`` with megatron-core's ``partition_dim``.
+    The layer must have ``sequence_parallel``, ``tp_group``, and a ``weight`` with megatron-core's
+    ``partition_dim``.
     """
 
     def __init__(self, linear: torch.nn.Module, settings: LoRASettings) -> None:
@@ -91,17 +93,18 @@ class Adapter(torch.nn.Module):
             whole = self.linear_out.weight
         # The gradient norm counts a parameter without these attributes on one rank only.
         set_tensor_model_parallel_attributes(cut, True, weight.partition_dim, weight.partition_stride)
-        # This rank saw its share of the sequence; finalize_model_grads adds the other ranks' gradients.
+        # Under sequence parallelism each rank sees a part of the sequence. With this mark
+        # finalize_model_grads sums the gradients over the ranks.
         whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [S, B, in] to [S, B, out], in the shards that the layer itself takes and gives."""
+        """Map [S, B, in] to [S, B, out], sharded like the input and the output of the layer itself."""
         return self.scale * self.linear_out(self.between(self.linear_in(x), group=self.group))
 
 
 def _linear_of(weight: Tensor) -> torch.nn.Linear:
     """Make a linear layer with this weight."""
-    # On meta, because its constructor would draw random numbers for a weight that is replaced.
+    # On the meta device the constructor draws no random numbers for the weight, which is replaced at once.
     linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = torch.nn.Parameter(weight)
     return linear
@@ -111,12 +114,18 @@ class Adapters:
     """All adapters of this rank's part of the model."""
 
     def __init__(self, weights: HFWeights, settings: LoRASettings, seed: int) -> None:
-        """Freeze the model and give its layers adapters: A Xavier normal, alike at every layout; B zero."""
+        """Freeze the model and add adapters to its layers, with A drawn by Xavier's normal and B zero.
+
+        Args:
+            weights: Weights of this rank's part of the model.
+            settings: Rank, scale and layers of the adapters.
+            seed: Seed of A, which is the same at every layout.
+        """
         self.weights = weights
         self.settings = settings
         self.active = True
         weights.model.requires_grad_(False)
-        # A list, because the loop adds modules.
+        # The list is a copy, because the loop adds modules to the model.
         for name, layer in list(weights.model.named_modules()):
             if name.rpartition(".")[2] in settings.targets:
                 layer.adapter = Adapter(layer, settings)
@@ -130,7 +139,7 @@ class Adapters:
     def _add_output(
         self, layer: Any, inputs: tuple[Tensor, ...], output: tuple[Any, Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
-        """Add the adapter's output to the layer's; a forward hook."""
+        """Add the adapter's output to the layer's output. This is the layer's forward hook."""
         result, bias = output
         if _is_fused_with_its_norm(layer):
             result, layer_input = result
@@ -142,20 +151,23 @@ class Adapters:
 
     @torch.no_grad()
     def _draw(self, seed: int) -> None:
-        """Draw each whole A from its own generator, whatever the layout, and keep this rank's part."""
+        """Draw every A as a whole from a generator of its own, and keep this rank's part.
+
+        So the adapters are the same at every layout.
+        """
         for name, parameter in self.local_parameters().items():
             if not name.endswith(_A):
                 continue
             dim, _ = cut_of(name)
             num_parts = 1 if dim is None else parallel_state.get_tensor_model_parallel_world_size()
-            # Python's hash of a string differs between processes, CRC-32 does not.
+            # The name is hashed by CRC-32, because Python's hash of a string differs between processes.
             generator = torch.Generator().manual_seed((seed << 32) % 2**63 + zlib.crc32(name.encode()))
             whole = torch.empty(self.settings.dim, parameter.shape[1] * num_parts)
             torch.nn.init.xavier_normal_(whole, generator=generator)
             parameter.copy_(local_shard(name, whole))
 
     def local_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return this rank's adapter parameters by name, layers numbered in the whole model."""
+        """Return this rank's adapter parameters by name, with the layer's number in the whole model."""
         return {name: p for name, p in self.weights.local_parameters() if name.endswith((_A, _B))}
 
     @contextmanager
@@ -168,14 +180,14 @@ class Adapters:
             self.active = True
 
     def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, tensor) of every weight W + alpha / dim B A, whole, on every rank."""
+        """Yield the Hugging Face name and the whole merged weight W + (alpha / dim) B A, on every rank."""
         local = {name: p.detach() for name, p in self.weights.local_parameters()}
         yield from self.weights.family.to_hf(_Merged(self.weights.gather(local), self.settings.scale))
 
     def peft_tensors(self) -> dict[str, Tensor]:
-        """Return the adapters under PEFT's names and shapes, per Hugging Face matrix, on every rank.
+        """Return the adapters of all Hugging Face matrices, with PEFT's names and shapes, on every rank.
 
-        Matrices that megatron-core fuses share one A, and each has rows of B.
+        If megatron-core fuses several matrices into a layer, they share its A, and each has its rows of B.
         """
         whole = self.weights.gather({name: p.detach() for name, p in self.local_parameters().items()})
         family = self.weights.family
@@ -193,33 +205,33 @@ class Adapters:
         return tensors
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return this rank's parts for `megatron.core.dist_checkpointing`, at any layout."""
+        """Describe this rank's parts for megatron-core's checkpoints, which can be loaded at any layout."""
         num_layers = self.weights.family.num_layers
         return {name: _sharded(name, p, num_layers) for name, p in self.local_parameters().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `dist_checkpointing.load` filled in."""
+        """Copy the tensors that `dist_checkpointing.load` has read into the adapters."""
         for name, parameter in self.local_parameters().items():
             parameter.copy_(state[name])
 
 
 def _is_fused_with_its_norm(layer: torch.nn.Module) -> bool:
-    """True for Transformer Engine's layers where W multiplies the norm of the input."""
+    """True for a layer of Transformer Engine that applies a norm to its input first."""
     return getattr(layer, "layer_norm_weight", None) is not None
 
 
 def _require_gradient(_embedding: Any, _inputs: Any, output: Tensor) -> None:
-    """Make the model's input require a gradient; a forward hook of the embedding.
+    """Make the output of the frozen embedding require a gradient. This is the embedding's forward hook.
 
-    torch's reentrant checkpointing, which megatron-core uses, gives a block no gradients at all unless its
-    input requires one (tests/unit/engine/test_upstream_faults.py).
+    megatron-core recomputes activations by torch's reentrant checkpointing, which computes no gradients in a
+    block unless the block's input requires one (tests/unit/engine/test_upstream_faults.py).
     """
     output.requires_grad_()
 
 
 class _Merged(Mapping[str, Tensor]):
-    """The base's whole tensors by name, each merged with its adapter when it is asked for."""
+    """The base model's whole tensors by name. A tensor is merged with its adapter when it is looked up."""
 
     def __init__(self, whole: Mapping[str, Tensor], scale: float) -> None:
         self.whole = whole
@@ -232,7 +244,7 @@ class _Merged(Mapping[str, Tensor]):
             return weight
         a = self.whole[layer + _A]
         b = self.whole[layer + _B]
-        # In float32, and rounded once.
+        # The sum is in float32, so that only its result is rounded.
         return torch.addmm(weight.float(), b.float(), a.float(), alpha=self.scale).to(weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
@@ -243,9 +255,9 @@ class _Merged(Mapping[str, Tensor]):
 
 
 def _sharded(name: str, parameter: torch.nn.Parameter, num_layers: int) -> Any:
-    """Describe a parameter as a part of one tensor that stacks all layers.
+    """Describe a parameter to megatron-core as a part of one tensor that stacks all layers.
 
-    Its name in the checkpoint lacks the layer's number.
+    Its name in the checkpoint is therefore without the layer's number.
     """
     dim, num_blocks = cut_of(name)
     decoder, layers, number, *words = name.split(".")
@@ -254,5 +266,5 @@ def _sharded(name: str, parameter: torch.nn.Parameter, num_layers: int) -> Any:
     if dim is None:
         return make_sharded_tensor_for_checkpoint(parameter, key, prepend_offsets=offsets)
     tensor = make_tp_sharded_tensor_for_checkpoint(parameter, key, tp_axis=dim, prepend_offsets=offsets)
-    # Gate and up rows are cut by themselves, so a rank's rows are not one block of the whole.
+    # Gate and up rows are cut separately, so a rank's rows are two blocks of the whole tensor.
     return apply_swiglu_sharded_factory(tensor, offsets) if num_blocks == 2 else tensor

@@ -1,4 +1,7 @@
-"""Microbatches: sequences computed together, limited in rows or, if packed, in tokens; and their results."""
+"""Microbatches: which rows of a step are computed together, and the results of the passes over them.
+
+The size of a microbatch is a number of rows or, if sequences are packed, a number of tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,9 +19,9 @@ class Scores(NamedTuple):
     """The policy's scores of a step's tokens.
 
     Attributes:
-        logprobs: [B, S - 1] float32, nats, at the sampling temperature; 0 in the padding and, where sequences
-            are packed, in prompts.
-        entropies: likewise, always at temperature 1; None: not computed.
+        logprobs: [B, S - 1] float32, nats, at the sampling temperature. They are 0 in the padding and, if
+            sequences are packed, in the prompts.
+        entropies: Like ``logprobs``, but at temperature 1. None if they were not computed.
     """
 
     logprobs: Tensor
@@ -27,15 +30,16 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One optimizer step.
+    """Result of one optimizer step.
 
     Attributes:
-        metrics: token means over the batch.
-        grad_norm: before clipping.
-        lr: learning rate of this step.
-        skipped: the loss or the gradient was not finite and nothing was changed.
-        scores: of the weights before the step, with ``scoring``.
-        computed: [B] bool; False for rows without a gradient, which were left out: ``scores`` are 0.
+        metrics: Metrics of the loss, over the whole batch.
+        grad_norm: Norm of the gradient before clipping.
+        lr: Learning rate of this step.
+        skipped: True if the loss or the gradient was not finite, so that no weight was changed.
+        scores: Scores by the weights before the step, if the update was asked for them (``scoring``).
+        computed: [B] bool, False for rows that were left out because they have no gradient. Their ``scores``
+            are 0.
     """
 
     metrics: dict[str, float]
@@ -51,9 +55,9 @@ class Part:
     """Rows of a microbatch whose logits and loss are computed at once.
 
     Attributes:
-        rows: indices in the step.
-        length: the microbatch's columns.
-        outputs: logprobs, and entropies if any; none before the last pipeline stage.
+        rows: Indices of the rows in the step.
+        length: Number of columns of the microbatch.
+        outputs: Logprobs, and entropies if they are computed. Empty except on the last pipeline stage.
     """
 
     rows: Tensor
@@ -61,19 +65,19 @@ class Part:
     outputs: list[Tensor] = field(default_factory=list)
 
     def keep(self, logprobs: Tensor, entropies: Tensor | None) -> None:
-        """Hold results for later."""
+        """Store the part's results until all microbatches are finished."""
         self.outputs = [logprobs] if entropies is None else [logprobs, entropies]
 
 
 @dataclass
 class Microbatch:
-    """Rows of a step, and the number of columns that holds their longest sequence.
+    """Rows of a step that go through the model together.
 
     Attributes:
-        rows: indices in the step.
-        length: columns.
-        parts: its rows, split in their order.
-        packed: its rows as one stream.
+        rows: Indices of the rows in the step.
+        length: Number of columns, that of the longest sequence.
+        parts: The rows, split into consecutive parts.
+        packed: The rows as one stream, if sequences are packed.
     """
 
     rows: Tensor
@@ -83,10 +87,11 @@ class Microbatch:
 
 
 def plan_parts(num_tokens: Sequence[int], max_tokens: int) -> list[int]:
-    """Return the sizes of `Part`s of consecutive rows: at most ``max_tokens`` tokens each, or a single row.
+    """Split consecutive rows into `Part`s, and return the number of rows in each part.
 
     Args:
-        num_tokens: tokens with logits, per row.
+        num_tokens: Number of tokens with logits, for each row.
+        max_tokens: Largest number of such tokens in a part. Only a part of a single row may have more.
     """
     sizes = [0]
     tokens_in_part = 0
@@ -100,20 +105,23 @@ def plan_parts(num_tokens: Sequence[int], max_tokens: int) -> list[int]:
 
 
 def data_parallel_share() -> tuple[int, int]:
-    """Return (data-parallel rank, number of ranks), which decide the sequences of this rank."""
+    """Return this data-parallel rank and the number of such ranks, by which rows are divided."""
     return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
 
 def by_gradient(has_gradient: Tensor, share: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Split rows into (rows to compute, rows to leave out).
+    """Split the rows of a step into rows to compute and rows without a gradient, which are left out.
 
     Args:
         has_gradient: [B] bool, on the host.
         share: (rank, number of ranks).
+
+    Returns:
+        (indices of the rows to compute, indices of the rows to leave out).
     """
     _, num_ranks = share
-    # Every data-parallel rank joins the reduction of the gradients, so each needs a row to compute. With too
-    # few of them none is left out.
+    # Every data-parallel rank joins the reduction of the gradients, so each needs a row to compute. If fewer
+    # rows than ranks have a gradient, all rows are computed.
     if has_gradient.sum() < num_ranks:
         has_gradient = torch.ones_like(has_gradient)
     return has_gradient.nonzero().flatten(), (~has_gradient).nonzero().flatten()
@@ -122,26 +130,28 @@ def by_gradient(has_gradient: Tensor, share: tuple[int, int]) -> tuple[Tensor, T
 def plan_rows(lengths: Tensor, size: int, share: tuple[int, int] = (0, 1)) -> list[Tensor]:
     """Plan this rank's microbatches of ``size`` rows of similar length.
 
-    Rows go round the ranks by length, so that each has about the same work.
+    The rows are sorted by length and dealt to the ranks in turn, so that all ranks have about the same work.
 
     Args:
+        lengths: [B], length of each row.
+        size: Number of rows of a microbatch.
         share: (rank, number of ranks).
     """
     rank, num_ranks = share
-    # Stable, so that rows of equal length come in the same order on every rank.
+    # The sort is stable, so that all ranks have rows of equal length in the same order.
     from_longest = lengths.argsort(descending=True, stable=True)
     return list(from_longest[rank::num_ranks].split(size))
 
 
 def plan_groups(group_ids: Tensor, share: tuple[int, int]) -> list[Tensor]:
-    """List the rows of each group that this rank computes."""
+    """Plan one microbatch for each group of this rank, and list the rows of each."""
     rank, num_ranks = share
     local_groups = group_ids.unique()[rank::num_ranks]
     return [torch.nonzero(group_ids == group_id).flatten() for group_id in local_groups]
 
 
 class _Unit(NamedTuple):
-    """Rows that stay together in one bin, and the tokens that they take there."""
+    """Rows that must be in the same bin, and the number of tokens that they take there."""
 
     num_tokens: int
     rows: list[int]
@@ -152,18 +162,24 @@ def plan_bins(
 ) -> list[Tensor]:
     """Pack this rank's rows into bins of at most ``capacity`` tokens, by first fit decreasing.
 
-    The indivisible unit is one sequence or, with ``share_prompts``, as many responses to one prompt as fit
-    into a bin: their prompt then counts once. Ranks get equal numbers of rows, in the order of the prompts,
+    A unit that stays together is one sequence or, with ``share_prompts``, as many responses to one prompt as
+    fit into a bin; their prompt then counts once. Rows are sorted by prompt and split evenly over the ranks,
     so that few prompts are computed on two ranks.
 
     Args:
-        capacity: at least the longest sequence.
+        sequences: All rows of the step that are computed.
+        capacity: Largest number of tokens in a bin, at least that of the longest sequence.
+        share: (rank, number of ranks).
+        share_prompts: True if responses share the tokens of their prompt.
+
+    Returns:
+        The rows of each bin.
     """
     rank, num_ranks = share
     by_prompt = sequences.prompt_ids.argsort(stable=True)
     local_rows = by_prompt.tensor_split(num_ranks)[rank].tolist()
     prompt_ids = sequences.prompt_ids.tolist()
-    # Without shared prompts a prompt is a part of its sequence's own tokens.
+    # Without shared prompts the prompt counts among the row's own tokens.
     prompt_tokens = sequences.prompt_lengths.tolist() if share_prompts else [0] * len(sequences.lengths)
     # The last token of a sequence predicts nothing and is not computed.
     row_tokens = (sequences.lengths - 1 - torch.tensor(prompt_tokens)).tolist()

@@ -1,4 +1,4 @@
-"""megatron-core GPT model, built from a model's spec."""
+"""megatron-core's GPT model, built from a model's spec."""
 
 import warnings
 from typing import Any
@@ -19,7 +19,8 @@ from nemo_grpo.engine.megatron.packing import SHARED, PackedSequences
 from nemo_grpo.models import ModelSpec, refuse_uncomputed
 from nemo_grpo.recipe.layout import Layout
 
-# Fusions that need CUDA kernels of Apex, or trigger torch.compile, once for every length of the microbatches.
+# These fusions need CUDA kernels of Apex, or call torch.compile, which compiles again for every length of a
+# microbatch.
 _NO_FUSIONS = dict.fromkeys(
     (
         "bias_activation_fusion",
@@ -33,7 +34,7 @@ _NO_FUSIONS = dict.fromkeys(
 )
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Numbers of Llama 3's rotary scaling in a config."""
+"""Keys of a config with the numbers of Llama 3's rotary scaling."""
 
 
 def transformer_config(
@@ -42,8 +43,10 @@ def transformer_config(
     """Build megatron-core's configuration of a dense decoder.
 
     Args:
-        spec: of a family that the engine computes.
-        overrides: fields of TransformerConfig.
+        spec: Shape of the model, whose family the engine must support.
+        layout: Sizes of model parallelism.
+        dtype: Precision of the parameters.
+        overrides: Further fields of TransformerConfig, which replace those here.
     """
     refuse_uncomputed(spec)
     fields: dict[str, Any] = {
@@ -74,7 +77,7 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "transformer_impl": transformer_impl(dtype),
         "use_cpu_initialization": not torch.cuda.is_available(),
-        # Weights are always loaded, strictly.
+        # Initial weights would be wasted, because all weights are loaded afterwards.
         "perform_initialization": False,
         "variable_seq_lengths": True,
         # megatron-core 0.16 to 0.19 refuse variable_seq_lengths with the default, even without experts
@@ -84,26 +87,30 @@ def transformer_config(
         **_NO_FUSIONS,
     }
     fields |= overrides
-    # In the thd format the plain rotary embedding waits for the GPU in every layer.
+    # Transformer Engine's layers get packed sequences in the thd format, in which megatron-core's plain
+    # rotary embedding waits for the GPU in every layer. The fused one does not.
     fields.setdefault("apply_rope_fusion", fields["transformer_impl"] == "transformer_engine")
     with warnings.catch_warnings():
-        # megatron-core 0.16 warns of the default of an option that is not used here, and gives a hint
-        # (tests/unit/engine/test_upstream_faults.py).
+        # megatron-core 0.16 warns about the default of an option that is not used here, and recommends
+        # another one (tests/unit/engine/test_upstream_faults.py).
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         warnings.filterwarnings("ignore", message="If you are using transformer_engine")
         return TransformerConfig(**fields)
 
 
 class PackableGPTModel(GPTModel):
-    """GPTModel up to its output layer; also takes a stream of packed sequences that share their prompts."""
+    """GPTModel without its output layer, which also accepts packed sequences that share their prompts."""
 
     def _preprocess(
         self, *args: Any, packed_seq_params: PackedSequences | None = None, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """Preprocess as the base class, but with rotary embeddings by position, which tokens may share."""
+        """Preprocess like the base class, but choose each token's rotary embedding by its position.
+
+        In a stream with shared prompts several tokens have the same position.
+        """
         if packed_seq_params is None or packed_seq_params.qkv_format != SHARED:
             return super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
-        # Without packed_seq_params, whose format the base class does not know.
+        # The base class does not know the format of packed_seq_params, so it must not get them.
         decoder_input, _rotary_by_place, *further_inputs = super()._preprocess(*args, **kwargs)
         positions = packed_seq_params.positions[packed_seq_params.local_places]
         rotary = self.rotary_pos_emb.get_emb(packed_seq_params.max_seqlen_q)[positions]
@@ -116,9 +123,10 @@ class PackableGPTModel(GPTModel):
         packed_seq_params: PackedSequences | None = None,
         **__: Any,
     ) -> Tensor:
-        """Return hidden states [B, S, h] on the last stage, not logits, which `output_layer` makes in parts.
+        """Return hidden states [B, S, h] on the last stage instead of logits.
 
-        Packed sequences give [1, N, h], of the tokens that predict something.
+        `output_layer` computes the logits part by part. For packed sequences the result is [1, N, h], with
+        only the tokens whose logits are needed.
         """
         if not self.post_process:
             return hidden_states
@@ -129,14 +137,14 @@ class PackableGPTModel(GPTModel):
         hidden_states = hidden_states.transpose(0, 1).contiguous()
         if self.config.sequence_parallel:
             return hidden_states
-        # Gradients of the ranks' parts of the vocabulary add up. Contiguous, because
-        # megatron-core 0.16 reduces a copy of other tensors and returns the tensor itself; 0.19.2 does not
-        # (NVIDIA/Megatron-LM#5337; tests/unit/engine/test_upstream_faults.py).
+        # Each rank has a part of the vocabulary, and the backward pass sums the gradients of these parts. The
+        # tensor must be contiguous: otherwise megatron-core 0.16 reduces a copy and returns the tensor
+        # unreduced (NVIDIA/Megatron-LM#5337, fixed in 0.19.2; tests/unit/engine/test_upstream_faults.py).
         return copy_to_tensor_model_parallel_region(hidden_states)
 
     @property
     def output_weight(self) -> Tensor:
-        """Weight [V, h] of the output layer, on the last stage; this tensor-parallel rank's rows."""
+        """This tensor-parallel rank's rows of the output layer's weight [V, h], on the last stage."""
         weight: Tensor
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
@@ -148,7 +156,7 @@ class PackableGPTModel(GPTModel):
 def build_model(spec: ModelSpec, config: TransformerConfig) -> PackableGPTModel:
     """Build this rank's part of the model, with uninitialised weights."""
     use_own_rotary()
-    # Padded, so that the tensor-parallel ranks have equal numbers of rows.
+    # The vocabulary is padded, so that all tensor-parallel ranks have the same number of rows.
     vocab_size = spec.vocab_size + -spec.vocab_size % config.tensor_model_parallel_size
     model = PackableGPTModel(
         config,
@@ -163,8 +171,8 @@ def build_model(spec: ModelSpec, config: TransformerConfig) -> PackableGPTModel:
         rotary_base=spec.rope["rope_theta"],
     )
     if spec.rope["rope_type"] == "llama3":
-        # The constructor of megatron-core 0.16 to 0.19 takes only the factor; its other numbers are Llama
-        # 3.1's (tests/unit/engine/test_upstream_faults.py).
+        # The constructor of megatron-core 0.16 to 0.19 takes only the factor, and uses Llama 3.1's values for
+        # the other numbers (tests/unit/engine/test_upstream_faults.py).
         embedding = model.rotary_pos_emb
         scaling = {name: spec.rope[name] for name in _LLAMA3}
         embedding.inv_freq = embedding._apply_scaling(embedding.inv_freq, **scaling)

@@ -15,7 +15,8 @@ from torch.optim.adamw import adamw
 
 from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronScheduler
 
-# As Megatron-Bridge and NeMo-RL pass it: any later layout can load such optimizer state.
+# Optimizer state that is saved with these settings can be loaded at any layout. Megatron-Bridge and NeMo-RL
+# pass the same ones.
 SHARDING = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -27,12 +28,13 @@ SHARDING = {
 def with_optimizer(
     model: GPTModel, config: TransformerConfig, section: MegatronOptimizer, schedule: MegatronScheduler
 ) -> tuple[DistributedDataParallel, Any, OptimizerParamScheduler]:
-    """Wrap a model that has its weights, and build the optimizer on its trainable parameters.
+    """Wrap a model for data parallelism, and build the optimizer of its trainable parameters.
 
     Args:
-        model: with its weights, which the optimizer copies in 16 bits.
-        section: the recipe's.
-        schedule: the recipe's; ``lr_decay_iters`` is a number.
+        model: Model with its weights loaded: the optimizer of a 16-bit model copies them to float32.
+        config: megatron-core's configuration of the model.
+        section: Section of the recipe for the optimizer.
+        schedule: Section of the recipe for the schedule, with a number for ``lr_decay_iters``.
 
     Returns:
         (wrapped model, megatron-core's optimizer, its schedule).
@@ -56,13 +58,18 @@ def with_optimizer(
     optimizer = get_megatron_optimizer(optimizer_config, [wrapped], use_gloo_process_groups=False)
     for part in _parts(optimizer):
         if isinstance(part.optimizer, FusedLayoutAdam):
-            # A checkpoint before the first update has moments, too.
+            # The state must exist even for a checkpoint before the first update.
             part.optimizer.fill_state()
     return wrapped, optimizer, _schedule(optimizer, section, schedule)
 
 
 def clip_and_step(optimizer: Any, grad_norm: float) -> None:
-    """Finish the optimizer's step after `prepare_grads`, without computing the norm once more."""
+    """Clip the gradients and step, after `prepare_grads`. The known norm is not computed again.
+
+    Args:
+        optimizer: megatron-core's optimizer.
+        grad_norm: Norm of the gradients before clipping.
+    """
     for part in _parts(optimizer):
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
@@ -71,7 +78,7 @@ def clip_and_step(optimizer: Any, grad_norm: float) -> None:
 
 
 def _parts(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers that megatron-core chains, or the only one."""
+    """Yield the optimizers that megatron-core's optimizer consists of, which may be itself alone."""
     yield from getattr(optimizer, "chained_optimizers", [optimizer])
 
 
@@ -86,7 +93,7 @@ def _schedule(
         lr_warmup_steps=schedule.lr_warmup_iters,
         lr_decay_steps=schedule.lr_decay_iters,
         lr_decay_style=schedule.lr_decay_style,
-        # On resume the recipe's schedule holds, not the checkpoint's: a run may become longer.
+        # On resume the recipe's schedule replaces the checkpoint's, because a resumed run may become longer.
         override_opt_param_scheduler=True,
         use_checkpoint_opt_param_scheduler=False,
         start_wd=section.weight_decay,
@@ -97,12 +104,12 @@ def _schedule(
 
 
 def install_adam() -> None:
-    """Make megatron-core use the functions below if it found neither Transformer Engine nor Apex."""
+    """Make megatron-core use this module's Adam, norm and scaling if it found no GPU library for them."""
     if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         return
     megatron_optimizer.Adam = FusedLayoutAdam
     distrib_optimizer.Adam = FusedLayoutAdam
-    # Its state is laid out as Apex's, so megatron-core has to save and load it as that.
+    # `FusedLayoutAdam` has the same state as Apex's Adam, so megatron-core must save and load it like that.
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = True
     distrib_optimizer.USING_APEX_OPTIMIZER = True
@@ -114,29 +121,30 @@ def install_adam() -> None:
 def _l2_norm(
     _chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], _per_tensor: bool
 ) -> tuple[Tensor, None]:
-    """Compute the norm of all tensors, [1]; megatron-core's own waits for the GPU at every tensor."""
+    """Compute the norm of all tensors, [1], without megatron-core's wait for the GPU at every tensor."""
     return torch.stack(torch._foreach_norm(tensors[0])).norm()[None], None
 
 
 def _scale(_chunk: int, _overflow: Tensor, tensors: list[list[Tensor]], factor: float | Tensor) -> None:
-    """Write the first list times a factor into the second; megatron-core's own makes a copy in between."""
+    """Write the first list of tensors times a factor into the second list, without megatron-core's copy."""
     sources, targets = tensors
     with torch.no_grad():
-        # The two lists may be the same: clipping copies gradients onto themselves.
+        # The two lists may be the same one: clipping scales gradients in place.
         torch._foreach_copy_(targets, sources)
         if factor != 1:
             torch._foreach_mul_(targets, factor)
 
 
 class FusedLayoutAdam(torch.optim.Optimizer):
-    """Adam (Kingma and Ba 2015) with decoupled weight decay (Loshchilov and Hutter 2019), torch's kernel.
+    """Adam (Kingma and Ba 2015) with decoupled weight decay (Loshchilov and Hutter 2019), by torch's kernel.
 
     m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
     p = p (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    The state is laid out as by Transformer Engine's and Apex's FusedAdam: megatron-core's distributed
-    optimizer saves and loads an integer step in the parameter group and two moments per parameter, and fails
-    on torch.optim.AdamW's step tensor per parameter. So checkpoints are the same with and without a GPU.
+    The state is that of Transformer Engine's and Apex's FusedAdam: an integer step in the parameter group,
+    and two moments per parameter. megatron-core's distributed optimizer saves and loads this form, and fails
+    on torch.optim.AdamW, which has a step tensor per parameter. So checkpoints are the same with and without
+    a GPU.
     """
 
     def __init__(
@@ -155,7 +163,7 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         super().__init__(params, settings | {"bias_correction": True})
 
     def fill_state(self) -> None:
-        """Give every parameter zero moments."""
+        """Set the moments of every parameter that has none to zero."""
         for group in self.param_groups:
             group.setdefault("step", 0)
             for parameter in group["params"]:
@@ -170,7 +178,7 @@ class FusedLayoutAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient: one pass over each, the same bits on every run."""
+        """Update every parameter that has a gradient, in one pass over it. The result is reproducible."""
         assert closure is None
         for group in self.param_groups:
             if not group["params"]:
@@ -178,9 +186,11 @@ class FusedLayoutAdam(torch.optim.Optimizer):
             group["step"] = int(group.get("step") or 0) + 1
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             states = [self._state_of(parameter) for parameter in parameters]
-            # adamw increments the steps that it gets. Filled, because torch.tensor would wait for the GPU.
+            # adamw increments the steps that it gets, so they are one behind. torch.tensor would wait for the
+            # GPU, torch.full does not.
             steps = [torch.full((), group["step"] - 1.0, device=p.device) for p in parameters]
-            max_second_moments: list[Tensor] = []  # of amsgrad
+            # Only amsgrad has maxima of the second moments.
+            max_second_moments: list[Tensor] = []
             beta1, beta2 = group["betas"]
             adamw(
                 parameters,

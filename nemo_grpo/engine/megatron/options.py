@@ -1,6 +1,6 @@
-"""megatron-core's configuration from a recipe's policy.megatron_cfg: recompute and FP8, with FP8's refusals.
+"""Settings of policy.megatron_cfg for recomputation and FP8, and the checks that FP8 needs.
 
-Functions are pure: the machine is an argument.
+The checks get the machine as an argument, so they can be tested without its GPU.
 """
 
 from collections.abc import Iterator
@@ -15,29 +15,29 @@ from nemo_grpo.recipe.layout import Layout
 from nemo_grpo.recipe.megatron_sections import Megatron
 
 _FP8_ALIGNMENT = {"delayed": 16, "tensorwise": 16, "blockwise": 128}
-"""Token counts and the hidden size must be multiples of this in FP8: the matrix products need 16. A block has
-128, and with sequence parallelism Transformer Engine refuses blocks that are not whole."""
+"""Divisor of token counts and of the hidden size in FP8, by scaling recipe. The matrix products need 16. A
+scaling block has 128 numbers, and with sequence parallelism Transformer Engine refuses incomplete blocks."""
 
 FP8_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
-"""Lowest compute capability of a GPU that has each scaling recipe in Transformer Engine."""
+"""Lowest compute capability of a GPU on which Transformer Engine supports each scaling recipe."""
 
 _BLOCKWISE_CUDA = (12, 9)
-"""Lowest CUDA version of torch's build with which Transformer Engine scales by blocks."""
+"""Lowest CUDA version that torch must be built for, so that Transformer Engine supports blockwise scaling."""
 
 
 def fp8_alignment(recipe: str | None) -> int:
-    """Return the multiple to which FP8 pads the tokens of one product; None: no FP8."""
+    """Return the multiple to which FP8 pads the number of tokens; 1 without FP8 (``recipe`` None)."""
     return 1 if recipe is None else _FP8_ALIGNMENT[recipe]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """GPU and Transformer Engine, as far as FP8 depends on them.
+    """Properties of a machine that FP8 depends on.
 
     Attributes:
-        capability: (major, minor) of the GPU, None without CUDA.
-        transformer_engine: it is installed.
-        cuda: (major, minor) of the CUDA that torch was built with, None without.
+        capability: Compute capability (major, minor) of the GPU; None without a GPU.
+        transformer_engine: True if Transformer Engine is installed.
+        cuda: CUDA version (major, minor) that torch was built for; None for a build without CUDA.
     """
 
     capability: tuple[int, int] | None
@@ -117,7 +117,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def fp8_hint(megatron: Megatron) -> str | None:
-    """Return a warning about an FP8 setting that works badly; None: there is none."""
+    """Return a warning about FP8 settings that train badly, or None."""
     fp8 = megatron.fp8_in_use
     if fp8 is None or (fp8.fp8_recipe, fp8.fp8) != ("delayed", "e4m3"):
         return None
@@ -128,10 +128,10 @@ def fp8_hint(megatron: Megatron) -> str | None:
 
 
 def fp8_width_refusals(spec: ModelSpec, layout: Layout, recipe: str) -> Iterator[str]:
-    """Yield a message for each width of the model that FP8 matrix products do not take at this layout."""
+    """Yield a message for each width of the model that FP8's matrix products do not support."""
     tensor_parallel = layout.tensor
     alignment = fp8_alignment("tensorwise")
-    # With sequence parallelism Transformer Engine refuses blocks that are not whole.
+    # With sequence parallelism Transformer Engine refuses incomplete blocks.
     hidden_alignment = fp8_alignment(recipe) if layout.sequence_parallel else alignment
     for name, width, multiple in (
         ("hidden_size", spec.hidden_size, hidden_alignment),

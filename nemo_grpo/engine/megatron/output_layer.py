@@ -1,11 +1,11 @@
-"""Output layer and loss, with the logits of a few tokens in memory at a time.
+"""Output layer and loss, with the logits of only a few tokens in memory at a time.
 
-A token has as many logits as the vocabulary has tokens, and their gradient is as large: for a whole
-microbatch they would be most of a small model's activations. Here the rows of a microbatch go through the
-output layer in parts. A part's loss and gradient are computed before the next part's logits, and leave only
-the gradients of the hidden states and of the weight. This takes no further matrix products, except for a part
-(one long sequence) of more than ``max_tokens`` tokens, whose logits are computed again, piece by piece, once
-the gradient of its logprobs is known.
+A token has a logit for each token of the vocabulary, and the logits' gradient is as large. For a whole
+microbatch both would take most of a small model's memory for activations. Here the rows of a microbatch go
+through the output layer in parts. The loss and the gradient of a part are computed before the next part's
+logits; only the gradients of the hidden states and of the weight remain. This needs no additional matrix
+products, with one exception: a part of more than ``max_tokens`` tokens, which is one long sequence, is split
+into pieces, and its logits are computed a second time when the gradient of its logprobs is known.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,35 +15,36 @@ import torch
 from torch import Tensor
 
 TokenScores = tuple[Tensor, Tensor | None]
-"""(logprobs, entropies without gradient or None) of some tokens."""
+"""Logprobs of some tokens, and their entropies, without gradient, or None."""
 
 ScoreTokens = Callable[[Tensor, slice], TokenScores]
-"""(logits [n, V], their tokens) -> `TokenScores`, [n] each."""
+"""Function that computes `TokenScores`, [n] each, from logits [n, V] and the place of their tokens."""
 
 LossOfScores = Callable[[Tensor, Tensor | None], Tensor]
-"""`TokenScores` -> 0-d share of the loss."""
+"""Function that computes a part's share of the loss, 0-d, from logprobs and entropies."""
 
 PartLoss = tuple[slice, LossOfScores]
-"""(tokens of a part, loss of their scores)."""
+"""Tokens of a part, and the function that computes its loss from their scores."""
 
 
 _CHUNK_ROWS = 8192
-"""Rows per chunk when 16-bit products are accumulated in FP32."""
+"""Number of rows in a chunk when 16-bit products are accumulated in FP32."""
 
 
 def loss_in_parts(
     hidden: Tensor, weight: Tensor, parts: Sequence[PartLoss], score: ScoreTokens, max_tokens: int
 ) -> Tensor:
-    """Sum the parts' losses and, unless gradients are disabled, compute the gradient along with them.
+    """Sum the losses of all parts. If gradients are enabled, they are computed in the same pass.
 
     Args:
-        hidden: [N, h].
-        weight: [V, h], of the output layer; under tensor parallelism this rank's rows.
-        parts: consecutive tokens; together all N.
-        score: computes logprobs and entropies; called for at most ``max_tokens`` tokens at a time.
+        hidden: Hidden states [N, h].
+        weight: Weight [V, h] of the output layer; under tensor parallelism this rank's rows.
+        parts: Consecutive parts of the N tokens, with the loss of each.
+        score: Function that computes logprobs and entropies from logits.
+        max_tokens: Largest number of tokens that ``score`` is called with.
 
     Returns:
-        0-d; backward can be called once.
+        The loss, 0-d. Its backward pass can run only once.
     """
     if torch.is_grad_enabled():
         total: Tensor = _LossInParts.apply(hidden, weight, parts, score, max_tokens)
@@ -58,7 +59,7 @@ def loss_in_parts(
 def _scores_without_gradient(
     hidden: Tensor, weight: Tensor, tokens: slice, score: ScoreTokens, max_tokens: int
 ) -> TokenScores:
-    """Score a part's tokens piece by piece."""
+    """Compute the scores of a part's tokens piece by piece, without a graph for gradients."""
     pieces = _pieces(tokens, max_tokens)
     with torch.no_grad():
         scores = [score(hidden[piece] @ weight.T, piece) for piece in pieces]
@@ -69,7 +70,8 @@ def _scores_without_gradient(
 
 def _pieces(tokens: slice, max_tokens: int) -> list[slice]:
     """Split a part at every ``max_tokens`` tokens."""
-    # A part without tokens (on a context-parallel rank) is one empty piece: its loss must still be computed.
+    # A part may have no tokens on a context-parallel rank. It becomes one empty piece, because its loss must
+    # still be computed.
     last = max(tokens.stop, tokens.start + 1)
     starts = range(tokens.start, last, max_tokens)
     return [slice(start, min(start + max_tokens, tokens.stop)) for start in starts]
@@ -111,9 +113,11 @@ class _LossInParts(torch.autograd.Function):
                 logits, logprobs, entropies = forward(tokens)
                 value, gradient = _loss_and_gradient(loss, logprobs.detach(), entropies)
                 backward(tokens, logits, logprobs, gradient)
-                # Freed before the next part's logits are computed, or both would be in memory.
+                # Free these logits before the next part's are computed, so that both are never in memory.
                 del logits, logprobs
             else:
+                # The loss of a long part needs all of its logprobs, whose logits do not fit into memory. So
+                # the logprobs are computed first, and each piece's logits again for the gradient.
                 logprobs, entropies = _scores_without_gradient(hidden, weight, tokens, score, max_tokens)
                 value, gradient = _loss_and_gradient(loss, logprobs, entropies)
                 for piece in _pieces(tokens, max_tokens):
@@ -130,7 +134,8 @@ class _LossInParts(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # Scaled in place, so they serve only once.
+        # The stored gradients are scaled in place, so a second backward pass would be wrong; without them it
+        # fails.
         hidden_gradient = ctx.hidden_gradient
         weight_gradient = ctx.weight_gradient
         del ctx.hidden_gradient, ctx.weight_gradient
@@ -150,9 +155,12 @@ def _loss_and_gradient(
 
 
 class _SumOfProducts:
-    """Sum of matrix products shaped like ``like``; in FP32 if several products are of 16-bit matrices.
+    """Sum of matrix products. Several products of 16-bit matrices are summed in FP32.
 
     A sum in 16 bits would round after every product, so it would depend on how the rows are split.
+
+    Attributes:
+        total: The sum; None before the first product, unless the sum is in FP32.
     """
 
     def __init__(self, like: Tensor, num_products: int) -> None:
@@ -167,6 +175,6 @@ class _SumOfProducts:
         elif self.total.dtype == a.dtype:
             self.total.addmm_(a, b)
         else:
-            # In chunks: a whole product in 16 bits beside the sum would be as large as the weight.
+            # The product is added in chunks, because a whole one would be as large as the weight.
             for total_chunk, a_chunk in zip(self.total.split(_CHUNK_ROWS), a.split(_CHUNK_ROWS), strict=True):
                 total_chunk += a_chunk @ b

@@ -1,16 +1,16 @@
-"""Several sequences as one stream of tokens without padding; a prompt's responses share its tokens.
+"""Packing: several sequences as one stream of tokens without padding, in which responses share their prompt.
 
     stream     prompt a, prompt b, ..., then response a1, a2, ..., b1, b2, ...      [1, T]
     positions  0 .. P_a - 1, 0 .. P_b - 1, ..., P_a .., P_a .., ..., P_b ..         for the rotary embedding
 
-Layers that treat each token alone (embedding, norms, matrices, the vocabulary) see the stream; only attention
-lays prompts and responses out in padded rows (`layers.CausalAttention`): a prompt attends to itself, a
-response to its prompt and itself. So a prompt of G responses is computed once instead of G times, and logits
-are computed only where a response's token is predicted.
+Layers that treat each token alone (embedding, norms, linear layers, output layer) see the stream. Only the
+attention lays prompts and responses out in padded rows (`layers.CausalAttention`): a prompt attends to
+itself, a response to its prompt and to itself. So a prompt of G responses is computed once instead of G
+times, and logits are computed only where a response's token is predicted.
 
-Transformer Engine's attention has no shared prompts: there the stream is one whole sequence after the other,
-megatron-core's ``thd`` format. Under context parallelism a rank has two slices (`zigzag`) of the stream, or
-of each of those sequences, which are padded for it.
+Transformer Engine's attention does not support shared prompts. For it the stream is one whole sequence after
+the other, in megatron-core's ``thd`` format. Under context parallelism a rank has two slices (`zigzag`) of
+the stream or, in the thd format, of each sequence, which is padded for that.
 """
 
 from dataclasses import dataclass
@@ -25,19 +25,19 @@ from nemo_grpo.core.batch import Sequences, on_device
 from nemo_grpo.engine.megatron.parallel import zigzag, zigzag_multiple
 
 SHARED = "shared prompts"
-"""Value of `PackedSequences.qkv_format` that megatron-core does not know; `layers` and `model` do."""
+"""Value of `PackedSequences.qkv_format` for shared prompts, which only `layers` and `model` know."""
 THD = "thd"
-"""Value of `PackedSequences.qkv_format`: megatron-core's format of whole sequences."""
+"""Value of `PackedSequences.qkv_format` for whole sequences, megatron-core's own."""
 
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Positions of a stream's tokens in padded rows, and back.
+    """Layout of a stream's tokens in padded rows: the token at each place, and the place of each token.
 
     Attributes:
         inside: [R, L] bool, False in padding.
-        token: [R x L] int64, the token at each place; arbitrary in padding.
-        place: [number of tokens] int64, each token's place.
+        token: [R x L] int64, number of the token at each place; arbitrary in padding.
+        place: [number of tokens] int64, place of each token in the flattened rows.
     """
 
     inside: Tensor
@@ -46,27 +46,29 @@ class PaddedRows:
 
     @classmethod
     def of(cls, lengths: Tensor) -> Self:
-        """Lay out consecutive rows of these lengths."""
+        """Lay out a stream that consists of rows of these lengths, one after the other."""
         inside = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
         flat = inside.flatten()
+        # Counting the places inside rows numbers the tokens. Padding repeats the number of the token before
+        # it.
         token = (flat.cumsum(0) - 1).clamp(min=0)
         place = flat.nonzero()[:, 0]
         return cls(inside, token, place)
 
     def lay_out(self, x: Tensor) -> Tensor:
-        """Move [tokens, ...] to [R, L, ...]; padding holds finite values, whose gradient is dropped."""
+        """Move [tokens, ...] to [R, L, ...]. Padding gets finite values, whose gradient is dropped."""
         rows = _Move.apply(x, self.token, self.place, None)
         return rows.view(*self.inside.shape, *x.shape[1:])
 
     def collect(self, rows: Tensor) -> Tensor:
-        """Move [R, L, ...] to [tokens, ...]; the padding's gradient is 0."""
+        """Move [R, L, ...] to [tokens, ...]. The gradient of the padding is 0."""
         return _Move.apply(rows.flatten(0, 1), self.place, self.token, ~self.inside.flatten())
 
 
 class _Move(torch.autograd.Function):
-    """Lookup x[source], where each row of x that matters moves to exactly one place.
+    """Lookup x[source] in which every row of x, except padding, is read for exactly one row of the result.
 
-    So the gradient is a lookup, too; autograd's gradient of an index would add rows up.
+    So the gradient is a lookup, too. autograd does not know that, and would add rows up, which is slower.
     """
 
     @staticmethod
@@ -74,9 +76,10 @@ class _Move(torch.autograd.Function):
         """Move rows of x.
 
         Args:
-            source: row of x for each row of the result.
-            destination: row of the result for each row of x.
-            padding: [rows of x] bool, rows whose gradient is 0; None: none of them.
+            x: Rows to move.
+            source: Row of x for each row of the result.
+            destination: Row of the result for each row of x.
+            padding: [rows of x] bool, True for rows whose gradient is 0; None if there are none.
         """
         ctx.save_for_backward(destination, padding)
         return x.index_select(0, source)
@@ -92,13 +95,13 @@ class _Move(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Attention mask of a packed row.
+    """Layout and mask of the attention in a packed stream.
 
     Attributes:
-        prompts: rows of tokens that attend causally among themselves, first in the stream.
-        responses: rows after them in the stream; they attend causally to themselves, and to their prompt.
+        prompts: Rows of the prompts, which come first in the stream. Each attends causally to itself.
+        responses: Rows of the responses, which follow. Each attends causally to itself, and to its prompt.
         prompt_of: [responses] int64, row of each response's prompt.
-        bias: [responses, 1, L_r, L_p + L_r], 0 where a response's token attends, -inf where not.
+        bias: [responses, 1, L_r, L_p + L_r], 0 where a response's token attends, -inf elsewhere.
     """
 
     prompts: PaddedRows
@@ -108,10 +111,18 @@ class AttentionPlan:
 
     @classmethod
     def shared(cls, prompt_lengths: Tensor, prompt_of: Tensor, lengths: Tensor, dtype: torch.dtype) -> Self:
-        """Plan prompts of these lengths, and responses (``lengths`` each, 0 allowed) that follow them."""
+        """Plan the attention of a stream in which all prompts come first, then all responses.
+
+        Args:
+            prompt_lengths: [prompts], length of each prompt.
+            prompt_of: [responses], row of each response's prompt.
+            lengths: [responses], length of each response, which may be 0.
+            dtype: Precision of the bias.
+        """
         prompts = PaddedRows.of(prompt_lengths)
         if not lengths.any():
             return cls(prompts)
+
         responses = PaddedRows.of(lengths)
         column = torch.arange(responses.inside.shape[1], device=lengths.device)
         attends_to_response = (column[:, None] >= column).expand(len(lengths), -1, -1)
@@ -129,22 +140,22 @@ class AttentionPlan:
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """A microbatch as one stream; the inherited ``cu_seqlens_*`` are set in the ``thd`` format only.
+    """A microbatch as one stream. The inherited ``cu_seqlens_*`` are set only in the ``thd`` format.
 
     Attributes:
         input_ids: [1, T] int64.
-        positions: [T] int64.
-        local_places: [T / CP] int64, the places in the stream that this context-parallel rank computes.
-        attention: for `layers.CausalAttention`; Transformer Engine's goes by ``cu_seqlens_*``.
-        predicting: [N] int64, the places in this rank's share of the stream whose logits are needed.
-        targets: [N] int64, the tokens that they predict.
-        rows: [N] int64, rows of the microbatch's [B, T] tensors to which the results go.
-        columns: [N] int64, columns of those tensors.
+        positions: [T] int64, position of each token in its sequence.
+        local_places: [T / CP] int64, places in the stream that this context-parallel rank computes.
+        attention: Plan for `layers.CausalAttention`. Transformer Engine's attention reads ``cu_seqlens_*``.
+        predicting: [N] int64, places in this rank's share of the stream whose logits are needed.
+        targets: [N] int64, tokens that these logits predict.
+        rows: [N] int64, row of the microbatch's [B, T] tensors for each result.
+        columns: [N] int64, column of these tensors for each result.
     """
 
     input_ids: Tensor
     positions: Tensor
-    # None until the stream is laid out, which needs the other fields.
+    # The layout of the stream needs the other fields, so this one is set last and is None until then.
     local_places: Tensor = None  # type: ignore[assignment]
     attention: AttentionPlan | None = None
     predicting: Tensor
@@ -156,18 +167,18 @@ class PackedSequences(PackedSeqParams):
 def pack(
     sequences: Sequences, *, multiple: int, share_prompts: bool, dtype: torch.dtype, device: torch.device
 ) -> PackedSequences:
-    """Pack sequences into a stream, each without its last token, which predicts nothing.
+    """Pack sequences into a stream. The last token of each is left out, because it predicts nothing.
 
     Args:
-        multiple: divides T; unused tokens at the end fill the stream up.
-        share_prompts: False for the ``thd`` format.
-        dtype: of the attention's bias.
-        device: to which the result is moved.
+        sequences: Sequences of the microbatch.
+        multiple: Divisor of T. Unused tokens at the end fill the stream up.
+        share_prompts: True if responses share their prompt's tokens, False for the ``thd`` format.
+        dtype: Precision of the attention's bias.
+        device: Device of the result.
     """
     ids = sequences.input_ids
     num_inputs = sequences.lengths - 1
-    # Where prompts are not shared, each whole sequence takes a prompt's place in the stream, and no response
-    # follows it.
+    # In the thd format each whole sequence stands in the stream like a prompt without responses.
     prompt_lengths = sequences.prompt_lengths if share_prompts else num_inputs
     prompt_ids = sequences.prompt_ids if share_prompts else torch.arange(len(num_inputs))
     first_rows, prompt_of = _first_rows(prompt_ids)
@@ -201,18 +212,18 @@ def pack(
         packed.local_places = zigzag(packed.input_ids.shape[1])
     else:
         _lay_out_as_thd(packed, num_inputs, multiple)
-    # Planned on the host: on a GPU each of these sizes would wait for it.
+    # Everything is planned on the host, because on a GPU the host would wait for each of these sizes.
     return on_device(_local_share(packed), device)
 
 
 def _places(in_prompt: Tensor, in_response: Tensor, prompt_lengths: Tensor, prompt_of: Tensor) -> Tensor:
-    """Return the place in the stream of each row's tokens, [B, S] int64; arbitrary in padding.
+    """Return the place of each row's tokens in the stream, [B, S] int64, arbitrary in padding.
 
     Args:
-        in_prompt: [prompts, S] bool.
-        in_response: [B, S] bool.
-        prompt_lengths: [B].
-        prompt_of: [B], each row's prompt.
+        in_prompt: [prompts, S] bool, True for tokens of a prompt.
+        in_response: [B, S] bool, True for tokens of a response.
+        prompt_lengths: [B], length of each row's prompt.
+        prompt_of: [B], prompt of each row.
     """
     num_in_prompts = int(in_prompt.sum())
     num_in_responses = int(in_response.sum())
@@ -226,14 +237,17 @@ def _places(in_prompt: Tensor, in_response: Tensor, prompt_lengths: Tensor, prom
 
 
 def _pad(packed: PackedSequences, places: Tensor, length: int) -> None:
-    """Move the stream's tokens to these places of a stream of this length; the gaps are padding."""
+    """Move the tokens to other places, in a stream of this length. The gaps become padding."""
     packed.input_ids = packed.input_ids.new_zeros(1, length).index_copy(1, places, packed.input_ids)
     packed.positions = packed.positions.new_zeros(length).index_copy(0, places, packed.positions)
     packed.predicting = places[packed.predicting]
 
 
 def _lay_out_as_thd(packed: PackedSequences, lengths: Tensor, multiple: int) -> None:
-    """Lay out whole sequences, each padded for context parallelism; further padding is one more sequence."""
+    """Lay the stream out in the thd format: pad each sequence for context parallelism.
+
+    If the stream must be longer to fit ``multiple``, the padding at its end counts as one more sequence.
+    """
     padded_lengths = lengths + -lengths % zigzag_multiple()
     num_filling = -int(padded_lengths.sum()) % multiple
     if num_filling:
@@ -243,7 +257,7 @@ def _lay_out_as_thd(packed: PackedSequences, lengths: Tensor, multiple: int) -> 
     sequence_starts = boundaries[: len(lengths)].repeat_interleave(lengths)
     _pad(packed, sequence_starts + packed.positions, int(boundaries[-1]))
     packed.qkv_format = THD
-    # Each sequence is cut over the context-parallel ranks by itself.
+    # Each sequence is cut over the context-parallel ranks separately.
     local_places = [
         zigzag(int(length)) + start for length, start in zip(padded_lengths, boundaries[:-1], strict=True)
     ]
@@ -251,14 +265,14 @@ def _lay_out_as_thd(packed: PackedSequences, lengths: Tensor, multiple: int) -> 
     cu_seqlens = boundaries.to(torch.int32)
     packed.cu_seqlens_q = cu_seqlens
     packed.cu_seqlens_kv = cu_seqlens
-    # With the filling, which may be longer than any sequence.
+    # The padding at the end counts, too: it may be longer than any sequence.
     longest = int(padded_lengths.max())
     packed.max_seqlen_q = longest
     packed.max_seqlen_kv = longest
 
 
 def _first_rows(prompt_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (one row of each prompt, each row's prompt)."""
+    """Number the different prompts. Return the index of one row with each prompt, and each row's prompt."""
     _, prompt_of = prompt_ids.unique(return_inverse=True)
     first_rows = torch.empty(int(prompt_of.max()) + 1, dtype=torch.int64)
     first_rows[prompt_of] = torch.arange(len(prompt_of))
@@ -266,7 +280,7 @@ def _first_rows(prompt_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _local_share(packed: PackedSequences) -> PackedSequences:
-    """Keep the predictions of this context-parallel rank, at places in its share of the stream."""
+    """Keep only the predictions of this context-parallel rank, and count places within its share."""
     length = packed.input_ids.shape[1]
     if len(packed.local_places) == length:
         return packed

@@ -14,25 +14,26 @@ from nemo_grpo.engine.megatron.optimizer import install_adam
 from nemo_grpo.recipe.layout import Layout
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""Time that a rank waits for the others in a collective, before the run ends."""
+"""Time that a rank waits for the others in a collective. After that the run ends with an error."""
 
 
 def is_launched() -> bool:
-    """True in a process that torchrun, Slurm or `engine.launch` started as one rank of several."""
+    """True in a process that torchrun, Slurm or `engine.launch` started as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def initialize(layout: Layout, device: torch.device, seed: int) -> None:
-    """Join the processes of this launch and form megatron-core's groups; groups of this layout are kept.
+    """Connect the processes of this launch, and form megatron-core's process groups.
 
-    Under torchrun or Slurm (RANK and WORLD_SIZE set) the world is theirs; otherwise it is this process.
+    With RANK and WORLD_SIZE in the environment, as under torchrun or Slurm, all launched processes join.
+    Otherwise this process is alone. Groups of the same layout that exist already are kept.
     """
     cpu.install()
     install_adam()
     if device.type == "cuda":
         # megatron-core allocates on the current device.
         torch.cuda.set_device(device)
-        # cuDNN's attention makes a plan for every length, which takes longer than the attention.
+        # cuDNN's attention makes a new plan for every length, which takes longer than the attention itself.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if parallel_state.model_parallel_is_initialized():
         # A process may build policies of several layouts one after the other.
@@ -45,7 +46,7 @@ def initialize(layout: Layout, device: torch.device, seed: int) -> None:
             shut_down()
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        # A store in memory: one process needs no port.
+        # One process alone needs no port: it uses a store in memory.
         alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         world = {} if is_launched() else alone
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **world)
@@ -54,14 +55,14 @@ def initialize(layout: Layout, device: torch.device, seed: int) -> None:
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
             context_parallel_size=layout.context,
-            # The engine uses no gloo groups beside NCCL's.
+            # The engine does not use gloo groups besides those of NCCL.
             create_gloo_process_groups=False,
         )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def shut_down() -> None:
-    """Leave the groups; safe to call twice."""
+    """Leave all process groups. A second call does nothing."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
@@ -71,11 +72,12 @@ def shut_down() -> None:
 def zigzag(length: int, device: torch.device | None = None) -> Tensor:
     """Return the positions of a sequence that this context-parallel rank computes, [length / CP] int64.
 
-    The sequence is cut into 2 CP slices; rank r has slices r and 2 CP - 1 - r, so that causal attention
-    costs every rank the same. megatron-core's rotary embedding uses the same order.
+    The sequence is cut into 2 CP slices. Rank r has slices r and 2 CP - 1 - r, so that causal attention costs
+    every rank the same. megatron-core's rotary embedding uses the same order.
 
     Args:
-        length: a multiple of `zigzag_multiple`.
+        length: Length of the sequence, a multiple of `zigzag_multiple`.
+        device: Device of the result.
     """
     size = parallel_state.get_context_parallel_world_size()
     rank = parallel_state.get_context_parallel_rank()
@@ -89,7 +91,7 @@ def zigzag_multiple() -> int:
 
 
 def zigzag_positions(length: int, size: int, rank: int, device: torch.device | None = None) -> Tensor:
-    """Return `zigzag` of any rank of a context-parallel group of this size."""
+    """Return the positions of `zigzag` for a given rank of a context-parallel group of this size."""
     if size == 1:
         return torch.arange(length, device=device)
     slices = torch.arange(length, device=device).view(2 * size, -1)
@@ -97,7 +99,7 @@ def zigzag_positions(length: int, size: int, rank: int, device: torch.device | N
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Concatenate the context-parallel ranks' slices in sequence order; gradients may be summed over them."""
+    """Join the slices of all context-parallel ranks in sequence order. See `gather_sequence`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sum_gradients: bool) -> Tensor:
@@ -115,18 +117,20 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if ctx.sum_gradients:
-            # A copy: autograd may give the same tensor to others.
+            # The sum is in place, so it needs a copy: autograd may use the same tensor elsewhere.
             gradient = gradient.contiguous().clone()
             dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
         return gradient.index_select(ctx.dim, ctx.local_positions), None, None
 
 
 def gather_sequence(x: Tensor, dim: int, *, replicated: bool = False) -> Tensor:
-    """Gather the whole sequence from every context-parallel rank's `zigzag` share along ``dim``.
+    """Gather the whole sequence along ``dim`` from the `zigzag` shares of all context-parallel ranks.
 
     Args:
-        replicated: every rank computes the same with the result (a loss, say), so each rank's gradient is
-            complete; otherwise the ranks' gradients are summed.
+        x: This rank's share.
+        dim: Dimension of the sequence.
+        replicated: True if all ranks compute the same from the result, such as a loss. Each rank's gradient
+            is then complete. Otherwise the gradients are summed over the ranks.
     """
     if parallel_state.get_context_parallel_world_size() == 1:
         return x
@@ -134,7 +138,7 @@ def gather_sequence(x: Tensor, dim: int, *, replicated: bool = False) -> Tensor:
 
 
 class _SumOverContext(torch.autograd.Function):
-    """Sum over the context-parallel ranks of a result that all of them use alike."""
+    """Sum over the context-parallel ranks, whose gradient is not summed. See `sum_over_context_parallel`."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
@@ -148,15 +152,21 @@ class _SumOverContext(torch.autograd.Function):
 
 
 def sum_over_context_parallel(x: Tensor) -> Tensor:
-    """Sum over context-parallel ranks, which all compute the same with it: each gradient is complete."""
+    """Sum a tensor over the context-parallel ranks.
+
+    All ranks must compute the same from the result, so each rank's gradient is already complete.
+    """
     if parallel_state.get_context_parallel_world_size() == 1:
         return x
     return _SumOverContext.apply(x)
 
 
 def sum_of_last_stages(x: Tensor) -> None:
-    """Sum the last pipeline stages' tensors over data-parallel (not context-parallel) ranks, in place."""
-    # Only a last stage has computed anything; the broadcast replaces the zeros of the others.
+    """Sum the tensors of the last pipeline stages over the data-parallel ranks, in place, for all stages.
+
+    Context-parallel ranks have the same results already, so the sum leaves them out.
+    """
+    # Only the last stage has results. The broadcast replaces the zeros of the other stages.
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(x, source, group=parallel_state.get_pipeline_model_parallel_group())

@@ -1,4 +1,4 @@
-"""Planner: this rank's rows of a step, cut into microbatches."""
+"""Planner: divides this rank's rows of a step into microbatches."""
 
 from dataclasses import dataclass
 
@@ -22,14 +22,14 @@ from nemo_grpo.engine.megatron.packing import pack
 
 @dataclass(frozen=True)
 class Planner:
-    """Cuts a step into microbatches, for scoring and for updates.
+    """Divides a step into microbatches, for scoring and for updates.
 
     Attributes:
-        multiple: divides the number of tokens of a packed microbatch.
-        max_tokens: most tokens whose logits are in memory at a time.
-        share_prompts: packed responses to one prompt share its tokens.
-        dtype: of the model.
-        device: of this rank.
+        multiple: Divisor of the number of tokens in a packed microbatch.
+        max_tokens: Largest number of tokens whose logits are in memory at a time.
+        share_prompts: True if packed responses to the same prompt share its tokens.
+        dtype: Precision of the model.
+        device: Device of this rank.
     """
 
     multiple: int
@@ -48,9 +48,10 @@ class Planner:
         """Plan this rank's microbatches.
 
         Args:
-            micro_batch_size: rows of each.
-            mb_tokens: instead of that, pack rows into microbatches of at most this many tokens.
-            rows: indices of the rows to compute; None: all.
+            sequences: All rows of the step.
+            micro_batch_size: Number of rows in a microbatch, if sequences are not packed.
+            mb_tokens: Largest number of tokens in a microbatch, to pack sequences; None to pad them.
+            rows: Indices of the rows to compute. By default all rows are computed.
         """
         if rows is None:
             rows = torch.arange(len(sequences.lengths))
@@ -75,7 +76,8 @@ class Planner:
         """Plan this rank's microbatches of an update.
 
         Returns:
-            (the microbatches, rows that some rank computes, rows that are left out: they have no gradient).
+            (microbatches of this rank, rows that all ranks together compute, rows that all ranks leave out
+            because they have no gradient).
         """
         share = data_parallel_share()
         if objective.whole_groups_per_loss_call:
@@ -94,9 +96,10 @@ class Planner:
         """Build the planned microbatches.
 
         Args:
-            plan: rows of each.
-            mb_tokens: None: rows are padded; else they are packed.
-            whole: the loss needs all rows of a microbatch at once.
+            sequences: All rows of the step.
+            plan: Rows of each microbatch.
+            mb_tokens: None to pad the rows; any number to pack them.
+            whole: True if the loss needs all rows of a microbatch at once, in a single part.
         """
         microbatches = []
         for rows in plan:

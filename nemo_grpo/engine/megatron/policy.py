@@ -1,4 +1,4 @@
-"""`MegatronPolicy`: scoring of sequences and updates on an objective, on megatron-core."""
+"""`MegatronPolicy`: the policy on megatron-core, which scores sequences and is updated on an objective."""
 
 import logging
 import math
@@ -35,12 +35,12 @@ from nemo_grpo.recipe.megatron_sections import MegatronOptimizer, MegatronSchedu
 
 log = logging.getLogger(__name__)
 
-# megatron-core wants a number of decay steps; a constant learning rate does not depend on it.
+# megatron-core requires a number of decay steps, on which a constant learning rate does not depend.
 _CONSTANT = MegatronScheduler(lr_decay_iters=1000)
 
 
 class MegatronPolicy:
-    """A policy under training: one rank's part of the model, its optimizer, the schedule that runs them."""
+    """A policy under training: this rank's part of the model, with optimizer and learning-rate schedule."""
 
     def __init__(
         self,
@@ -55,15 +55,19 @@ class MegatronPolicy:
         lora: LoRASettings | None = None,
         config_fields: Mapping[str, Any] = {},
     ) -> None:
-        """Build the model of a transformers config; `load_weights` must follow.
+        """Build the model that a transformers config describes. `load_weights` must be called next.
 
         Args:
-            hf: transformers config object.
-            optimizer: the recipe's section.
-            schedule: the recipe's section.
-            layout: model-parallel sizes.
-            lora: train adapters only; the reference policy is then the model without them.
-            config_fields: further fields of `TransformerConfig` (`options.config_fields`).
+            hf: Config object of transformers.
+            optimizer: Section of the recipe for the optimizer.
+            schedule: Section of the recipe for the schedule.
+            dtype: Precision of the parameters.
+            device: Device of this rank.
+            layout: Sizes of model parallelism.
+            seed: Seed of the adapters and of megatron-core.
+            lora: Settings of adapters, if only these are trained. The reference policy is then the model
+                without adapters.
+            config_fields: Further fields of `TransformerConfig` (`options.config_fields`).
         """
         self.device = device or torch.device("cpu")
         self.layout = layout or Layout()
@@ -83,22 +87,23 @@ class MegatronPolicy:
         self.share_prompts = self.config.transformer_impl == "local"
 
     def load_weights(self, hf_tensors: Mapping[str, Tensor], *, keep_reference: bool) -> None:
-        """Load Hugging Face tensors and set up the optimizer on them.
+        """Load Hugging Face tensors as the model's weights, then build the optimizer.
 
         Args:
-            keep_reference: also keep them, on the host, as the reference policy; LoRA needs no copy.
+            hf_tensors: All tensors of the model, by name.
+            keep_reference: True to keep a copy on the host as the reference policy. LoRA needs no copy.
         """
         self.weights.load(hf_tensors)
         if self.lora is not None:
             self.adapters = Adapters(self.weights, self.lora, self.seed)
         elif keep_reference:
             self.reference = {name: _host_copy(p) for name, p in self.model.named_parameters()}
-        # Last: in 16 bits the optimizer copies the weights to float32 when it is built, and with LoRA it
-        # takes only the adapters.
+        # The optimizer is built last. It copies 16-bit weights to float32 when it is built, and with LoRA it
+        # must find the adapters and a frozen model.
         self.wrapped, self.optimizer, self.scheduler = with_optimizer(self.model, self.config, *self.sections)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, tensor) of the current weights, adapters merged."""
+        """Yield the Hugging Face name and the tensor of all current weights, with adapters merged."""
         if self.adapters is not None:
             return self.adapters.merged_tensors()
         return self.weights.named_tensors()
@@ -133,20 +138,20 @@ class MegatronPolicy:
         mb_tokens: int | None = None,
         with_entropies: bool = True,
     ) -> Scores:
-        """Compute logprob and entropy of every next token under the current weights, without gradient.
+        """Compute the logprob and the entropy of every next token by the current weights, without gradient.
 
         Args:
-            micro_batch_size: sequences computed at once.
-            temperature: divides the logits for the logprobs, as it did when the tokens were sampled.
-            mb_tokens: instead of ``micro_batch_size``, pack sequences into microbatches of at most this many
-                tokens.
-            with_entropies: compute entropies, too.
+            sequences: All rows of the step.
+            micro_batch_size: Number of sequences in a microbatch, if sequences are not packed.
+            temperature: Divisor of the logits for the logprobs: the temperature of the sampling.
+            mb_tokens: Largest number of tokens in a microbatch, to pack sequences; None to pad them.
+            with_entropies: True to compute entropies, too.
         """
         plan = self.planner.plan(sequences, micro_batch_size, mb_tokens)
 
         def keep(part: Part, logprobs: Tensor, entropies: Tensor | None) -> Tensor:
             part.keep(logprobs, entropies)
-            # megatron-core's schedule wants a loss from every microbatch; nobody reads this one.
+            # megatron-core's schedule needs a loss from every microbatch. This one is not used.
             return logprobs.sum()
 
         with torch.no_grad():
@@ -164,22 +169,25 @@ class MegatronPolicy:
         mb_tokens: int | None = None,
         scoring: bool = False,
     ) -> UpdateResult:
-        """Make one optimizer step on these rows; loss and gradient do not depend on the microbatches.
+        """Make one optimizer step on these rows. Loss and gradient do not depend on the microbatches.
 
-        Rows without a gradient are left out of the model's passes. They count in every denominator, and in
-        the metrics as if their logprobs were still ``prev_logprobs``.
+        Rows without a gradient are left out of the model's passes. They still count in every denominator, and
+        in the metrics with ``prev_logprobs`` as their logprobs.
 
         Args:
-            micro_batch_size: as in `score`.
-            temperature: as in `score`.
-            mb_tokens: as in `score`.
-            scoring: no `score` has been made since the last update. The current logprobs are then the
-                previous ones too (their ratio is 1, its gradient is not 0), and the result has `Scores`.
+            objective: Objective of the recipe's variant.
+            prepared: Prepared batch of these rows.
+            sequences: Sequences of these rows.
+            micro_batch_size: See `score`.
+            temperature: See `score`.
+            mb_tokens: See `score`.
+            scoring: True if `score` was not called since the last update. The current logprobs then also
+                serve as the previous ones, so the ratio is 1, with a gradient. The result has `Scores`.
         """
         plan, computed_rows, skipped_rows = self.planner.plan_update(
             objective, prepared, sequences, micro_batch_size, mb_tokens
         )
-        # The whole batch moves once: the loss of a microbatch then waits for no copy.
+        # The whole batch is moved at once, so that the loss of a microbatch does not wait for a copy.
         prepared = prepared.to(self.device)
         valid_toks = prepared.batch.mask.sum()
         valid_seqs = prepared.batch.sample_mask.sum()
@@ -190,8 +198,9 @@ class MegatronPolicy:
             shares_of_metrics.append(metrics)
             return loss
 
-        # The schedule divides by the number of microbatches and DDP averages over data-parallel ranks; our
-        # loss is a sum of shares. (For context-parallel ranks the schedule's own factor does it.)
+        # Our loss is a sum over microbatches and data-parallel ranks. megatron-core's schedule divides by the
+        # number of microbatches, and its DDP averages over the ranks; this factor undoes both. For
+        # context-parallel ranks the schedule has a factor itself.
         scale = len(plan) * parallel_state.get_data_parallel_world_size()
 
         def loss_of_part(part: Part, logprobs: Tensor, entropies: Tensor | None) -> Tensor:
@@ -205,7 +214,7 @@ class MegatronPolicy:
         self.optimizer.zero_grad()
         self._run(sequences, plan, loss_of_part, temperature, with_entropies=scoring, forward_only=False)
 
-        # Rows that were left out have no gradient, but count in the metrics; the ranks share them.
+        # Rows that were left out still count in the metrics. Each rank adds its share of them.
         rank, num_ranks = data_parallel_share()
         local_skipped_rows = skipped_rows[rank::num_ranks].to(self.device)
         if len(local_skipped_rows):
@@ -220,10 +229,10 @@ class MegatronPolicy:
         return UpdateResult(metrics, grad_norm, lr, skipped=not has_stepped, scores=scores, computed=computed)
 
     def _step_if_finite(self, metrics: dict[str, float]) -> tuple[float, bool]:
-        """Clip the gradient and step, unless gradient or loss is not finite.
+        """Clip the gradient and step, unless the gradient or the loss is not finite.
 
         Returns:
-            (norm of the gradient before clipping, True if the step was made).
+            (norm of the gradient before clipping, True if the optimizer has made a step).
         """
         overflow = self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
@@ -248,12 +257,12 @@ class MegatronPolicy:
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens whose logits are in memory at a time."""
+        """Largest number of tokens whose logits are in memory at a time."""
         return self.layout.tokens_at_once(self.hf.vocab_size, self.device.type)
 
     @property
     def sequence_multiple(self) -> int:
-        """Multiple to which the columns of a microbatch are padded."""
+        """Multiple to which the number of columns of a microbatch is padded."""
         fp8_recipe = self.config.fp8_recipe if self.config.fp8 else None
         return self.layout.sequence_multiple * fp8_alignment(fp8_recipe)
 
@@ -278,7 +287,7 @@ class MegatronPolicy:
         schedule.run(self.wrapped, sequences.input_ids.to(self.device), plan, loss)
 
     def _collect(self, sequences: Sequences, plan: list[Microbatch], with_entropies: bool) -> Scores:
-        """Gather on every rank the results that the microbatches kept."""
+        """Gather the stored results of all microbatches, for every rank."""
         num_rows, num_columns = sequences.input_ids.shape
         num_kinds = 2 if with_entropies else 1
         results = torch.zeros(num_kinds, num_rows, num_columns - 1, device=self.device)
@@ -286,31 +295,38 @@ class MegatronPolicy:
             for part in microbatch.parts:
                 for kind, output in enumerate(part.outputs):
                     results[kind][part.rows, : part.length - 1] = output.float()
-        # Each row was computed by one data-parallel rank and is 0 on the others.
+        # One data-parallel rank has computed each row, and the others have 0 there, so a sum gathers them.
         parallel.sum_of_last_stages(results)
         in_padding = torch.arange(num_columns - 1) >= sequences.lengths[:, None] - 1
         results = results.cpu().masked_fill_(in_padding, 0.0)
         return Scores(results[0], results[1] if with_entropies else None)
 
     def _sum_metrics(self, shares: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Sum each metric over microbatches and data-parallel ranks; one copy to the host for all of them."""
-        names: list[Any] = [list(shares[0]) if shares else None]
-        # Only the last pipeline stage computes a loss, so the other stages do not know its metrics' names.
+        """Sum each metric over microbatches and data-parallel ranks, with one copy to the host for all."""
+        local_names = list(shares[0]) if shares else None
+        # Only the last pipeline stage computes a loss, so the other stages get the metrics' names from it.
+        # The broadcast replaces the only object in a list.
+        broadcast: list[Any] = [local_names]
         if self.layout.pipeline > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
             last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast_object_list(names, last_rank, group=group)
-        # In float64: the split into microbatches must not show in the metrics.
-        total = torch.zeros(len(names[0]), dtype=torch.float64, device=self.device)
+            dist.broadcast_object_list(broadcast, last_rank, group=group)
+        names: list[str] = broadcast[0]
+
+        # The sum is in float64, so that the split into microbatches does not show in the metrics.
+        total = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         for share in shares:
-            total += torch.stack([share[name].double() for name in names[0]])
+            total += torch.stack([share[name].double() for name in names])
         parallel.sum_of_last_stages(total)
-        return dict(zip(names[0], total.tolist(), strict=True))
+        return dict(zip(names, total.tolist(), strict=True))
 
     def sharded_state_dict(self, *, loading: bool) -> dict[str, Any]:
-        """Return model, optimizer and schedule, as `megatron.core.dist_checkpointing` saves and loads them.
+        """Describe model, optimizer and schedule for `megatron.core.dist_checkpointing`.
 
-        With LoRA the model is its adapters: a resumed run loads the frozen base as at first.
+        With LoRA only the adapters are described: a resumed run loads the frozen base model as at its start.
+
+        Args:
+            loading: True to load a checkpoint, False to save one.
         """
         if self.adapters is not None:
             model = self.adapters.sharded_state_dict()
@@ -324,7 +340,7 @@ class MegatronPolicy:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `dist_checkpointing.load` filled in."""
+        """Load the state that `dist_checkpointing.load` has read."""
         if self.adapters is not None:
             self.adapters.load_state_dict(state["model"])
         else:
@@ -335,7 +351,7 @@ class MegatronPolicy:
 
 
 def _host_copy(parameter: Tensor) -> Tensor:
-    """Copy to the host; from a GPU to pinned memory, so that copying back is fast and asynchronous."""
+    """Copy a parameter to the host. From a GPU it goes to pinned memory, so that copying back is fast."""
     if parameter.is_cuda:
         return parameter.detach().cpu().pin_memory()
     return parameter.detach().clone()

@@ -1,10 +1,10 @@
-"""A policy's state on disk, through megatron-core's own distributed checkpointing.
+"""Checkpoints of a policy by megatron-core's distributed checkpointing, but with a writer of our own.
 
-megatron-core before 0.19 forks a process per file at every save (NVIDIA/Megatron-LM#3633;
-tests/unit/engine/test_upstream_faults.py). A trainer killed meanwhile leaves them
-asleep with its memory, and one of them killed leaves the trainer waiting for ever. Later versions use threads
-and do not say why one of them failed. Here the files are written by a thread of this process, which cannot
-outlive it and tells every failure.
+megatron-core before 0.19 forks a process for each file at every save (NVIDIA/Megatron-LM#3633;
+tests/unit/engine/test_upstream_faults.py). If the trainer is killed meanwhile, these processes stay and hold
+its memory. If one of them is killed, the trainer waits forever. Later versions use threads, and do not say
+why one of them failed. Here a thread of this process writes the files. It cannot outlive the process, and it
+reports every failure.
 """
 
 import inspect
@@ -38,38 +38,41 @@ from nemo_grpo.support.errors import UserError, first_line
 
 log = logging.getLogger(__name__)
 
-# Versions of megatron-core that have several writers default to one that is another package
+# Some versions of megatron-core have several writers, and the default one needs another package
 # (tests/unit/engine/test_upstream_faults.py).
 _STRATEGY: dict[str, Any] = {}
 if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
     _STRATEGY["async_strategy"] = "mcore"
 
 _WRITERS = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread")
-"""megatron-core's writer of a rank's files before 0.19, and since."""
+"""Names of megatron-core's function that writes a rank's files: before 0.19, and since."""
 
 
 class PendingWrite:
-    """A checkpoint whose tensors are being written. Every rank makes one and calls its methods alike."""
+    """A checkpoint that is being written. Every rank has one, and all ranks call the same methods."""
 
     def __init__(self, request: Any, *, asynchronous: bool) -> None:
         """Start to write.
 
         Args:
-            request: what `dist_checkpointing.save` returned.
-            asynchronous: return at once, with copies of the tensors; else when this rank's are written.
+            request: The result of `dist_checkpointing.save`.
+            asynchronous: True to write copies of the tensors in the background. Otherwise the constructor
+                returns when this rank's tensors are written.
         """
         self._request = request
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        # This rank may have nothing to write.
         if request.async_fn is None:
-            return  # nothing to write on this rank
+            return
         arguments = list(request.async_fn_args)
         if request.preload_fn is not None:
             arguments[1] = request.preload_fn()
         if not asynchronous:
             request.async_fn(*arguments, **request.async_fn_kwargs)
             return
-        # From a GPU these are copies already; on a CPU they are the weights, which the next update changes.
+        # With a GPU the tensors are copies on the host already. On a CPU they are the weights themselves,
+        # which the next update changes.
         if not torch.cuda.is_available():
             arguments[1] = [_copied(bucket) for bucket in arguments[1]]
 
@@ -77,21 +80,22 @@ class PendingWrite:
             try:
                 request.async_fn(*arguments, **request.async_fn_kwargs)
             except BaseException as error:
-                self._error = error  # `finish` reports it
+                # `finish` reports the error.
+                self._error = error
 
-        # A daemon: a trainer that ends for another reason does not wait for it.
+        # The thread is a daemon, so that a trainer that fails for another reason does not wait for it.
         self._thread = threading.Thread(target=write, daemon=True)
         self._thread.start()
 
     def is_written(self) -> bool:
-        """True when this rank has nothing left to write; it may have failed."""
+        """True if this rank has written all of its tensors, or has failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for this rank's tensors, then, with the other ranks, write the metadata."""
+        """Wait until this rank's tensors are written, then write the metadata with the other ranks."""
         if self._thread is not None:
             self._thread.join()
-        # Through megatron-core's queue, so that all ranks fail together in its own exchange of results.
+        # The error goes into megatron-core's queue: its exchange of results then fails on all ranks together.
         if self._error is not None:
             filesystem_async._results_queue.put(self._error)
         for finalize in self._request.finalize_fns:
@@ -99,7 +103,7 @@ class PendingWrite:
 
 
 def _copied(bucket: tuple[Any, Any, tuple[Any, list[tuple[Any, torch.Tensor]]]]) -> tuple[Any, Any, Any]:
-    """Copy the tensors of a bucket of megatron-core's writer: (file, key, (objects, tensors))."""
+    """Copy the tensors in a bucket, which megatron-core's writer has as (file, key, (objects, tensors))."""
     file, key, (objects, tensors) = bucket
     copies = [(item, tensor.clone()) for item, tensor in tensors]
     return file, key, (objects, copies)
@@ -108,16 +112,16 @@ def _copied(bucket: tuple[Any, Any, tuple[Any, list[tuple[Any, torch.Tensor]]]])
 def begin_save(
     policy: MegatronPolicy, folder: Path, iteration: int, *, asynchronous: bool = False
 ) -> PendingWrite:
-    """Write model, optimizer and schedule as torch_dist; complete after the result's ``finish``.
+    """Begin to write model, optimizer and schedule as torch_dist. The result's ``finish`` completes it.
 
-    Every rank of the policy calls it. With LoRA the model is its adapters, under Megatron-Bridge's names,
-    with their scale in `RUN_CONFIG`.
+    Every rank of the policy calls this function. With LoRA only the adapters are written, under
+    Megatron-Bridge's names, and their scale is in `RUN_CONFIG`.
 
     Args:
-        policy: every rank's.
-        folder: for the checkpoint.
-        iteration: step of the run.
-        asynchronous: write the tensors in the background.
+        policy: This rank's part of the policy.
+        folder: Folder to write.
+        iteration: Step of the run.
+        asynchronous: True to write the tensors in the background.
     """
     write_in_this_process()
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +138,7 @@ def begin_save(
 
 
 def write_in_this_process() -> None:
-    """Make megatron-core write by `_write_files`, and collect the results here; safe to call twice."""
+    """Make megatron-core write by `_write_files`, in this process. A second call changes nothing."""
     if getattr(filesystem_async, "_results_queue", None) is None:
         filesystem_async._results_queue = queue.Queue()
     for name in _WRITERS:
@@ -145,9 +149,12 @@ def write_in_this_process() -> None:
 def _write_files(
     transforms: list[Any], _use_msc: bool, _rank: int, buckets: list[Any], results: queue.Queue[Any]
 ) -> None:
-    """Write and flush one file per bucket; the results, or what was raised, go into the queue."""
+    """Write and flush a file for each bucket, and put the results, or the first error, into the queue.
+
+    The signature is that of megatron-core's functions in `_WRITERS`.
+    """
     outcomes: dict[int, Any] = {}
-    # megatron-core's writer counts its processes in a queue; here there are none to count.
+    # megatron-core's writer counts its processes in this queue. Here there are none, so it does nothing.
     processes = SimpleNamespace(get=lambda: None, task_done=lambda: None)
     for number, bucket in enumerate(buckets):
         result: queue.Queue[Any] = queue.Queue()
@@ -163,11 +170,15 @@ def _write_files(
 
 
 def check_readable(folder: Path) -> None:
-    """Read the index of what `begin_save` wrote as `load_policy` will; no tensor is read."""
+    """Refuse a checkpoint whose index cannot be read back.
+
+    Incompatible versions of torch and megatron-core can write such checkpoints. No tensor is read.
+    """
     try:
         load_sharded_metadata(str(folder))
         dist_checkpointing.load_common_state_dict(str(folder))
-    except Exception as error:  # two packages that do not fit may raise anything
+    # Incompatible packages may raise any kind of error.
+    except Exception as error:
         installed = " and ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
         raise UserError(
             f"{folder} was written and cannot be read back: no run could resume from it. {installed} do not "
@@ -177,8 +188,8 @@ def check_readable(folder: Path) -> None:
 
 
 def load_policy(policy: MegatronPolicy, folder: Path) -> None:
-    """Read what `begin_save` wrote, at this policy's layout. The policy must have its optimizer already."""
-    # Our reader first: it refuses metadata that would run code.
+    """Load a checkpoint of `begin_save` at this policy's layout. The policy must have its optimizer."""
+    # Our own reader opens the checkpoint first, because it refuses metadata that would run code.
     with closing(TorchDistReader(folder)) as reader:
         if reader.folder != folder:
             raise UserError(f"{folder} has no {METADATA}, a folder in it has; copy the checkpoint again")
@@ -203,16 +214,16 @@ def _load_policy(policy: MegatronPolicy, folder: Path) -> None:
         warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
         loaded = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
-    # None: the layer keeps the state that it was built with.
+    # A layer whose extra state is None keeps the state that it was built with.
     loaded["model"] |= dict.fromkeys(absent)
     policy.load_state_dict(loaded)
 
 
 @contextmanager
 def _data_alone() -> Iterator[None]:
-    """Make ``torch.load`` run no pickled code within the block.
+    """Within the block, let ``torch.load`` read data but run no pickled code.
 
-    torch's checkpoint reader would let it, as of torch 2.13 (tests/unit/engine/test_upstream_faults.py).
+    torch's checkpoint reader, as of 2.13, allows such code (tests/unit/engine/test_upstream_faults.py).
     """
     load = torch.load
 
@@ -221,7 +232,7 @@ def _data_alone() -> Iterator[None]:
 
     torch.load = restricted
     try:
-        # Transformer Engine keeps FP8's scaling history in a BytesIO.
+        # Transformer Engine stores the scaling history of FP8 in a BytesIO, so that type is allowed.
         with torch.serialization.safe_globals([io.BytesIO]):
             yield
     except pickle.UnpicklingError as error:
@@ -233,9 +244,10 @@ def _data_alone() -> Iterator[None]:
 
 
 def _absent_extra_states(model: dict[str, Any], folder: Path) -> list[str]:
-    """List Transformer Engine's extra states that a checkpoint of the local layers lacks.
+    """List Transformer Engine's extra states that the checkpoint lacks, because other layers wrote it.
 
-    They hold FP8's scaling history, which layers rebuild. Anything else that is missing is an error on load.
+    The states have the scaling history of FP8, which the layers build again. Anything else that is missing is
+    an error when the checkpoint is loaded.
     """
     keys = {
         name: part.unique_key

@@ -1,4 +1,4 @@
-"""megatron-core's forward-backward schedule over microbatches: from token ids to logprobs to a loss."""
+"""Passes over microbatches by megatron-core's schedule: from token ids to logprobs, loss and gradients."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,25 +19,38 @@ from nemo_grpo.engine.megatron.output_layer import TokenScores, loss_in_parts
 from nemo_grpo.engine.megatron.packing import PackedSequences
 
 Loss = Callable[[Part, Tensor, Tensor | None], Tensor]
-"""(rows of a microbatch, logprobs [B, T], entropies [B, T] or None) -> 0-d; on the last pipeline stage."""
+"""Function that computes a part's loss, 0-d, from its rows, logprobs [B, T], and entropies [B, T] or None.
+
+It is called on the last pipeline stage only.
+"""
 
 
 class _Tokens(Protocol):
-    """The tokens of a microbatch that have logits on this rank, row after row.
+    """Tokens of a microbatch whose logits this rank computes, row after row.
 
     Attributes:
-        targets: [N] int64, the tokens that they predict.
+        targets: [N] int64, the tokens that these logits predict.
     """
 
     @property
     def targets(self) -> Tensor: ...
 
     def first_tokens(self, rows: list[int]) -> list[int]:
-        """Return the number of each row's first token; of the row after the last one, N."""
+        """Return the number of the first token of each row. For the row after the last one it is N."""
         ...
 
     def to_rows(self, x: Tensor, first_row: int, num_rows: int, first_token: int) -> Tensor:
-        """Lay [n] numbers of consecutive rows' tokens out as [num_rows, T], gathered from all ranks."""
+        """Gather values of tokens from all context-parallel ranks, and lay them out in rows.
+
+        Args:
+            x: [n], a value for each token of consecutive rows on this rank.
+            first_row: Number of the first of these rows.
+            num_rows: Number of rows.
+            first_token: Number of the first token.
+
+        Returns:
+            [num_rows, T].
+        """
         ...
 
 
@@ -46,9 +59,9 @@ class _PaddedTokens:
     """Tokens of rows that are padded to one length.
 
     Attributes:
-        targets: [N] int64.
-        num_columns: tokens of each row on this context-parallel rank.
-        length: columns of the microbatch, of which one less is predicted.
+        targets: [N] int64, the predicted tokens.
+        num_columns: Number of tokens of each row on this context-parallel rank.
+        length: Number of columns of the microbatch. The first column is not predicted.
     """
 
     targets: Tensor
@@ -68,8 +81,8 @@ class _PackedTokens:
     """Tokens of a stream of packed sequences.
 
     Attributes:
-        packed: the stream, with the row and column of each token.
-        length: columns of the microbatch, of which one less is predicted.
+        packed: The stream, with the row and column of each predicted token.
+        length: Number of columns of the microbatch. The first column is not predicted.
     """
 
     packed: PackedSequences
@@ -80,7 +93,7 @@ class _PackedTokens:
         return self.packed.targets
 
     def first_tokens(self, rows: list[int]) -> list[int]:
-        # One part: it has all tokens, and nothing has to wait for a GPU.
+        # A single part has all tokens. Without a search the host does not wait for a GPU.
         if len(rows) == 2:
             return [0, len(self.packed.rows)]
         return torch.searchsorted(self.packed.rows, self.packed.rows.new_tensor(rows)).tolist()
@@ -89,21 +102,21 @@ class _PackedTokens:
         tokens = slice(first_token, first_token + len(x))
         places = (self.packed.rows[tokens] - first_row, self.packed.columns[tokens])
         whole = x.new_zeros(num_rows, self.length - 1).index_put(places, x)
-        # The ranks have different tokens of a row, and 0 in the places of the others.
+        # Each rank has some tokens of a row, and 0 in the places of the other tokens, so a sum joins them.
         return parallel.sum_over_context_parallel(whole)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over some microbatches.
+    """Settings of a pass over microbatches.
 
     Attributes:
-        temperature: divides the logits for the logprobs.
-        with_entropies: also give the loss every token's entropy at temperature 1, without gradient.
-        forward_only: compute no gradients.
-        multiple: divisor of padded rows' lengths.
-        vocab_size: without padding.
-        max_tokens: most tokens whose logits are in memory at a time.
+        temperature: Divisor of the logits for the logprobs.
+        with_entropies: True to pass the tokens' entropies to the loss, at temperature 1 and without gradient.
+        forward_only: True to compute no gradients.
+        multiple: Divisor of the length of padded rows.
+        vocab_size: Size of the vocabulary without padding.
+        max_tokens: Largest number of tokens whose logits are in memory at a time.
     """
 
     temperature: float
@@ -114,13 +127,13 @@ class Pass:
     max_tokens: int
 
     def run(self, model: torch.nn.Module, input_ids: Tensor, plan: Sequence[Microbatch], loss: Loss) -> None:
-        """Run the schedule; gradients are left in the model.
+        """Run the schedule. It adds the gradients to those of the model's parameters.
 
         Args:
-            model: as `optimizer.with_optimizer` wraps it.
-            input_ids: [B, S], of all rows in the plan; packed microbatches have their own.
-            plan: this rank's microbatches, at least one.
-            loss: of the rows of one part of a microbatch.
+            model: Model that `optimizer.with_optimizer` has wrapped.
+            input_ids: [B, S], all rows of the step. Packed microbatches have token ids of their own.
+            plan: Microbatches of this rank, at least one.
+            loss: Function that computes the loss of a part of a microbatch.
         """
 
         def forward_step(microbatches: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
@@ -130,7 +143,8 @@ class Pass:
             else:
                 output, tokens = self._packed(model, microbatch, microbatch.packed)
 
-            # megatron-core calls this on the last pipeline stage alone; `output` goes to the next one.
+            # megatron-core calls this function on the last pipeline stage only. On the others it sends
+            # `output` to the next stage.
             def loss_of_microbatch(hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
                 weight = model.module.output_weight
                 parts = list(_parts(microbatch, tokens, loss))
@@ -145,7 +159,7 @@ class Pass:
             data_iterator=iter(plan),
             model=[model],
             num_microbatches=len(plan),
-            # Required; with variable_seq_lengths the stages tell each other the shapes instead.
+            # The two sizes are required, but with variable_seq_lengths the stages send each other the shapes.
             seq_length=self._padded_length(max(microbatch.length for microbatch in plan)),
             micro_batch_size=max(len(microbatch.rows) for microbatch in plan),
             forward_only=self.forward_only,
@@ -165,7 +179,7 @@ class Pass:
             (the model's output, the tokens that have logits).
         """
         ids = input_ids[microbatch.rows, : microbatch.length]
-        # One column more than is computed: the last one is only predicted.
+        # The rows have one column more than the model computes, because the last column is only predicted.
         ids = functional.pad(ids, (0, self._padded_length(microbatch.length) + 1 - microbatch.length))
         columns = parallel.zigzag(ids.shape[1] - 1, ids.device)
         targets = ids[:, 1:][:, columns].flatten()
@@ -188,15 +202,17 @@ class Pass:
         """Compute logprobs and entropies of some tokens.
 
         Args:
-            targets: [N], all tokens of the microbatch.
-            logits: [n, V], of the tokens at ``where``; under tensor parallelism this rank's vocabulary.
+            targets: [N], predicted tokens of the whole microbatch.
+            logits: [n, V], logits of the tokens at ``where``. Under tensor parallelism V is this rank's part
+                of the vocabulary.
+            where: Place of these tokens in the microbatch.
         """
         targets = targets[where]
         vocabulary: dict[str, Any] = {
             "group": parallel_state.get_tensor_model_parallel_group(),
             "vocab_size": self.vocab_size,
         }
-        # At temperature 1 both come from one softmax.
+        # At temperature 1 a single softmax gives both.
         if self.with_entropies and self.temperature == 1:
             logprobs, entropies = logprobs_and_entropy(logits, targets, **vocabulary)
             return logprobs, entropies.detach()
@@ -213,8 +229,11 @@ class _LossOfPart:
     """Loss of one part of a microbatch, from the scores of its tokens.
 
     Attributes:
-        first_row: place of the part's first row in the microbatch.
-        first_token: place of that row's first token.
+        loss: Function that computes the loss of rows.
+        part: The part.
+        tokens: Tokens of the whole microbatch.
+        first_row: Number of the part's first row in the microbatch.
+        first_token: Number of that row's first token.
     """
 
     loss: Loss
@@ -235,7 +254,7 @@ class _LossOfPart:
 
 
 def _parts(microbatch: Microbatch, tokens: _Tokens, loss: Loss) -> Iterator[output_layer.PartLoss]:
-    """Yield the tokens of each part of a microbatch, with the loss of their scores."""
+    """Yield the tokens of each part of a microbatch, and the function that computes its loss."""
     rows = [0, *accumulate(len(part.rows) for part in microbatch.parts)]
     first_tokens = tokens.first_tokens(rows)
     for number, part in enumerate(microbatch.parts):
