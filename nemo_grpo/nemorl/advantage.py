@@ -69,7 +69,7 @@ class VariantEstimator:
         drops_groups: the step is what dynamic sampling keeps of its draws; see `as_kept`.
         is_scored: NeMo-RL computes the policy's logprobs (`Recipe.policy_is_scored`); else they are zeros.
         has_warned: groups that are split were warned of.
-        last_metrics: of the newest step; NeMo-RL logs them in asynchronous training, and through
+        last_metrics: metrics of the newest step; NeMo-RL logs them in asynchronous training, and through
             `StepContext.metrics` in synchronous training.
         carried: statistics that the variant carries from step to step.
     """

@@ -244,7 +244,7 @@ def _unpickled_loss(
 
 
 def loss_of(run: ClusterRun) -> ObjectiveLoss:
-    """Make the loss of a run; NeMo-RL's configuration decides how logprobs are computed and rows carried."""
+    """Make the loss of a run, with the options that follow from NeMo-RL's configuration."""
     return ObjectiveLoss(
         run.recipe.loss_fn,
         use_fused_linear_logprobs=run.fuses_linear_logprobs,
