@@ -60,8 +60,16 @@ class Solved:
 class Point:
     """One perturbation of one response, and the accuracies with and without it.
 
-    Attributes: position: the rest after it is resampled.  positions: whose tokens were replaced or cut.
-                entropy: their mean, nats.  token, replacement: their texts; of a cut only the first.
+    Attributes:
+        problem: id of the problem.
+        kind: pivot, random or calm.
+        position: last changed position; the response after it is resampled.
+        entropy: mean entropy of the changed tokens, nats.
+        token: text of the changed tokens.
+        replacement: text in their place; "" for a cut.
+        kept: accuracy with the original tokens.
+        replaced: accuracy with the change.
+        positions: positions of the changed tokens.
     """
 
     problem: str
