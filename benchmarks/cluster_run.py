@@ -30,14 +30,16 @@ from nemo_grpo.support.progress import progress
 
 log = logging.getLogger(__name__)
 
-RECIPE, LOG = "recipe.yaml", "driver.log"
+RECIPE = "recipe.yaml"
+LOG = "driver.log"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one recipe.
 
-    Returns: the driver's exit code: 0 finished, 1 failed, 2 refused, 75 stopped with a checkpoint (continue
-             with --resume); 69 if Ray did not start.
+    Returns:
+        The driver's exit code: 0 finished, 1 failed, 2 refused, 75 stopped with a checkpoint (continue with
+        --resume); 69 if Ray did not start.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster_run", description=__doc__)
     parser.add_argument("recipe", type=Path, help="recipe with nemo_grpo.target: cluster")
@@ -46,12 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--nemo-rl", type=Path, help="NeMo-RL's source; default: NEMO_RL_SRC")
     parser.add_argument("--python", type=Path, help="Python of .venv-nemo-rl")
     parser.add_argument("--vllm-python", type=Path, help="Python of .venv-vllm")
-    given = parser.parse_intermixed_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
-        stack = find_stack(given.nemo_rl, given.python, given.vllm_python)
-        recipe = load_recipe(given.recipe, given.overrides)
-        folder = prepare(recipe, given.recipe, given.overrides, stack, resume=given.resume)
+        stack = find_stack(arguments.nemo_rl, arguments.python, arguments.vllm_python)
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        folder = prepare(recipe, arguments.recipe, arguments.overrides, stack, resume=arguments.resume)
         return train(load_recipe(folder / RECIPE), stack, folder)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
@@ -62,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(recipe: Recipe, path: Path, overrides: Iterable[str], stack: Stack, *, resume: bool) -> Path:
-    """Write the driver's recipe into the run's folder; returns the folder."""
+    """Write the driver's recipe into the run's folder, and return the folder."""
     if stack.vllm_python is None:
         raise UserError("--vllm-python: there is no .venv-vllm; run `make venv-vllm`, or name a Python")
     stack_for(recipe, path, stack)
@@ -105,6 +107,7 @@ def train(recipe: Recipe, stack: Stack, folder: Path) -> int:
     code = process.returncode
     if code == EXIT_USAGE:
         raise UserError(f"the driver refuses the recipe:\n{stages.tail(folder / LOG)}")
+    # The driver did not yet handle the signal of `follow`, whose default action ends a process.
     if code == -signal.SIGUSR1:
         raise stages.Failed("stopped before the driver handles signals, without a checkpoint; start it again")
     if code not in (0, EXIT_INTERRUPTED):
@@ -118,15 +121,18 @@ def train(recipe: Recipe, stack: Stack, folder: Path) -> int:
 
 def follow(process: subprocess.Popen[bytes], cluster: Cluster, recipe: Recipe) -> None:
     """Show a line per step until the process ends, and pass a request to stop on."""
-    done, is_told = stages.last_step(recipe), False
-    with stop_on_signals() as stop, progress("NeMo-RL", recipe.grpo.max_num_steps - done) as advance:
-        for _ in chain(stages.polls(process, cluster, recipe.run_dir / LOG), [None]):  # once more at the end
-            for step in range(done, stages.last_step(recipe)):
-                done = step + 1
+    num_shown = stages.last_step(recipe)
+    was_signalled = False
+    with stop_on_signals() as stop, progress("NeMo-RL", recipe.grpo.max_num_steps - num_shown) as advance:
+        polls = stages.polls(process, cluster, recipe.run_dir / LOG)
+        # Look once more after the end, because the last step may be logged after the last poll.
+        for _ in chain(polls, [None]):
+            for step in range(num_shown, stages.last_step(recipe)):
+                num_shown = step + 1
                 advance(standing(recipe))
-            if stop and not is_told:
+            if stop and not was_signalled:
                 process.send_signal(signal.SIGUSR1)
-                is_told = True
+                was_signalled = True
 
 
 def standing(recipe: Recipe) -> str:
@@ -134,8 +140,8 @@ def standing(recipe: Recipe) -> str:
     newest: dict[str, float] = {}
     for row in stages.metrics(recipe):
         newest |= row
-    shown = {"reward": "reward/mean", "validation": "validation/accuracy"}
-    return ", ".join(f"{name} {newest[key]:.3f}" for name, key in shown.items() if key in newest)
+    metric_by_label = {"reward": "reward/mean", "validation": "validation/accuracy"}
+    return ", ".join(f"{label} {newest[key]:.3f}" for label, key in metric_by_label.items() if key in newest)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 HEADS = ("stock", "compact", "classic")
 LEARNING_RATE = 1e-6
-"""So small that responses keep their lengths."""
+"""Learning rate at which responses keep their lengths, so that all steps are alike."""
 INPUTS = "inputs.json"
 """File with the path of the model and the prompts, for TRL's side."""
 
@@ -50,8 +50,15 @@ INPUTS = "inputs.json"
 class Config:
     """One comparison.
 
-    Attributes: micro_batch_size, precision: of both sides.
-                changes: overrides of the recipe.
+    Attributes:
+        num_prompts: prompts in a step.
+        num_generations: responses to a prompt.
+        max_new_tokens: maximum tokens of a response.
+        micro_batch_size: responses in a microbatch, on every side.
+        steps_per_turn: steps that a side trains before the next side's turn.
+        changes: overrides of the recipe.
+        recipe: name of the recipe.
+        precision: precision of every side.
     """
 
     num_prompts: int
@@ -72,9 +79,13 @@ CONFIGS = {
     "quickstart": Config(16, 8, 40, 32, 3),
     # 135 million parameters, pretrained: python -m nemo_grpo.data.smollm2 .cache/smollm2
     "smollm2": Config(
-        *(2, 8, 64, 16, 2),
-        (f"policy.model_name={ROOT / '.cache/smollm2'}", "cluster.gpus_per_node=1"),
-        "smollm2",
+        num_prompts=2,
+        num_generations=8,
+        max_new_tokens=64,
+        micro_batch_size=16,
+        steps_per_turn=2,
+        changes=(f"policy.model_name={ROOT / '.cache/smollm2'}", "cluster.gpus_per_node=1"),
+        recipe="smollm2",
     ),
 }
 
@@ -88,24 +99,28 @@ def recipe_of(config: Config, folder: Path) -> Recipe:
     """Load the comparison's recipe, with runs in ``folder``."""
     from nemo_grpo.recipe import load_recipe
 
-    optimizer, scheduler = "policy.megatron_cfg.optimizer", "policy.megatron_cfg.scheduler"
+    optimizer = "policy.megatron_cfg.optimizer"
+    scheduler = "policy.megatron_cfg.scheduler"
     overrides = [
         f"grpo.num_prompts_per_step={config.num_prompts}",
         f"grpo.num_generations_per_prompt={config.num_generations}",
         f"policy.generation.max_new_tokens={config.max_new_tokens}",
         f"policy.train_micro_batch_size={config.micro_batch_size}",
-        *(f"{optimizer}.{name}={LEARNING_RATE:.7f}" for name in ("lr", "min_lr")),
-        *(f"{scheduler}.lr_decay_style=constant", f"{scheduler}.lr_warmup_iters=0"),
+        f"{optimizer}.lr={LEARNING_RATE:.7f}",
+        f"{optimizer}.min_lr={LEARNING_RATE:.7f}",
+        f"{scheduler}.lr_decay_style=constant",
+        f"{scheduler}.lr_warmup_iters=0",
         f"policy.precision={config.precision}",
         "logger.tensorboard_enabled=false",
-        *(f"nemo_grpo.runs_dir={folder}", "nemo_grpo.run_name=ours"),
+        f"nemo_grpo.runs_dir={folder}",
+        "nemo_grpo.run_name=ours",
         *config.changes,
     ]
     return load_recipe(ROOT / f"recipes/{config.recipe}.yaml", overrides)
 
 
 def run_ours(config: Config, folder: Path) -> None:
-    """Train as `train` does between validations and checkpoints."""
+    """Train with the embedded engine, as `nemo-grpo train` does between validations and checkpoints."""
     from nemo_grpo.engine.checks import Start, choose_device
     from nemo_grpo.engine.setup import set_up
     from nemo_grpo.engine.steps import reinforce, sample
@@ -115,13 +130,15 @@ def run_ours(config: Config, folder: Path) -> None:
     task: Any = recipe.task.build()
     run = set_up(recipe, Path(model), Start(choose_device(recipe), task))
     task.score = lambda _problem, response: {"accuracy": reward(response), "format": 0.0}
-    turns, going = Turns(), True
-    while going:
+    turns = Turns()
+    goes_on = True
+    while goes_on:
         row = reinforce(run.learner, sample(run.rollouts, run.learner), run.recorder.diagnostics)
         run.recorder.folder.append_metrics(row)
+        # A step without an update would be too fast.
         assert row["steps/no_signal"] == row["steps/skipped"] == 0
         times = {name: row[f"time/{name}"] for name in ("rollout", "score", "update")}
-        going = turns.step_done(length=row["length/mean"], **times)
+        goes_on = turns.step_done(length=row["length/mean"], **times)
 
 
 def run_trl(config: Config, folder: Path, head: str) -> None:
@@ -133,7 +150,8 @@ def run_trl(config: Config, folder: Path, head: str) -> None:
 
     torch.set_num_threads(1)
     model, prompts = json.loads((folder / INPUTS).read_text())
-    turns, lengths = Turns(), list[float]()
+    turns = Turns()
+    lengths: list[float] = []
 
     def vowels(completions: list[str], completion_ids: list[list[int]], **_unused: Any) -> list[float]:
         lengths.append(statistics.mean(map(len, completion_ids)))
@@ -179,7 +197,8 @@ def trainer_with(head: str) -> Any:
     from trl.trainer import utils
 
     if head == "compact":
-        utils._use_triton = lambda _device: True  # it decides nothing else in this module
+        # In TRL's module this function decides only which head is used.
+        utils._use_triton = lambda _device: True
     if head != "classic":
         return GRPOTrainer
 
@@ -215,7 +234,8 @@ def prepare(name: str, folder: Path) -> None:
     tokenizer = load_tokenizer(source)
     problems = [task.train_problem(number, recipe.grpo.seed) for number in range(2000)]
     encoded = [encode_prompt(tokenizer, recipe.nemo_grpo.prompt, problem) for problem in problems]
-    (folder / INPUTS).write_text(json.dumps([str(source), [tokenizer.decode(ids) for ids in encoded]]))
+    prompts = [tokenizer.decode(ids) for ids in encoded]
+    (folder / INPUTS).write_text(json.dumps([str(source), prompts]))
 
 
 def start(python: str, side: str, folder: Path, options: list[str], root: Path = ROOT) -> Side:
@@ -233,8 +253,9 @@ def compare(name: str, config: Config, arguments: argparse.Namespace) -> None:
         folder = Path(scratch)
         prepare(name, folder)
         sides = {"ours": start(sys.executable, "ours", folder, options)}
-        for head in arguments.heads if arguments.trl_python else ():
-            sides[head] = start(arguments.trl_python, head, folder, options)
+        if arguments.trl_python:
+            for head in arguments.heads:
+                sides[head] = start(arguments.trl_python, head, folder, options)
         if arguments.release:
             root = arguments.release.absolute()
             sides["release"] = start(sys.executable, "ours", folder / "release", options, root)
@@ -242,6 +263,7 @@ def compare(name: str, config: Config, arguments: argparse.Namespace) -> None:
             for side in sides.values():
                 side.turn(config.steps_per_turn)
         for side in sides.values():
+            # No more steps: the process ends.
             side.process.communicate("0\n")
     print(f"{name}: {config}, {arguments.repetitions} turns each")
     for label, side in sides.items():
@@ -253,9 +275,12 @@ def compare(name: str, config: Config, arguments: argparse.Namespace) -> None:
     ours = sides.pop("ours")
     parts = {part: ours.median(part) for part in ("rollout", "score", "update")}
     total = sum(parts.values())
-    print("  ours by part:", ", ".join(f"{part} {s / total:.0%}" for part, s in parts.items()))
+    shares = [f"{part} {seconds_of_part / total:.0%}" for part, seconds_of_part in parts.items()]
+    print("  ours by part:", ", ".join(shares))
     if sides:
-        ratios = (f"{label} {ours.median('cpu') / side.median('cpu'):.2f}" for label, side in sides.items())
+        ratios = []
+        for label, side in sides.items():
+            ratios.append(f"{label} {ours.median('cpu') / side.median('cpu'):.2f}")
         print("  ours /", ", ".join(ratios))
 
 

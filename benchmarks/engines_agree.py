@@ -5,8 +5,8 @@
 
 NeMo-RL's policy, worker group and Megatron workers run as in a rehearsal (`nemo_grpo.rehearsal`), with our
 estimator and loss; the embedded engine runs in the same environment, so that both have one megatron-core.
-Responses are sampled once. Three steps: one update, then two with two updates each, so that ratios, the KL
-and the optimizer's state depend on earlier updates.
+Responses are sampled once. There are three steps: the first has one update, the others have two each, so that
+ratios, the KL and the optimizer's state depend on earlier updates.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from nemo_grpo.rehearsal.environment import Stack, find_stack
 ROOT = Path(__file__).parents[1]
 Results = dict[Case, list[StepResult]]
 TIMEOUT = 3000
+"""Seconds for one side."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,27 +43,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--drift", type=int, default=0, metavar="STEPS", help="also GRPO, for STEPS steps")
     parser.add_argument("--folder", type=Path, help="keeps what is recorded; default: a temporary one")
     parser.add_argument("--output", type=Path)
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     stack = sides_stack()
     cases = [
         Case(variant, layout, precision)
-        for layout in given.layouts.split(",")
-        for precision in given.precisions.split(",")
-        for variant in given.variants.split(",")
+        for layout in arguments.layouts.split(",")
+        for precision in arguments.precisions.split(",")
+        for variant in arguments.variants.split(",")
     ]
-    long = [Case("grpo", "TP1", p, (2,) * given.drift) for p in ("float32", "bfloat16") if given.drift]
+    drift_cases = []
+    if arguments.drift:
+        updates = (2,) * arguments.drift
+        drift_cases = [Case("grpo", "TP1", precision, updates) for precision in ("float32", "bfloat16")]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = given.folder or Path(scratch)
-        embedded, cluster = run(stack, folder, cases + long)
-    text = report(embedded, cluster, cases, long)
-    print(text)
-    if given.output:
-        given.output.write_text(text)
+        folder = arguments.folder or Path(scratch)
+        embedded, cluster = run(stack, folder, cases + drift_cases)
+    tables = report(embedded, cluster, cases, drift_cases)
+    print(tables)
+    if arguments.output:
+        arguments.output.write_text(tables)
     return 0
 
 
 def sides_stack() -> Stack:
-    """Find NEMO_RL_SRC and this Python, for both sides; nothing samples."""
+    """Find the software of both sides: NEMO_RL_SRC and this Python; vLLM is not needed."""
     return replace(find_stack(None, Path(sys.executable), None), vllm_python=None)
 
 
@@ -71,41 +75,48 @@ def run(stack: Stack, folder: Path, cases: list[Case]) -> tuple[Results, Results
     if not (folder / "batches.pt").exists():
         record(stack, folder)
     cases = sorted(cases, key=lambda case: (case.layout, case.precision))
-    embedded = read(kept := folder / "embedded-all.pt")
+    embedded_file = folder / "embedded-all.pt"
+    embedded = read(embedded_file)
     for layout in sorted({case.layout for case in cases}):
-        if left := [case for case in cases if case.layout == layout and case not in embedded]:
-            embedded |= run_embedded(stack, folder, left)
-            torch.save(embedded, kept)
-    cluster = read(folder / "cluster.pt") | read(kept := folder / "cluster-all.pt")
-    torch.save(cluster, kept)
-    if left := [case for case in cases if case not in cluster]:
-        cluster |= run_cluster(stack, folder, left)
-        torch.save(cluster, kept)
+        remaining_cases = [case for case in cases if case.layout == layout and case not in embedded]
+        if remaining_cases:
+            embedded |= run_embedded(stack, folder, remaining_cases)
+            torch.save(embedded, embedded_file)
+    cluster_file = folder / "cluster-all.pt"
+    # An interrupted run of NeMo-RL's side leaves the cases that it has finished in cluster.pt.
+    cluster = read(folder / "cluster.pt") | read(cluster_file)
+    torch.save(cluster, cluster_file)
+    remaining_cases = [case for case in cases if case not in cluster]
+    if remaining_cases:
+        cluster |= run_cluster(stack, folder, remaining_cases)
+        torch.save(cluster, cluster_file)
     return embedded, cluster
 
 
 def run_embedded(stack: Stack, folder: Path, cases: list[Case]) -> Results:
     """Run the cases of one layout, a process per rank."""
     torch.save(cases, folder / "cases.pt")
-    output, ranks = folder / "embedded.pt", LAYOUTS[cases[0].layout]["ranks"]
-    shared = {
+    output = folder / "embedded.pt"
+    num_ranks = LAYOUTS[cases[0].layout]["ranks"]
+    environment = {
+        **os.environ,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": str(num_ranks),
     }
     command = [str(stack.python), "-W", "ignore", "-m", "benchmarks.agreement.embedded"]
     command += [str(folder), str(output)]
     with reserved_port() as port:
-        shared["MASTER_PORT"] = str(port)
-        started = [
-            subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(ranks)
-        ]
+        environment["MASTER_PORT"] = str(port)
+        processes = []
+        for rank in range(num_ranks):
+            rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(command, env=environment | rank_variables))
     try:
-        codes = [process.wait(TIMEOUT) for process in started]
+        codes = [process.wait(TIMEOUT) for process in processes]
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
     if any(codes):
         raise RuntimeError(f"the embedded engine ended with {codes}")
@@ -115,28 +126,31 @@ def run_embedded(stack: Stack, folder: Path, cases: list[Case]) -> Results:
 def run_cluster(stack: Stack, folder: Path, cases: list[Case]) -> Results:
     """Run all cases in a Ray with as many logical GPUs as the widest layout."""
     torch.save(cases, folder / "cases.pt")
-    output, log = folder / "cluster.pt", folder / "cluster.log"
+    output = folder / "cluster.pt"
+    log = folder / "cluster.log"
     output.unlink(missing_ok=True)
     command = [str(stack.python), "-W", "ignore", "-m", "benchmarks.agreement.cluster"]
     command += [str(folder), str(output)]
-    ranks = max(LAYOUTS[case.layout]["ranks"] for case in cases)
-    with ray_cluster(stack, folder, ranks) as ray, log.open("wb") as out:
-        done = subprocess.run(
+    num_gpus = max(LAYOUTS[case.layout]["ranks"] for case in cases)
+    with ray_cluster(stack, folder, num_gpus) as ray, log.open("wb") as out:
+        process = subprocess.run(
             command, env=ray.environment, stdout=out, stderr=subprocess.STDOUT, timeout=TIMEOUT, check=False
         )
-    if done.returncode:
-        raise RuntimeError(f"NeMo-RL's side ended with {done.returncode}:\n{log.read_text()[-3000:]}")
+    if process.returncode:
+        raise RuntimeError(f"NeMo-RL's side ended with {process.returncode}:\n{log.read_text()[-3000:]}")
     return read(output)
 
 
 def read(path: Path) -> Results:
-    """Read the results of one side; none without a file."""
-    found: Results = torch.load(path, weights_only=False) if path.exists() else {}
-    return found
+    """Read the results of one side; {} if the file does not exist."""
+    if not path.exists():
+        return {}
+    results: Results = torch.load(path, weights_only=False)
+    return results
 
 
-def report(embedded: Results, cluster: Results, cases: list[Case], long: list[Case]) -> str:
-    """Write Markdown: a table per precision, and the drift."""
+def report(embedded: Results, cluster: Results, cases: list[Case], drift_cases: list[Case]) -> str:
+    """Write Markdown: a table per precision, and the drift over many steps."""
     parts = [
         "# The engines agree",
         f"`benchmarks/engines_agree.py`, {platform.machine()}, torch {torch.__version__}, "
@@ -144,14 +158,14 @@ def report(embedded: Results, cluster: Results, cases: list[Case], long: list[Ca
         f"NeMo-RL: {Path(os.environ['NEMO_RL_SRC']).name}.",
     ]
     for precision in dict.fromkeys(case.precision for case in cases):
-        rows: dict[tuple[str, str], Differences] = {
-            (case.variant, case.layout): compare(embedded[case], cluster[case])
-            for case in cases
-            if case.precision == precision
-        }
+        rows: dict[tuple[str, str], Differences] = {}
+        for case in cases:
+            if case.precision == precision:
+                rows[case.variant, case.layout] = compare(embedded[case], cluster[case])
         parts += [f"## {precision}", table(rows)]
-    if long:
-        parts += ["## Drift", drift_table(*[(embedded[case], cluster[case]) for case in long])]
+    if drift_cases:
+        fp32, bf16 = ((embedded[case], cluster[case]) for case in drift_cases)
+        parts += ["## Drift", drift_table(fp32, bf16)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -71,16 +71,23 @@ def update_flops_per_token(shape: Shape, length: int) -> int:
 
 def layers_that_fit(shape: Shape, memory_bytes: float, tokens_per_microbatch: int) -> int:
     """Estimate the most layers of the shape that leave a tenth of the memory free; at least 1."""
-    vocabulary = shape.vocab * shape.hidden * (1 if shape.tied else 2) * STATE_BYTES_PER_PARAMETER
-    logits = 2 * 2 * tokens_per_microbatch * shape.vocab  # and their gradient
-    kept = 2 * (10 * shape.hidden + 4 * shape.kv + 4 * shape.ffn)  # BF16, per token
-    layer = shape.layer_parameters * STATE_BYTES_PER_PARAMETER + tokens_per_microbatch * kept
-    return max(1, min(shape.num_layers, int((0.9 * memory_bytes - vocabulary - logits) // layer)))
+    num_vocabulary_matrices = 1 if shape.tied else 2
+    vocabulary_parameters = num_vocabulary_matrices * shape.vocab * shape.hidden
+    vocabulary_bytes = vocabulary_parameters * STATE_BYTES_PER_PARAMETER
+    # BF16 logits and their gradient.
+    logit_bytes = 2 * 2 * tokens_per_microbatch * shape.vocab
+    # BF16 activations of one layer that the backward pass needs.
+    activation_bytes_per_token = 2 * (10 * shape.hidden + 4 * shape.kv + 4 * shape.ffn)
+    layer_bytes = shape.layer_parameters * STATE_BYTES_PER_PARAMETER
+    layer_bytes += tokens_per_microbatch * activation_bytes_per_token
+    bytes_for_layers = 0.9 * memory_bytes - vocabulary_bytes - logit_bytes
+    num_layers = int(bytes_for_layers // layer_bytes)
+    return max(1, min(shape.num_layers, num_layers))
 
 
 @dataclass
 class Measured:
-    """One precision: medians over the timed updates, and the losses of all of them."""
+    """Results in one precision: medians over the timed updates, and the losses of all updates."""
 
     precision: str
     num_layers: int
@@ -115,8 +122,8 @@ def make_policy(shape: Shape, fields: dict[str, Any], device: torch.device, max_
     def weight(name: str, size: tuple[int, ...]) -> torch.Tensor:
         if name.endswith("bias"):
             return torch.zeros(size, dtype=torch.bfloat16, device=device)
-        drawn = torch.randn(size, dtype=torch.bfloat16, device=device, generator=generator).mul_(0.02)
-        return drawn.add_(1) if "norm" in name else drawn
+        values = torch.randn(size, dtype=torch.bfloat16, device=device, generator=generator).mul_(0.02)
+        return values.add_(1) if "norm" in name else values
 
     shapes = policy.weights.family.hf_shapes
     policy.load_weights({name: weight(name, size) for name, size in shapes.items()}, keep_reference=False)
@@ -134,7 +141,7 @@ def measure(
     micro_batch_size: int,
     num_steps: int,
 ) -> Measured:
-    """Score once, then ``num_steps`` updates on the same rollout; the first three are not timed."""
+    """Score once, then make ``num_steps`` updates on the same rollout; the first three are not timed."""
     from nemo_grpo import TokenBatch, build_objective
     from nemo_grpo.run.groups import Sequences
 
@@ -154,7 +161,8 @@ def measure(
             group_ids=torch.arange(num_sequences) // 4,
         )
     )
-    losses, seconds = [], []
+    losses = []
+    seconds = []
     for _ in range(num_steps):
         start = time.perf_counter()
         result = policy.update(
@@ -164,23 +172,26 @@ def measure(
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
         losses.append(result.metrics["loss/total"])
-    rate = num_sequences * (length - 1) / statistics.median(seconds[3:])
-    peak = BF16_RATE.get(torch.cuda.get_device_capability()) if cuda else None
-    found = Measured(
-        precision,
-        shape.num_layers,
-        rate,
-        None if peak is None else rate * update_flops_per_token(shape, length) / peak,
-        torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
-        losses,
-        logprobs,
+    tokens_per_second = num_sequences * (length - 1) / statistics.median(seconds[3:])
+    chip_rate = BF16_RATE.get(torch.cuda.get_device_capability()) if cuda else None
+    mfu = None
+    if chip_rate is not None:
+        mfu = tokens_per_second * update_flops_per_token(shape, length) / chip_rate
+    measured = Measured(
+        precision=precision,
+        num_layers=shape.num_layers,
+        tokens_per_second=tokens_per_second,
+        mfu=mfu,
+        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
+        losses=losses,
+        logprobs=logprobs,
     )
-    print(found, flush=True)
-    return found
+    print(measured, flush=True)
+    return measured
 
 
 def drift(bf16: torch.Tensor, fp8: torch.Tensor) -> dict[str, float]:
-    """Measure FP8 logprobs against BF16's under the same weights: |difference|, the k3 estimate of KL."""
+    """Compare FP8's logprobs with BF16's under the same weights: |difference|, and the k3 estimate of KL."""
     d = (fp8 - bf16).double()
     kl = d.exp() - d - 1
     return {"abs_mean": d.abs().mean().item(), "abs_max": d.abs().max().item(), "kl": kl.mean().item()}
@@ -188,21 +199,26 @@ def drift(bf16: torch.Tensor, fp8: torch.Tensor) -> dict[str, float]:
 
 def report(name: str, results: list[Measured]) -> dict[str, Any]:
     """Print one shape's table and return it."""
-    for r in results:
-        mfu = "   -" if r.mfu is None else f"{100 * r.mfu:4.1f}"
+    table: dict[str, Any] = {}
+    for result in results:
+        mfu = "   -" if result.mfu is None else f"{100 * result.mfu:4.1f}"
         print(
-            f"{name:13s} {r.precision:16s} {r.num_layers:2d} layers  {r.tokens_per_second:9.0f} tokens/s  "
-            f"MFU {mfu} %  peak {r.peak_gib:6.1f} GiB"
+            f"{name:13s} {result.precision:16s} {result.num_layers:2d} layers  "
+            f"{result.tokens_per_second:9.0f} tokens/s  MFU {mfu} %  peak {result.peak_gib:6.1f} GiB"
         )
-    found: dict[str, Any] = {r.precision: asdict(replace(r, logprobs=None)) for r in results}  # type: ignore[arg-type]
+        # JSON holds no tensor.
+        without_logprobs = replace(result, logprobs=None)  # type: ignore[arg-type]
+        table[result.precision] = asdict(without_logprobs)
     bf16 = results[0]
     for fp8 in results[1:]:
-        found[fp8.precision]["drift"] = apart = drift(bf16.logprobs, fp8.logprobs)
-        shown = ", ".join(f"{key} {x:.2e}" for key, x in apart.items())
-        print(f"  logprobs {fp8.precision} - BF16: {shown}")
+        differences = drift(bf16.logprobs, fp8.logprobs)
+        table[fp8.precision]["drift"] = differences
+        cells = ", ".join(f"{key} {value:.2e}" for key, value in differences.items())
+        print(f"  logprobs {fp8.precision} - BF16: {cells}")
     for step in range(0, len(bf16.losses), 7):
-        print(f"  step {step + 1:4d}  loss " + "  ".join(f"{r.losses[step]:10.6f}" for r in results))
-    return found
+        step_losses = "  ".join(f"{result.losses[step]:10.6f}" for result in results)
+        print(f"  step {step + 1:4d}  loss {step_losses}")
+    return table
 
 
 def main() -> int:
@@ -229,26 +245,30 @@ def main() -> int:
         fields = {"fp8": arguments.fp8_format, "fp8_recipe": recipe}
         cfg = {"enabled": True, **fields}
         section = Megatron.model_validate({"optimizer": {"lr": 1e-5}, "fp8_cfg": cfg})
-        if refused := list(fp8_refusals(section, this_machine())):
-            print(f"not measured: {'; '.join(refused)}")
+        reasons = list(fp8_refusals(section, this_machine()))
+        if reasons:
+            print(f"not measured: {'; '.join(reasons)}")
         else:
             precisions[f"fp8 {recipe}"] = fields
     device = torch.device("cuda", 0)
-    everything: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    figures: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     sizes = {"num_sequences": arguments.sequences, "length": arguments.length}
     sizes |= {"micro_batch_size": arguments.micro_batch_size, "num_steps": arguments.steps}
     for name in arguments.shape or SHAPES:
         tokens = arguments.micro_batch_size * arguments.length
-        num_layers = layers_that_fit(SHAPES[name], torch.cuda.mem_get_info()[0], tokens)
-        shape, results = replace(SHAPES[name], num_layers=num_layers), []
+        free_bytes, _ = torch.cuda.mem_get_info()
+        num_layers = layers_that_fit(SHAPES[name], free_bytes, tokens)
+        shape = replace(SHAPES[name], num_layers=num_layers)
+        results = []
         for precision, fields in precisions.items():
             torch.cuda.reset_peak_memory_stats()
             results.append(measure(precision, shape, fields, device, **sizes))
+            # Free this policy before the next one is made.
             gc.collect()
             torch.cuda.empty_cache()
-        everything[name] = report(name, results)
+        figures[name] = report(name, results)
     if arguments.output:
-        arguments.output.write_text(json.dumps(everything, indent=1))
+        arguments.output.write_text(json.dumps(figures, indent=1))
     return 0
 
 

@@ -19,11 +19,15 @@ from nemo_grpo.core.logprobs import logprobs_and_entropy
 
 
 def dense(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute logprobs and entropies by the whole log_softmax in FP32."""
     log_p = torch.log_softmax(logits.float(), -1)
-    return log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    logprobs = log_p.gather(-1, targets[:, None])[:, 0]
+    entropies = -(log_p.exp() * log_p).sum(-1)
+    return logprobs, entropies
 
 
 def peak_bytes() -> int:
+    """Return the peak of this process's resident memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -32,18 +36,22 @@ def measure(which: str, tokens: int, vocab: int, dtype: torch.dtype) -> None:
     torch.set_num_threads(1)
     function: Any = logprobs_and_entropy if which == "chunked" else dense
     generator = torch.Generator().manual_seed(0)
-    warm = torch.randn(4, 64, generator=generator, dtype=torch.float32).to(dtype).requires_grad_()
-    sum(function(warm, torch.zeros(4, dtype=torch.int64))).sum().backward()
+    # A first small call loads the code, which is not to count.
+    small_logits = torch.randn(4, 64, generator=generator, dtype=torch.float32).to(dtype).requires_grad_()
+    small_logprobs, small_entropies = function(small_logits, torch.zeros(4, dtype=torch.int64))
+    (small_logprobs + small_entropies).sum().backward()
     logits = torch.empty(tokens, vocab, dtype=dtype)
+    # Row by row: drawing all at once in FP32 would raise the peak before the measurement.
     for row in logits:
         row.normal_(generator=generator)
     logits.requires_grad_()
     targets = torch.randint(vocab, (tokens,), generator=generator)
-    before, start = peak_bytes(), time.perf_counter()
+    peak_before = peak_bytes()
+    start = time.perf_counter()
     logprobs, entropies = function(logits, targets)
     (logprobs + 0.1 * entropies).sum().backward()
     seconds = time.perf_counter() - start
-    print((peak_bytes() - before) / (logits.numel() * logits.element_size()), seconds)
+    print((peak_bytes() - peak_before) / (logits.numel() * logits.element_size()), seconds)
 
 
 def main() -> None:
@@ -59,15 +67,17 @@ def main() -> None:
     size = arguments.tokens * arguments.vocab * getattr(torch, arguments.dtype).itemsize / 2**20
     shape = f"{arguments.tokens} x {arguments.vocab} {arguments.dtype}"
     print(f"logits {shape}: {size:.0f} MiB, forward and backward, one thread")
-    found = {}
+    memory: dict[str, float] = {}
+    times: dict[str, float] = {}
     for which in ("dense", "chunked"):
+        # A process of its own, because the kernel's peak of a process never falls.
         command = [sys.executable, "-m", "benchmarks.logprob_memory", *sys.argv[1:], "--one", which]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        found[which] = tuple(map(float, output.split()))
-        extra, seconds = found[which]
-        print(f"  {which:8s} peak extra memory {extra:5.2f} x logits   {seconds:6.2f} s")
-    ratios = [a / b for a, b in zip(found["chunked"], found["dense"], strict=True)]
-    print(f"  chunked / dense: memory {ratios[0]:.2f}, time {ratios[1]:.2f}")
+        memory[which], times[which] = map(float, output.split())
+        print(f"  {which:8s} peak extra memory {memory[which]:5.2f} x logits   {times[which]:6.2f} s")
+    memory_ratio = memory["chunked"] / memory["dense"]
+    time_ratio = times["chunked"] / times["dense"]
+    print(f"  chunked / dense: memory {memory_ratio:.2f}, time {time_ratio:.2f}")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,21 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 SHORTENED = ("grpo.max_num_steps=24", "grpo.val_period=12", "checkpointing.save_period=12")
 WHOLE = {
     "quickstart": SHORTENED,
-    "tiny": (*(*SHORTENED, "grpo.num_prompts_per_step=4", "policy.generation.max_new_tokens=32"),),
+    "tiny": (*SHORTENED, "grpo.num_prompts_per_step=4", "policy.generation.max_new_tokens=32"),
 }
+"""Size that runs the whole recipe -> its overrides."""
+BARE = (
+    "grpo.max_num_steps=2",
+    "grpo.num_prompts_per_step=8",
+    "grpo.val_period=0",
+    "grpo.val_at_start=false",
+    "grpo.val_at_end=false",
+    "checkpointing.enabled=false",
+    "nemo_grpo.export.hf=false",
+    "nemo_grpo.engine.diagnostics_period=0",
+    "loss_fn.reference_policy_kl_penalty=0.01",
+)
+"""Overrides of the quickstart that leave nothing but two steps with a KL penalty."""
 
 
 def random_model(size: str, folder: Path) -> str:
@@ -42,19 +55,9 @@ def random_model(size: str, folder: Path) -> str:
     return f"policy.model_name={folder}"
 
 
-def bare_run() -> list[str]:
-    """List overrides of the quickstart that leave nothing but steps."""
-    return [
-        *("grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"),
-        *("checkpointing.enabled=false", "nemo_grpo.export.hf=false"),
-        *("nemo_grpo.engine.diagnostics_period=0", "loss_fn.reference_policy_kl_penalty=0.01"),
-    ]
-
-
 def measure(size: str, tokens: int) -> tuple[int, float]:
     """Return (planned, measured) bytes."""
-    bare = ("grpo.max_num_steps=2", "grpo.num_prompts_per_step=8")
-    changes = WHOLE[size] if size in WHOLE else (*bare_run(), *bare)
+    changes = WHOLE.get(size, BARE)
     with tempfile.TemporaryDirectory() as folder:
         settings = [*changes, f"policy.sequence_packing.train_mb_tokens={tokens}"]
         settings.append(f"nemo_grpo.runs_dir={folder}/runs")
@@ -76,8 +79,8 @@ def main() -> None:
     for size in options.sizes:
         for tokens in options.tokens:
             planned, peak = measure(size, tokens)
-            shown = f"{planned / 2**20:.0f} | {peak / 2**20:.0f} | {planned / peak - 1:+.0%}"
-            print(f"| {size} | {tokens} | {shown} |", flush=True)
+            cells = f"{planned / 2**20:.0f} | {peak / 2**20:.0f} | {planned / peak - 1:+.0%}"
+            print(f"| {size} | {tokens} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

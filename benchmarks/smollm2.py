@@ -12,29 +12,38 @@ from pathlib import Path
 from nemo_grpo.report.plots import Panel, draw_panel, draw_validation
 from nemo_grpo.report.runs import RunGroup, RunLog, read_run
 
-SHOWN = ("accuracy", "greedy", "pass@4", "format")
+METRICS = ("accuracy", "greedy", "pass@4", "format")
+"""Validation metrics of the table."""
 ENGINES = {"embedded": "smollm2-sft-s*", "NeMo-RL": "cluster-smollm2-sft-s*"}
 
 
 def both_stages(first: Path) -> RunLog:
-    """Join a seed's runs: the second's steps follow the first's."""
-    supervised, reinforced = read_run(first), read_run(first.with_name(first.name.replace("-sft", "")))
+    """Join the two runs of a seed, so that the steps of GRPO follow the supervised ones."""
+    supervised = read_run(first)
+    reinforced = read_run(first.with_name(first.name.replace("-sft", "")))
     rows = {step: dict(row) for step, row in supervised.rows.items()}
-    last = max(rows)
+    last_supervised_step = max(rows)
     for step, row in reinforced.rows.items():
-        rows.setdefault(last + step, {}).update(row)
+        # Step 0 of GRPO validates the model of the last supervised step, and joins its row.
+        rows.setdefault(last_supervised_step + step, {}).update(row)
     return RunLog(first, rows, reinforced.settings)
 
 
 def print_table(group: RunGroup) -> None:
     """Print a row per validation, with the sample standard deviation over seeds."""
-    columns = {name: curve for name in SHOWN if len((curve := group.curve(f"validation/{name}"))[0])}
+    curves = {name: group.curve(f"validation/{name}") for name in METRICS}
+    columns = {}
+    for name, (steps, mean, spread) in curves.items():
+        # Not every engine measures every metric.
+        if len(steps):
+            columns[name] = (steps, mean, spread)
     print(f"\n| {group.label}: step | {' | '.join(columns)} | accuracy, each seed |")
     print("|---" * (len(columns) + 2) + "|")
-    for place, step in enumerate(columns["accuracy"][0]):
-        means = (f"{mean[place]:.3f} +- {spread[place]:.3f}" for _, mean, spread in columns.values())
-        each = (f"{run.rows[step]['validation/accuracy']:.3f}" for run in group.runs)
-        print(f"| {step} | {' | '.join(means)} | {', '.join(each)} |")
+    accuracy_steps, _, _ = columns["accuracy"]
+    for index, step in enumerate(accuracy_steps):
+        means = (f"{mean[index]:.3f} +- {spread[index]:.3f}" for _, mean, spread in columns.values())
+        accuracies = (f"{run.rows[step]['validation/accuracy']:.3f}" for run in group.runs)
+        print(f"| {step} | {' | '.join(means)} | {', '.join(accuracies)} |")
 
 
 def main() -> None:
@@ -42,8 +51,11 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="?", default=Path("runs"))
     parser.add_argument("--png", type=Path, help="also draw the curve")
     options = parser.parse_args()
-    found = {engine: sorted(options.runs.glob(pattern)) for engine, pattern in ENGINES.items()}
-    groups = [RunGroup(engine, tuple(map(both_stages, runs))) for engine, runs in found.items() if runs]
+    groups = []
+    for engine, pattern in ENGINES.items():
+        first_runs = sorted(options.runs.glob(pattern))
+        if first_runs:
+            groups.append(RunGroup(engine, tuple(map(both_stages, first_runs))))
     if not groups:
         parser.error(f"{options.runs} holds no smollm2-sft-s*; run make smollm2")
     for group in groups:

@@ -74,24 +74,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("repositories", nargs="+", type=Path, metavar="RL", help="NeMo-RL's repository")
     parser.add_argument("-o", "--output", type=Path, required=True)
-    given = parser.parse_args()
-    os.environ.update({name: value for name, value in PLACES.items() if name not in os.environ})
+    arguments = parser.parse_args()
+    for name, value in PLACES.items():
+        os.environ.setdefault(name, value)
     logging.disable(logging.WARNING)
     groups: dict[str, dict[str, Any]] = {}
-    for repository in given.repositories:
+    for repository in arguments.repositories:
         for number, path in enumerate(configurations(repository)):
             entry = entry_of(repository.absolute(), path, number)
             key = json.dumps(entry.pop("key"), sort_keys=True)
             group = groups.setdefault(key, {**entry, "key": json.loads(key), "members": []})
             group["members"].append(entry["recipe"])
-    given.output.write_text(json.dumps(list(by_coverage(list(groups.values()))), indent=1))
-    print(f"{sum(len(group['members']) for group in groups.values())} in {len(groups)} groups")
+    ordered_groups = list(by_coverage(list(groups.values())))
+    arguments.output.write_text(json.dumps(ordered_groups, indent=1))
+    num_recipes = sum(len(group["members"]) for group in ordered_groups)
+    print(f"{num_recipes} in {len(ordered_groups)} groups")
 
 
 def entry_of(repository: Path, path: Path, number: int) -> dict[str, Any]:
     """Describe a configuration.
 
-    Returns: repository, recipe (below ``examples``), variant ("" if none is accepted), and the group's key.
+    Returns:
+        ``repository``, ``recipe`` (below ``examples``), ``variant`` ("" if none is accepted), and the
+        ``key`` of its group.
     """
     entry = {"repository": str(repository), "recipe": str(path.relative_to(repository / "examples"))}
     recipe, variant, refusal = accepted(path, number)
@@ -112,7 +117,11 @@ def entry_of(repository: Path, path: Path, number: int) -> dict[str, Any]:
 
 
 def accepted(path: Path, number: int) -> tuple[Recipe | None, str, str]:
-    """Load a configuration with the first variant that is accepted; else returns the last refusal."""
+    """Load a configuration with the first variant that is accepted.
+
+    Returns:
+        The recipe, its variant and ""; if no variant is accepted None, "" and the last refusal.
+    """
     start = number % len(VARIANTS)
     refusal = ""
     for variant in VARIANTS[start:] + VARIANTS[:start]:
@@ -124,7 +133,7 @@ def accepted(path: Path, number: int) -> tuple[Recipe | None, str, str]:
 
 
 def reduced(recipe: Recipe, path: Path, repository: Path, folder: Path) -> dict[str, Any]:
-    """Reduce a recipe as a rehearsal does, and keep what its code paths depend on."""
+    """Reduce a recipe as a rehearsal does, and return the features on which its code paths depend."""
     stack_for(recipe, path, Stack(Path("python"), repository, Path("vllm"), Path("torchvision")))
     problems = problems_of(recipe, folder / "problems", repository)
     model = RehearsalModel(folder, "", "", 100, 12, VOCABULARY)
@@ -132,7 +141,12 @@ def reduced(recipe: Recipe, path: Path, repository: Path, folder: Path) -> dict[
     changes = small.overrides_of(recipe, problems.task, model, layout, folder / "runs", uses_vllm=True)
     small.write_recipe(folder / "recipe.yaml", recipe, changes)
     rehearsed = load_recipe(folder / "recipe.yaml")
-    features = {key: value for key in PATHS if (value := value_of(rehearsed, key)) not in OFF}
+    features: dict[str, Any] = {}
+    for key in PATHS:
+        value = value_of(rehearsed, key)
+        if value not in OFF:
+            features[key] = value
+    # These values choose no code path of the rehearsed recipe.
     if rehearsed.policy.generation.top_p == 1.0:
         del features["policy.generation.top_p"]
     if not rehearsed.uses_data_plane:
@@ -148,8 +162,8 @@ def reduced(recipe: Recipe, path: Path, repository: Path, folder: Path) -> dict[
 def by_coverage(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the groups so that the first of them have every value of every feature, the next ones every pair.
 
-    Each time the group comes next that has most values which no group before it had. The larger group comes
-    first where that is equal.
+    The next group is always the one with the most values that no earlier group had. Of groups with equally
+    many, the larger one comes first.
     """
     waiting = sorted(groups, key=lambda group: -len(group["members"]))
     for combined in (1, 2):
@@ -157,7 +171,8 @@ def by_coverage(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         while waiting:
             group = max(waiting, key=lambda group: len(combinations_of(group, combined) - covered))
             if combinations_of(group, combined) <= covered:
-                break  # No group that waits adds anything.
+                # No group that waits has a new combination.
+                break
             waiting.remove(group)
             covered |= combinations_of(group, combined)
             yield group

@@ -30,10 +30,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("repositories", nargs="+", type=Path, metavar="RL", help="NeMo-RL's repository")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated; default: all")
-    given = parser.parse_args()
-    os.environ.update({name: value for name, value in PLACES.items() if name not in os.environ})
-    for repository in given.repositories:
-        report(repository, given.variants.split(","))
+    arguments = parser.parse_args()
+    for name, value in PLACES.items():
+        os.environ.setdefault(name, value)
+    for repository in arguments.repositories:
+        report(repository, arguments.variants.split(","))
 
 
 def report(repository: Path, variants: list[str]) -> None:
@@ -45,13 +46,14 @@ def report(repository: Path, variants: list[str]) -> None:
     print("\n| loss_fn.variant | accepted | refused |\n|---|---|---|")
     reasons: dict[str, set[str]] = defaultdict(set)
     for variant in ("", *variants):
-        refused = 0
+        num_refused = 0
         for file in files:
             errors = errors_of(file, variant)
-            refused += bool(errors)
+            if errors:
+                num_refused += 1
             for error in errors:
-                reasons[rule_of(error)].add(f"{file.stem}")
-        print(f"| {variant or 'none: as it is'} | {len(files) - refused} | {refused} |")
+                reasons[rule_of(error)].add(file.stem)
+        print(f"| {variant or 'none: as it is'} | {len(files) - num_refused} | {num_refused} |")
     print("\n| reason | configurations |\n|---|---|")
     for reason, stems in sorted(reasons.items(), key=lambda item: -len(item[1])):
         print(f"| {reason} | {len(stems)}, such as {min(stems)} |")
@@ -62,7 +64,8 @@ def configurations(repository: Path) -> Iterator[Path]:
     for file in sorted((repository / "examples").rglob("*.yaml")):
         try:
             tree = load_tree(file)
-        except UserError:  # another kind of YAML file, or a base that the repository lacks
+        except UserError:
+            # It is another kind of YAML file, or its base is not in the repository.
             continue
         if isinstance(tree.get("grpo"), dict) and "policy" in tree:
             yield file
@@ -85,8 +88,12 @@ def errors_of(file: Path, variant: str) -> list[str]:
 
 
 def rule_of(error: str) -> str:
-    """Cut the values from an error."""
-    return re.sub(r"=[^ ,;:]+", "=..", re.sub(r"\d+", "N", error.partition("; ")[0]))[:150].replace("|", "/")
+    """Cut the remedy and the values from an error, so that equal rules give equal texts."""
+    rule = error.partition("; ")[0]
+    rule = re.sub(r"\d+", "N", rule)
+    rule = re.sub(r"=[^ ,;:]+", "=..", rule)
+    # A vertical bar would end a cell of the Markdown table.
+    return rule[:150].replace("|", "/")
 
 
 if __name__ == "__main__":

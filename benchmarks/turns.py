@@ -18,27 +18,37 @@ MARK = "@"
 
 
 class Turns:
-    """One side's measurements: CPU and wall time of as many steps as it is told, reported on stdout."""
+    """Measures one side: CPU and wall time of as many steps as stdin asks for, reported on stdout."""
 
     def __init__(self) -> None:
         self.steps = WARM_UP_STEPS
         self._begin()
 
     def _begin(self) -> None:
-        self.notes: list[dict[str, float]] = []
-        self.cpu, self.wall = sum(os.times()[:4]), time.perf_counter()  # with finished children
+        self.measurements: list[dict[str, float]] = []
+        self.cpu_at_start = _cpu_seconds()
+        self.wall_at_start = time.perf_counter()
 
-    def step_done(self, **note: float) -> bool:
-        """Count a step with its measurements; returns False if no more steps are wanted."""
-        self.notes.append(note)
-        if len(self.notes) < self.steps:
+    def step_done(self, **measurement: float) -> bool:
+        """Count a step with its measurements, and return False if no more steps follow."""
+        self.measurements.append(measurement)
+        if len(self.measurements) < self.steps:
             return True
-        cpu, wall = sum(os.times()[:4]) - self.cpu, time.perf_counter() - self.wall
-        means = {name: statistics.mean(note[name] for note in self.notes) for name in note}
-        print(MARK + json.dumps({"cpu": cpu / self.steps, "wall": wall / self.steps} | means), flush=True)
+        cpu = _cpu_seconds() - self.cpu_at_start
+        wall = time.perf_counter() - self.wall_at_start
+        means = {"cpu": cpu / self.steps, "wall": wall / self.steps}
+        for name in measurement:
+            means[name] = statistics.mean(row[name] for row in self.measurements)
+        print(MARK + json.dumps(means), flush=True)
+        # The next line says how many steps come next. An empty one means that the parent has ended.
         self.steps = int(sys.stdin.readline() or 0)
         self._begin()
         return self.steps > 0
+
+
+def _cpu_seconds() -> float:
+    """Return user and system time of this process and of its children that have ended."""
+    return sum(os.times()[:4])
 
 
 class Side:
@@ -51,7 +61,8 @@ class Side:
             command, env=environment, text=True, stdin=PIPE, stdout=PIPE, stderr=log.open("w")
         )
         self.results: list[dict[str, float]] = []
-        self._answer()  # the warm-up
+        # The first answer is about the warm-up, which does not count.
+        self._answer()
 
     def _answer(self) -> dict[str, float]:
         for line in self.process.stdout:
@@ -60,7 +71,7 @@ class Side:
         raise SystemExit(f"{self.log} ends with:\n" + "\n".join(self.log.read_text().splitlines()[-15:]))
 
     def turn(self, steps: int) -> None:
-        """Measure some steps."""
+        """Let the side make some steps, and add their means to the results."""
         print(steps, file=self.process.stdin, flush=True)
         self.results.append(self._answer())
 

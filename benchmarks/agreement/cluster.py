@@ -27,19 +27,23 @@ from nemo_grpo.run.groups import Step
 
 WORKER = "benchmarks.agreement.worker.ReturningPolicyWorker"
 AVERAGED = ("lr", "wd", "global_valid_seqs", "global_valid_toks")
+"""Metrics that every microbatch and rank reports whole; all other metrics are shares of a sum."""
 NUMBERS = itertools.count()
-OWN_NAMES = {stock: own for own, stock in STOCK_NAMES.items()}
+"""Numbers of the virtual clusters, whose names must differ."""
+OUR_NAMES = {stock_name: our_name for our_name, stock_name in STOCK_NAMES.items()}
 
 
 def main(folder: Path, output: Path) -> None:
-    """Run every case; a policy for each layout and precision."""
+    """Run every case, with one policy for each layout and precision."""
     cases: list[Case] = torch.load(folder / "cases.pt", weights_only=False)
     prepare()
     results: dict[Case, list[StepResult]] = {}
     for _, group in itertools.groupby(cases, lambda case: (case.layout, case.precision)):
-        engine = Engine((same := list(group))[0], folder)
-        for case in same:
+        cases_of_policy = list(group)
+        engine = Engine(cases_of_policy[0], folder)
+        for case in cases_of_policy:
             results[case] = engine.run(case)
+            # After every case, so that an interrupted run keeps it.
             torch.save(results, output)
         engine.close()
 
@@ -62,12 +66,22 @@ class Engine:
         overrides: Sequence[str] = (),
         paths: tuple[Path | None, Path | None] = (None, None),
     ) -> None:
-        """Args: case: layout and precision.  paths: weights and optimizer to resume from."""
-        self.folder, self.context = folder, StepContext()
+        """Start the workers.
+
+        Args:
+            case: its layout and precision count.
+            folder: holds the recipe.
+            overrides: further overrides of the recipe.
+            paths: weights and optimizer to resume from.
+        """
+        self.folder = folder
+        self.context = StepContext()
+        weights_path, optimizer_path = paths
         run = load_run(folder / "recipe.yaml", [*case.overrides(), *overrides])
         _, tokenizer = load_tokenizer(run)
         config = run.master_config.policy
-        config["precision"] = config["megatron_cfg"]["pipeline_dtype"] = case.precision
+        config["precision"] = case.precision
+        config["megatron_cfg"]["pipeline_dtype"] = case.precision
         config["megatron_cfg"]["optimizer"]["bf16"] = case.precision == "bfloat16"
         config["megatron_cfg"]["train_iters"] = run.recipe.grpo.max_num_steps
         ranks = LAYOUTS[case.layout]["ranks"]
@@ -83,8 +97,8 @@ class Engine:
             config=config,
             tokenizer=tokenizer,
             processor=None,
-            weights_path=paths[0],
-            optimizer_path=paths[1],
+            weights_path=weights_path,
+            optimizer_path=optimizer_path,
             init_optimizer=True,
             init_reference_model=True,
             worker_extension_cls_fqn=WORKER,
@@ -102,19 +116,22 @@ class Engine:
         """Train a case's steps from the start."""
         recipe = case.recipe(self.folder)
         self.policy.run_all_workers_single_data("back_to_start")
-        loss_fn, steps = ObjectiveLoss(recipe.loss_fn), batches(self.folder)
+        loss_fn = ObjectiveLoss(recipe.loss_fn)
+        steps = batches(self.folder)
         estimator = VariantEstimator(
             recipe.loss_fn, num_generations=NUM_GENERATIONS, seed=recipe.grpo.seed, context=self.context
         )
-        return [
-            self.step(steps[number % len(steps)], estimator, loss_fn, updates)
-            for number, updates in enumerate(case.updates)
-        ]
+        results = []
+        for number, num_updates in enumerate(case.updates):
+            # A case with more steps than recorded batches repeats them.
+            step = steps[number % len(steps)]
+            results.append(self.step(step, estimator, loss_fn, num_updates))
+        return results
 
     def step(
         self, step: Step, estimator: VariantEstimator, loss_fn: ObjectiveLoss, num_updates: int
     ) -> StepResult:
-        """Do what `grpo_train` does from the rollout to the update."""
+        """Make the part of `grpo_train`'s step from the rollout to the update."""
         data = train_data(step, self.multiple)
         scored = data.__class__(
             {name: data[name] for name in ("input_ids", "input_lengths", "token_mask", "sample_mask")}
@@ -136,7 +153,7 @@ class Engine:
         )
         token_weights = self.context.train_tensors.get("token_weights")
         self.policy.prepare_for_training()
-        found = self.policy.train(data, loss_fn, gbs=NUM_ROWS // num_updates)
+        trained = self.policy.train(data, loss_fn, gbs=NUM_ROWS // num_updates)
         tensors = {
             "advantages": data["advantages"],
             "token_weights": token_weights,
@@ -144,27 +161,32 @@ class Engine:
             "reference": reference,
             "entropies": entropies,
         }
+        # NeMo-RL's columns are the tokens, padded on the right; the embedded engine's are predicted tokens.
         length = step.sequences.input_ids.shape[1]
+        aligned = {
+            name: tensor[:, 1:length].float() for name, tensor in tensors.items() if tensor is not None
+        }
         return StepResult(
-            {name: tensor[:, 1:length].float() for name, tensor in tensors.items() if tensor is not None},
-            (found["loss"].flatten() * num_updates).tolist(),  # NeMo-RL's add up to a mean
-            float(found["grad_norm"].flatten()[-1]),
-            {**estimator.last_metrics, **metrics_of_the_step(found["all_mb_metrics"])},
-            self.policy.run_all_workers_single_data("hf_tensors")[0],
+            tensors=aligned,
+            # NeMo-RL divides each update's loss by the number of updates.
+            losses=(trained["loss"].flatten() * num_updates).tolist(),
+            grad_norm=float(trained["grad_norm"].flatten()[-1]),
+            metrics={**estimator.last_metrics, **metrics_of_the_step(trained["all_mb_metrics"])},
+            weights=self.policy.run_all_workers_single_data("hf_tensors")[0],
         )
 
 
 def train_data(step: Step, multiple: int) -> Any:
-    """Lay the step out for NeMo-RL: [B, S] with S divisible."""
+    """Lay the step out for NeMo-RL: [B, S] with S a multiple of ``multiple``."""
     width = step.sequences.input_ids.shape[1]
-    further = -width % multiple
+    num_right = -width % multiple
 
-    def padded(tokens: Tensor, before: int = 1) -> Tensor:
-        return torch.nn.functional.pad(tokens, (before, further))
+    def padded(tokens: Tensor, num_left: int = 1) -> Tensor:
+        return torch.nn.functional.pad(tokens, (num_left, num_right))
 
     return compat.import_name("nemo_rl.distributed.batched_data_dict:BatchedDataDict")(
         {
-            "input_ids": padded(step.sequences.input_ids, 0),
+            "input_ids": padded(step.sequences.input_ids, num_left=0),
             "input_lengths": step.sequences.lengths,
             "generation_logprobs": padded(step.generation_logprobs),
             "token_mask": padded(step.token_mask.float()),
@@ -174,7 +196,7 @@ def train_data(step: Step, multiple: int) -> Any:
 
 
 def prompt_ids(step: Step) -> Tensor:
-    """Return [B, P], padded with 0."""
+    """Return the prompts' tokens [B, P], padded with 0."""
     sequences = step.sequences
     width = int(sequences.prompt_lengths.max())
     inside = torch.arange(width) < sequences.prompt_lengths[:, None]
@@ -183,25 +205,31 @@ def prompt_ids(step: Step) -> Tensor:
 
 def repeated_batch(step: Step) -> dict[str, Any]:
     """Make the conversations that the trainer passes to an estimator."""
-    s = step.sequences
-    rows = zip(s.input_ids, s.prompt_lengths.tolist(), s.lengths.tolist(), strict=True)
-    return {
-        "message_log": [
-            [{"role": "user", "token_ids": ids[:start]}, {"role": "assistant", "token_ids": ids[start:end]}]
-            for ids, start, end in rows
-        ]
-    }
+    sequences = step.sequences
+    rows = zip(
+        sequences.input_ids, sequences.prompt_lengths.tolist(), sequences.lengths.tolist(), strict=True
+    )
+    conversations = []
+    for ids, start, end in rows:
+        prompt = {"role": "user", "token_ids": ids[:start]}
+        response = {"role": "assistant", "token_ids": ids[start:end]}
+        conversations.append([prompt, response])
+    return {"message_log": conversations}
 
 
-def metrics_of_the_step(found: dict[str, list[float]]) -> dict[str, float]:
+def metrics_of_the_step(shares: dict[str, list[float]]) -> dict[str, float]:
     """Add up the shares of microbatches and ranks like NeMo-RL's trainer; names are the embedded engine's."""
-    return {
-        OWN_NAMES.get(name, name): sum(values) / (len(values) if name in AVERAGED else 1)
-        for name, values in found.items()
-        if "_min" not in name and "_max" not in name
-    }
+    metrics = {}
+    for name, values in shares.items():
+        # Extremes do not add up.
+        if "_min" in name or "_max" in name:
+            continue
+        total = sum(values)
+        metrics[OUR_NAMES.get(name, name)] = total / len(values) if name in AVERAGED else total
+    return metrics
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]))
-    os._exit(0)  # Ray ends with its cluster
+    # Without the interpreter's clean-up, because the caller ends Ray with its cluster.
+    os._exit(0)

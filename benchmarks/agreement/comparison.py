@@ -16,11 +16,20 @@ KL = "kl/reference"
 class Differences:
     """Greatest differences over the steps, in the order of the table's columns.
 
-    Attributes: advantages, token_weights, logprobs, reference, entropies: absolute, of tokens that count; NaN
-                    without any.
-                loss, kl, grad_norm: relative to the greatest of the steps.
-                first, last: distance of the weights relative to the way that they have gone, after the first
-                update and after the last.
+    Differences of tensors are absolute, over the tokens that count; NaN if an engine has no such tensor.
+    Differences of numbers are relative to the greatest number of all steps.
+
+    Attributes:
+        advantages: difference of a tensor.
+        token_weights: difference of a tensor.
+        logprobs: difference of a tensor.
+        reference: difference of a tensor, the logprobs of the reference.
+        entropies: difference of a tensor.
+        loss: difference of a number.
+        kl: difference of a number.
+        grad_norm: difference of a number.
+        first: distance between the engines' weights after the first step, relative to their way so far.
+        last: the same after the last step.
     """
 
     advantages: float
@@ -38,18 +47,26 @@ class Differences:
 def compare(ours: Sequence[StepResult], theirs: Sequence[StepResult]) -> Differences:
     """Compare a case's steps."""
 
-    def greatest(name: str) -> float:
-        found = [
-            (a.tensors[name] - b.tensors[name])[a.tensors["mask"].bool()].abs().max().item()
-            for a, b in zip(ours, theirs, strict=True)
-            if name in a.tensors and name in b.tensors
-        ]
-        return max(found, default=math.nan)
-
     steps = list(zip(ours, theirs, strict=True))
+
+    def greatest(name: str) -> float:
+        differences = []
+        for a, b in steps:
+            if name in a.tensors and name in b.tensors:
+                # Only the embedded engine's result has the mask.
+                mask = a.tensors["mask"].bool()
+                difference = (a.tensors[name] - b.tensors[name])[mask]
+                differences.append(difference.abs().max().item())
+        return max(differences, default=math.nan)
+
+    losses = [pair for a, b in steps for pair in zip(a.losses, b.losses, strict=True)]
     return Differences(
-        *map(greatest, ("advantages", "token_weights", "logprobs", "reference", "entropies")),
-        loss=relative([pair for a, b in steps for pair in zip(a.losses, b.losses, strict=True)]),
+        advantages=greatest("advantages"),
+        token_weights=greatest("token_weights"),
+        logprobs=greatest("logprobs"),
+        reference=greatest("reference"),
+        entropies=greatest("entropies"),
+        loss=relative(losses),
         kl=relative([(a.metrics.get(KL, 0.0), b.metrics.get(KL, 0.0)) for a, b in steps]),
         grad_norm=relative([(a.grad_norm, b.grad_norm) for a, b in steps]),
         first=way_apart(ours[0].weights, theirs[0].weights, ours[0].start),
@@ -58,16 +75,21 @@ def compare(ours: Sequence[StepResult], theirs: Sequence[StepResult]) -> Differe
 
 
 def relative(pairs: Sequence[tuple[float, float]]) -> float:
-    """Compute the greatest difference, relative to the greatest number."""
-    return max(abs(a - b) for a, b in pairs) / (max(max(abs(a), abs(b)) for a, b in pairs) or 1.0)
+    """Compute the greatest difference, relative to the greatest number; 0 if all numbers are 0."""
+    greatest_difference = max(abs(a - b) for a, b in pairs)
+    greatest_number = max(max(abs(a), abs(b)) for a, b in pairs)
+    if greatest_number == 0:
+        return 0.0
+    return greatest_difference / greatest_number
 
 
 def way_apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> float:
     """Compute |ours - theirs| / |ours - start|, Euclidean over all weights."""
     assert set(ours) == set(theirs) == set(start), set(ours) ^ set(theirs)
-    apart = torch.stack([(ours[name] - theirs[name]).norm() for name in ours]).norm()
-    gone = torch.stack([(ours[name] - start[name]).norm() for name in ours]).norm()
-    return float(apart / gone)
+    # The norm of the tensors' norms is the norm over all weights.
+    distance = torch.stack([(ours[name] - theirs[name]).norm() for name in ours]).norm()
+    way = torch.stack([(ours[name] - start[name]).norm() for name in ours]).norm()
+    return float(distance / way)
 
 
 HEADER = (
@@ -85,7 +107,10 @@ def table(rows: Mapping[tuple[str, str], Differences]) -> str:
 
 
 def _number(value: float) -> str:
-    return "" if math.isnan(value) else "0" if value == 0 else f"{value:.1e}"
+    """Write a cell of a table: nothing for NaN."""
+    if math.isnan(value):
+        return ""
+    return "0" if value == 0 else f"{value:.1e}"
 
 
 def drift_table(

@@ -34,7 +34,9 @@ def run(case: Case, folder: Path) -> list[StepResult]:
     device = choose_device(recipe)
     policy = setup.build_policy(recipe, model, load_config(model), device, keep_reference=True)
     start = hf_tensors(policy)
-    objective, state, steps = recipe.loss_fn.build(), TrainingState(), batches(folder)
+    objective = recipe.loss_fn.build()
+    state = TrainingState()
+    steps = batches(folder)
     results = []
     for number, num_updates in enumerate(case.updates):
         learner = Learner(case.recipe(folder, num_updates), objective, policy, state)
@@ -48,14 +50,19 @@ def run(case: Case, folder: Path) -> list[StepResult]:
             "entropies": batch.entropies,
             "mask": batch.mask,
         }
+
+        metrics = {name: float(value) for name, value in prepared.metrics.items()}
+        is_first_step = not results
         results.append(
             StepResult(
-                {name: tensor.float().cpu() for name, tensor in tensors.items() if tensor is not None},
-                [update.metrics["loss/total"] for update in updates],
-                updates[-1].grad_norm,
-                {name: float(value) for name, value in prepared.metrics.items()} | mean_metrics(updates),
-                hf_tensors(policy),
-                {} if results else start,
+                tensors={
+                    name: tensor.float().cpu() for name, tensor in tensors.items() if tensor is not None
+                },
+                losses=[update.metrics["loss/total"] for update in updates],
+                grad_norm=updates[-1].grad_norm,
+                metrics=metrics | mean_metrics(updates),
+                weights=hf_tensors(policy),
+                start=start if is_first_step else {},
             )
         )
     return results

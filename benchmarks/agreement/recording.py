@@ -21,7 +21,9 @@ from nemo_grpo.tasks.prompts import encode_prompts
 from nemo_grpo.tasks.scoring import Scorer
 
 ROOT = Path(__file__).parents[2]
-NUM_PROMPTS, NUM_GENERATIONS, NUM_BATCHES = 4, 4, 3
+NUM_PROMPTS = 4
+NUM_GENERATIONS = 4
+NUM_BATCHES = 3
 NUM_ROWS = NUM_PROMPTS * NUM_GENERATIONS
 RECIPE = {
     "defaults": str(ROOT / "recipes" / "base" / "cluster.yaml"),
@@ -39,7 +41,7 @@ RECIPE = {
         "max_total_sequence_length": 256,
         "megatron_cfg": {
             "optimizer": {"weight_decay": 0.01},
-            # 0.7.0's base adds up a BF16 model's gradients in BF16, the embedded engine in FP32
+            # NeMo-RL 0.7.0's base adds up a BF16 model's gradients in BF16, the embedded engine in FP32.
             "distributed_data_parallel_config": {"grad_reduce_in_fp32": True},
         },
         "generation": {"max_new_tokens": 64},
@@ -84,12 +86,19 @@ LAYOUTS = {
     "DP2": {"tensor_model_parallel_size": 1, "ranks": 2},
 }
 UPDATES = (1, 2, 2)
-"""Updates of each step: one, then off-policy ones of a policy that has left the reference."""
+"""Updates of each step. The later steps are off-policy, and their policy differs from the reference."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a few steps on one engine. Attributes: updates: of each step."""
+    """One run of a few steps on one engine.
+
+    Attributes:
+        variant: key of `VARIANTS`.
+        layout: key of `LAYOUTS`.
+        precision: "float32" or "bfloat16".
+        updates: number of updates of each step.
+    """
 
     variant: str
     layout: str
@@ -99,7 +108,8 @@ class Case:
     def recipe(self, folder: Path, num_updates: int = 1) -> Recipe:
         """Load the recipe of a step with this number of updates."""
         recipe = load_recipe(folder / "recipe.yaml", self.overrides(num_updates))
-        policy = recipe.policy.model_copy(update={"precision": self.precision})  # FP32: refused in a recipe
+        # Set past the checks, because a cluster recipe refuses FP32.
+        policy = recipe.policy.model_copy(update={"precision": self.precision})
         return recipe.model_copy(update={"policy": policy})
 
     def overrides(self, num_updates: int = 1) -> list[str]:
@@ -117,11 +127,15 @@ class Case:
 
 @dataclass
 class StepResult:
-    """Results of a step. Token tensors are [B, S - 1], aligned as in `TokenBatch`.
+    """Results of a step.
 
-    Attributes: losses: one per update.  grad_norm: before clipping, of the last update.
-                metrics: means over the step's updates.
-                weights: after the step.  start: before the first one, in the first step's result.
+    Attributes:
+        tensors: name -> [B, S - 1], aligned as in `TokenBatch`.
+        losses: loss of each update.
+        grad_norm: norm of the last update's gradient before clipping.
+        metrics: means over the step's updates.
+        weights: the weights after the step.
+        start: the weights before the first step; only in the first step's result.
     """
 
     tensors: dict[str, Tensor]
@@ -133,27 +147,27 @@ class StepResult:
 
 
 def record(stack: Stack, folder: Path) -> None:
-    """Make the model and sample the responses, with the embedded engine's decoder; writes into ``folder``."""
+    """Make the model, sample responses with the embedded engine's decoder, and write both into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "source.yaml"
     source.write_text(yaml.safe_dump(RECIPE))
-    made = stages.prepare(source, [], stack, folder / "rehearsal", 1)
-    (folder / "recipe.yaml").write_text(made.recipe_file.read_text())
-    torch.save(sample(made.small), folder / "batches.pt")
+    rehearsal = stages.prepare(source, [], stack, folder / "rehearsal", 1)
+    (folder / "recipe.yaml").write_text(rehearsal.recipe_file.read_text())
+    torch.save(sample(rehearsal.small), folder / "batches.pt")
 
 
 def sample(recipe: Recipe) -> list[Step]:
     """Sample the groups of each step."""
     model = Path(recipe.policy.model_name or "")
-    tokenizer, task = load_tokenizer(model), recipe.nemo_grpo.task.build()
+    tokenizer = load_tokenizer(model)
+    task = recipe.nemo_grpo.task.build()
     sampling = setup.training_sampling(recipe, end_tokens(model, tokenizer))
     generator = setup.build_generator(recipe, load_config(model), choose_device(recipe))
     generator.update_weights(load_weights(model).items())
     steps = []
     for number in range(NUM_BATCHES):
-        problems = [
-            task.train_problem(NUM_PROMPTS * number + i, recipe.grpo.seed) for i in range(NUM_PROMPTS)
-        ]
+        indices = range(NUM_PROMPTS * number, NUM_PROMPTS * (number + 1))
+        problems = [task.train_problem(index, recipe.grpo.seed) for index in indices]
         prompts = encode_prompts(
             problems,
             tokenizer,
@@ -176,5 +190,5 @@ def sample(recipe: Recipe) -> list[Step]:
 
 def batches(folder: Path) -> list[Step]:
     """Read the recorded steps."""
-    found: list[Step] = torch.load(folder / "batches.pt", weights_only=False)
-    return found
+    steps: list[Step] = torch.load(folder / "batches.pt", weights_only=False)
+    return steps

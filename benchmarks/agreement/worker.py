@@ -12,10 +12,10 @@ from nemo_grpo.nemorl.worker import EntropyPolicyWorkerImpl
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
 class ReturningPolicyWorker(EntropyPolicyWorkerImpl):
-    """ERPO's worker, whose logprobs are the stock worker's."""
+    """The worker that also returns entropies; its logprobs are the same as the stock worker's."""
 
     def keep_start(self) -> None:
-        """Remember the weights."""
+        """Keep a copy of the weights for `back_to_start`."""
         self.start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def back_to_start(self) -> None:

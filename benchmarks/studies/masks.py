@@ -32,14 +32,21 @@ from nemo_grpo.tasks.vision import Box, parse_box
 app = typer.Typer(add_completion=False)
 
 Polygons = Sequence[Sequence[Sequence[float]]]
-"""Each a list of [x, y] in pixels."""
+"""Polygons, each a list of [x, y] in pixels."""
 MaskOfBox = Callable[[Any, Box], "np.ndarray"]
 """(RGB picture, box in its pixels) -> [H, W] bool."""
 
 
 @dataclass(frozen=True)
 class MaskScores:
-    """Attributes: num_boxes: responses with a box that is not empty; the others count with IoU 0."""
+    """Scores of one response to each image.
+
+    Attributes:
+        giou: mean IoU of the masks.
+        ciou: sum of all intersections over the sum of all unions.
+        num_boxes: responses with a box that is not empty; all others have IoU 0.
+        ious: IoU of each image.
+    """
 
     giou: float
     ciou: float
@@ -50,7 +57,9 @@ class MaskScores:
 class SamMasks:
     """A Segment Anything model from a Hugging Face folder, such as facebook/sam-vit-huge.
 
-    Args:   folder: config, weights, processor.  device: of torch.
+    Args:
+        folder: folder with configuration, weights and processor.
+        device: torch's device.
     """
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
@@ -70,20 +79,26 @@ class SamMasks:
     def __call__(self, image: Any, box: Box) -> np.ndarray:
         """See `MaskOfBox`."""
         inputs = self._processor(image, input_boxes=[[list(box)]], return_tensors="pt").to(self._device)
-        sizes = inputs["original_sizes"], inputs["reshaped_input_sizes"]
         masks = self._model(**inputs, multimask_output=False).pred_masks
-        (mask,) = self._processor.image_processor.post_process_masks(masks.cpu(), *(s.cpu() for s in sizes))
+        (mask,) = self._processor.image_processor.post_process_masks(
+            masks.cpu(), inputs["original_sizes"].cpu(), inputs["reshaped_input_sizes"].cpu()
+        )
         return mask[0, 0].numpy().astype(bool)
 
 
 def polygon_mask(polygons: Polygons, size: tuple[int, int]) -> np.ndarray:
-    """Return [H, W] bool: pixels in any of the polygons, outlines included.  Args: size: width, height."""
+    """Return [H, W] bool, True for pixels in any of the polygons or on their outlines.
+
+    Args:
+        polygons: may overlap.
+        size: (width, height).
+    """
     from PIL import Image, ImageDraw
 
-    drawn = Image.new("1", size)
+    picture = Image.new("1", size)
     for polygon in polygons:
-        ImageDraw.Draw(drawn).polygon([(x, y) for x, y in polygon], outline=1, fill=1)
-    return np.array(drawn, dtype=bool)
+        ImageDraw.Draw(picture).polygon([(x, y) for x, y in polygon], outline=1, fill=1)
+    return np.array(picture, dtype=bool)
 
 
 def score_masks(
@@ -91,10 +106,13 @@ def score_masks(
 ) -> MaskScores:
     """Compute gIoU and cIoU of one response to each problem.
 
-    Args:    problems: with ``metadata.images``, ``target`` and ``ignore``.  responses: by the problem's id; a
-             problem without one is left out.
+    Args:
+        problems: problems with ``metadata.images``, ``target`` and ``ignore``.
+        responses: id of a problem -> its response; a problem without one is left out.
+        mask_of_box: makes the mask of a box.
     """
-    counts, num_boxes = [], 0
+    areas: list[tuple[int, int]] = []
+    num_boxes = 0
     for problem in problems:
         if problem.id not in responses:
             continue
@@ -104,14 +122,25 @@ def score_masks(
         target = polygon_mask(problem.metadata["target"], image.size)
         counted = ~polygon_mask(problem.metadata.get("ignore", ()), image.size)
         box = _within(parse_box(extract_answer(responses[problem.id]) or ""), image.size)
-        num_boxes += box is not None
-        found = np.zeros_like(target) if box is None else mask_of_box(image, box)
-        counts.append((int((target & found & counted).sum()), int(((target | found) & counted).sum())))
-    if not counts:
+        mask = np.zeros_like(target)
+        if box is not None:
+            num_boxes += 1
+            mask = mask_of_box(image, box)
+        shared = int((target & mask & counted).sum())
+        union = int(((target | mask) & counted).sum())
+        areas.append((shared, union))
+    if not areas:
         raise UserError("no problem of --data has a response in --samples; give the file that was evaluated")
-    ious = [shared / union if union else 0.0 for shared, union in counts]
-    shared, union = (sum(column) for column in zip(*counts, strict=True))
-    return MaskScores(math.fsum(ious) / len(ious), shared / union if union else 0.0, num_boxes, ious)
+    ious = [_ratio(shared, union) for shared, union in areas]
+    total_shared = sum(shared for shared, _ in areas)
+    total_union = sum(union for _, union in areas)
+    giou = math.fsum(ious) / len(ious)
+    return MaskScores(giou, _ratio(total_shared, total_union), num_boxes, ious)
+
+
+def _ratio(shared: int, union: int) -> float:
+    """Divide two areas; 0 if the union is empty."""
+    return shared / union if union else 0.0
 
 
 def greedy_responses(samples: Path) -> dict[str, str]:
@@ -129,8 +158,13 @@ def _within(box: Box | None, size: tuple[int, int]) -> Box | None:
     """Cut a box to the picture; None if nothing is left."""
     if box is None:
         return None
-    left, top, right, bottom = max(box[0], 0.0), max(box[1], 0.0), min(box[2], size[0]), min(box[3], size[1])
-    return (left, top, right, bottom) if left < right and top < bottom else None
+    width, height = size
+    left = max(box[0], 0.0)
+    top = max(box[1], 0.0)
+    right = min(box[2], width)
+    bottom = min(box[3], height)
+    is_empty = left >= right or top >= bottom
+    return None if is_empty else (left, top, right, bottom)
 
 
 @app.command()
@@ -141,7 +175,8 @@ def masks(
     device: Annotated[str, typer.Option(help="Device of that model.")] = "cpu",
 ) -> None:
     """Make masks of the boxes in greedy responses, and compare them with the targets: gIoU and cIoU."""
-    problems, responses = read_problems([data], with_images=True), greedy_responses(samples)
+    problems = read_problems([data], with_images=True)
+    responses = greedy_responses(samples)
     scores = score_masks(problems, responses, SamMasks(sam, device))
     out = samples.with_name(samples.name.replace("samples-", "masks-", 1)).with_suffix(".json")
     result = {"samples": str(samples), "data": str(data), "sam": str(sam), **asdict(scores)}

@@ -45,7 +45,13 @@ Tails = dict[tuple[int, ...], list[list[int]]]
 class Experiment:
     """The study of one policy.
 
-    Attributes: generator: the policy.  sampling: of the continuations.
+    Attributes:
+        generator: the policy.
+        tokenizer: the policy's tokenizer.
+        task: scores the responses.
+        prompt: the recipe's prompt.
+        sampling: parameters of the continuations.
+        settings: the study's settings.
     """
 
     generator: LocalGenerator
@@ -58,31 +64,40 @@ class Experiment:
     def study(self, problems: Sequence[Problem]) -> PivotStudy:
         """Find solved problems, choose positions, replace tokens, resample, and score.
 
-        Args:    problems: searched in this order for solved ones.
-        Returns: the study; the same arguments give the same one.
+        Args:
+            problems: problems to search, in this order, for solved ones.
+
+        Returns:
+            The study; the same arguments give the same one.
         """
         solved, num_tried = self._find_solved(problems)
         points = self.choose_points(solved)
         tails = self._continue_all(points)
-        done = []
-        for item, kind, position, kept, replaced in points:
-            before, after = (
-                self._accuracy(item, prefix, tails[tuple(prefix)]) for prefix in (kept, replaced)
-            )
-            touched = [i for i, token in enumerate(kept) if i >= len(replaced) or token != replaced[i]]
-            token, other = (
-                self.tokenizer.decode([row[i] for i in touched if i < len(row)]) for row in (kept, replaced)
-            )
-            positions = tuple(i - len(item.prompt) for i in touched)
+        measured_points = []
+        for item, kind, position, original, perturbed in points:
+            accuracy = self._accuracy(item, original, tails[tuple(original)])
+            perturbed_accuracy = self._accuracy(item, perturbed, tails[tuple(perturbed)])
+            # A perturbed prefix is shorter than the original if the response was cut before the position.
+            changed = []
+            for index, token_id in enumerate(original):
+                if index >= len(perturbed) or token_id != perturbed[index]:
+                    changed.append(index)
+            token = self.tokenizer.decode([original[index] for index in changed])
+            replacement = self.tokenizer.decode([perturbed[i] for i in changed if i < len(perturbed)])
+            positions = tuple(index - len(item.prompt) for index in changed)
             entropy = float(item.entropies[list(positions)].mean())
-            ends = (token, other, before, after)
-            done.append(Point(item.problem.id, kind, position, entropy, *ends, positions))
-        return PivotStudy(self.settings, num_tried, solved, done)
+            accuracies = (accuracy, perturbed_accuracy)
+            measured_points.append(
+                Point(item.problem.id, kind, position, entropy, token, replacement, *accuracies, positions)
+            )
+        return PivotStudy(self.settings, num_tried, solved, measured_points)
 
     def _find_solved(self, problems: Sequence[Problem]) -> tuple[list[Solved], int]:
         """Find the first problems whose greedy response is correct and has two tokens or more."""
-        greedy, num_problems = replace(self.sampling, greedy=True), self.settings.num_problems
-        found, num_tried = list[tuple[Problem, list[int], list[int]]](), 0
+        greedy = replace(self.sampling, greedy=True)
+        num_problems = self.settings.num_problems
+        solutions: list[tuple[Problem, list[int], list[int]]] = []
+        num_tried = 0
         for start in range(0, len(problems), num_problems):
             part = problems[start : start + num_problems]
             prompts = [encode_prompt(self.tokenizer, self.prompt, problem) for problem in part]
@@ -93,46 +108,55 @@ class Experiment:
                 (text,) = text_reader(self.tokenizer, self.task)([row[:length]])
                 num_tried += 1
                 if length >= 2 and self.task.score(problem, text)["accuracy"] >= 1:
-                    found.append((problem, ids, row[:length]))
-                if len(found) == num_problems:
+                    solutions.append((problem, ids, row[:length]))
+                if len(solutions) == num_problems:
                     break
-            if len(found) == num_problems:
+            if len(solutions) == num_problems:
                 break
-        if not found:
+        if not solutions:
             raise UserError(
                 f"the model solves none of {num_tried} problems greedily, so there is nothing to perturb; "
                 "train it further, or raise nemo_grpo.evaluation.num_problems"
             )
-        entropies = response_entropies(self.generator, [(ids, response) for _, ids, response in found])
-        return [Solved(*item, entropy) for item, entropy in zip(found, entropies, strict=True)], num_tried
+        entropies = response_entropies(self.generator, [(ids, response) for _, ids, response in solutions])
+        solved = []
+        for (problem, ids, response), entropy in zip(solutions, entropies, strict=True):
+            solved.append(Solved(problem, ids, response, entropy))
+        return solved, num_tried
 
     def choose_points(self, solved: Sequence[Solved]) -> list[Choice]:
         """Choose positions and replacements of the whole study."""
-        together, points = self.settings.perturbation == "together", []
+        points: list[Choice] = []
         for item in solved:
             for kind, positions in choose_positions(item, self.settings).items():
-                for group in [sorted(positions)] if together else [[p] for p in positions]:
-                    kept = item.prompt + item.response[: group[-1] + 1]
-                    points.append((item, kind, group[-1], kept, self._perturbed(item, group)))
+                groups = [[position] for position in positions]
+                if self.settings.perturbation == "together":
+                    groups = [sorted(positions)]
+                for group in groups:
+                    last = group[-1]
+                    original = item.prompt + item.response[: last + 1]
+                    points.append((item, kind, last, original, self._perturbed(item, group)))
         return points
 
     def _perturbed(self, item: Solved, positions: Sequence[int]) -> list[int]:
         """Return prompt and response up to the last of these positions, perturbed at all of them."""
-        start, tokens = len(item.prompt), item.prompt + item.response[: positions[-1] + 1]
+        start = len(item.prompt)
+        tokens = item.prompt + item.response[: positions[-1] + 1]
         if self.settings.perturbation == "truncate":
             return tokens[:-1]
         for position in positions:
             rng = stream(self.settings.seed, item.problem.id, "replacement", position)
             token = item.response[position]
             if self.settings.replacement == "uniform":
-                other = _uniform_other(token, self.tokenizer, rng)
+                replacement = _uniform_other(token, self.tokenizer, rng)
             else:
-                other = _other_by_policy(self.generator, tokens[: start + position], token, rng)
-            tokens[start + position] = other
+                replacement = _other_by_policy(self.generator, tokens[: start + position], token, rng)
+            tokens[start + position] = replacement
         return tokens
 
     def _continue_all(self, points: Sequence[Choice]) -> Tails:
         """Continue every prefix once; prefixes of one length are sampled together."""
+        # Dictionaries serve as ordered sets: several points may share a prefix.
         by_length: dict[tuple[int, int], dict[tuple[int, ...], None]] = defaultdict(dict)
         for item, _, _, *prefixes in points:
             for prefix in prefixes:
@@ -140,30 +164,36 @@ class Experiment:
                 by_length[remaining, len(prefix)][tuple(prefix)] = None
         tails: Tails = {}
         with progress("continuations", len(by_length)) as advance:
-            for (remaining, _), alike in sorted(by_length.items()):
-                tails |= self._continue(list(alike), remaining)
+            for (remaining, _), prefixes_of_length in sorted(by_length.items()):
+                tails |= self._continue(list(prefixes_of_length), remaining)
                 advance("")
         return tails
 
     def _continue(self, prefixes: Sequence[tuple[int, ...]], remaining: int) -> Tails:
-        """Sample continuations of each prefix; none if it ends with a stop token or at the length limit."""
-        sampling, number = self.sampling, self.settings.num_continuations
-        whole = remaining == sampling.max_new_tokens  # a cut at the first token leaves the prompt
-        going = [prefix for prefix in prefixes if whole or prefix[-1] not in sampling.stop_token_ids]
-        going = going if remaining > 0 else []
+        """Sample continuations of each prefix; empty ones after a stop token or at the length limit."""
+        sampling = self.sampling
+        number = self.settings.num_continuations
+        # A cut at the first token leaves the prompt, whose last token may be a stop token.
+        is_prompt = remaining == sampling.max_new_tokens
+        unfinished = [prefix for prefix in prefixes if is_prompt or prefix[-1] not in sampling.stop_token_ids]
         tails: Tails = {prefix: [[]] for prefix in prefixes}
-        if going:
-            limited = replace(sampling, max_new_tokens=remaining)
-            prompts = [list(prefix) for prefix in going]
-            rollout = self.generator.generate(Request(prompts, number, limited, self.settings.seed))
-            rows = [row[:n] for row, n in zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True)]
-            tails |= {prefix: rows[i * number : (i + 1) * number] for i, prefix in enumerate(going)}
+        if remaining <= 0 or not unfinished:
+            return tails
+        limited = replace(sampling, max_new_tokens=remaining)
+        prompts = [list(prefix) for prefix in unfinished]
+        rollout = self.generator.generate(Request(prompts, number, limited, self.settings.seed))
+        rows = []
+        for row, length in zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True):
+            rows.append(row[:length])
+        for index, prefix in enumerate(unfinished):
+            tails[prefix] = rows[index * number : (index + 1) * number]
         return tails
 
     def _accuracy(self, item: Solved, prefix: list[int], tails: list[list[int]]) -> float:
         """Average the accuracy of the response so far over its continuations."""
-        begun = prefix[len(item.prompt) :]
-        texts = text_reader(self.tokenizer, self.task)([begun + tail for tail in tails])
+        response_so_far = prefix[len(item.prompt) :]
+        responses = [response_so_far + tail for tail in tails]
+        texts = text_reader(self.tokenizer, self.task)(responses)
         return sum(self.task.score(item.problem, text)["accuracy"] for text in texts) / len(texts)
 
 
@@ -176,34 +206,38 @@ def response_entropies(
         part = pairs[start : start + ROWS_PER_FORWARD]
         logits = generator.logits([prompt + response for prompt, response in part])
         for row, (prompt, response) in enumerate(part):
-            where = slice(len(prompt) - 1, len(prompt) + len(response) - 1)
+            # The logits at a token predict the next one.
+            predicting = slice(len(prompt) - 1, len(prompt) + len(response) - 1)
             targets = torch.tensor(response, device=logits.device)
-            entropies.append(logprobs_and_entropy(logits[row, where].float(), targets)[1].cpu())
+            _, response_entropy = logprobs_and_entropy(logits[row, predicting].float(), targets)
+            entropies.append(response_entropy.cpu())
     return entropies
 
 
 def choose_positions(item: Solved, settings: PivotSettings) -> dict[str, list[int]]:
     """Choose positions of each kind in a response; never the last, which nothing follows."""
-    candidates = len(item.response) - 1
-    number = settings.num_positions(candidates)
-    order = item.entropies[:candidates].argsort(descending=True, stable=True).tolist()
-    chance = stream(settings.seed, item.problem.id, "positions").sample(range(candidates), number)
-    return {"pivot": order[:number], "random": sorted(chance), "calm": order[-number:]}
+    num_candidates = len(item.response) - 1
+    number = settings.num_positions(num_candidates)
+    by_entropy = item.entropies[:num_candidates].argsort(descending=True, stable=True).tolist()
+    rng = stream(settings.seed, item.problem.id, "positions")
+    random_positions = sorted(rng.sample(range(num_candidates), number))
+    return {"pivot": by_entropy[:number], "random": random_positions, "calm": by_entropy[-number:]}
 
 
 def _uniform_other(token: int, tokenizer: Any, rng: random.Random) -> int:
     """Draw another token of the vocabulary that is not a special one."""
-    special = {token, *tokenizer.all_special_ids}
-    while (other := rng.randrange(len(tokenizer))) in special:
-        continue
-    return other
+    excluded = {token, *tokenizer.all_special_ids}
+    while True:
+        replacement = rng.randrange(len(tokenizer))
+        if replacement not in excluded:
+            return replacement
 
 
 def _other_by_policy(generator: LocalGenerator, before: list[int], token: int, rng: random.Random) -> int:
     """Draw another token from the policy at temperature 1 without the given one."""
     logits = generator.logits([before])[0, -1].double()
     logits[token] = -torch.inf
+    # Invert the cumulative distribution at a uniform number, so that the draw depends on `rng` alone.
     mass = logits.softmax(-1).cumsum(-1)
-    return int(
-        torch.searchsorted(mass, torch.tensor(rng.random(), dtype=mass.dtype, device=mass.device) * mass[-1])
-    )
+    uniform = torch.tensor(rng.random(), dtype=mass.dtype, device=mass.device)
+    return int(torch.searchsorted(mass, uniform * mass[-1]))

@@ -22,14 +22,15 @@ class PivotSettings:
     """Settings of the study.
 
     Attributes:
-        num_problems: solved problems to study.  share: of a response's tokens, for each kind of position.
+        num_problems: number of solved problems to study.
+        share: share of a response's tokens, for each kind of position.
         max_positions: maximum positions of a kind per response; None: no maximum.
-        num_continuations: of each perturbed response, and of each control.
+        num_continuations: continuations of each perturbed response, and of each control.
         perturbation: separately replaces one token and resamples the rest; together replaces all tokens of a
             kind and resamples after the last one; truncate cuts the response before a token and resamples.
         replacement: uniform draws any other token of the vocabulary; policy draws from the policy's own
             distribution without the token.
-        seed: of positions, replacements and continuations.
+        seed: seed of positions, replacements and continuations.
     """
 
     num_problems: int = 50
@@ -48,7 +49,14 @@ class PivotSettings:
 
 @dataclass(frozen=True)
 class Solved:
-    """A problem with its correct greedy response.  Attributes: entropies: [T], nats, of each token."""
+    """A problem with its correct greedy response.
+
+    Attributes:
+        problem: the problem.
+        prompt: tokens of the prompt.
+        response: tokens of the response.
+        entropies: [T], entropy at each token of the response, nats.
+    """
 
     problem: Problem
     prompt: list[int]
@@ -60,8 +68,16 @@ class Solved:
 class Point:
     """One perturbation of one response, and the accuracies with and without it.
 
-    Attributes: position: the rest after it is resampled.  positions: whose tokens were replaced or cut.
-                entropy: their mean, nats.  token, replacement: their texts; of a cut only the first.
+    Attributes:
+        problem: id of the problem.
+        kind: pivot, random or calm.
+        position: last changed position; the response after it is resampled.
+        entropy: mean entropy of the changed tokens, nats.
+        token: text of the changed tokens.
+        replacement: text in their place; "" for a cut.
+        kept: accuracy with the original tokens.
+        replaced: accuracy with the change.
+        positions: positions of the changed tokens.
     """
 
     problem: str
@@ -77,7 +93,14 @@ class Point:
 
 @dataclass(frozen=True)
 class PivotStudy:
-    """Outcome of a study.  Attributes: num_tried: problems answered to find the solved ones."""
+    """Outcome of a study.
+
+    Attributes:
+        settings: the study's settings.
+        num_tried: problems that were answered to find the solved ones.
+        solved: the solved problems.
+        points: the perturbations.
+    """
 
     settings: PivotSettings
     num_tried: int
@@ -86,33 +109,37 @@ class PivotStudy:
 
     def summary(self) -> dict[str, dict[str, float]]:
         """Average over responses, per kind: entropy, accuracies and drop with standard errors."""
-        found = {}
+        summary = {}
         for kind in KINDS:
-            found[kind] = {"entropy": mean_and_stderr(self._by_response(kind, "entropy"))[0]}
-            for what in ("kept", "replaced", "drop"):
-                mean, stderr = mean_and_stderr(self._by_response(kind, what))
-                found[kind] |= {what: mean, f"{what}_stderr": stderr}
-        return found
+            mean_entropy, _ = mean_and_stderr(self._by_response(kind, "entropy"))
+            row = {"entropy": mean_entropy}
+            for quantity in ("kept", "replaced", "drop"):
+                mean, stderr = mean_and_stderr(self._by_response(kind, quantity))
+                row[quantity] = mean
+                row[f"{quantity}_stderr"] = stderr
+            summary[kind] = row
+        return summary
 
     def contrasts(self) -> dict[str, dict[str, float]]:
         """Compare the drop at pivots with that at the other kinds, paired by response."""
-        pivot = self._by_response("pivot", "drop")
-        found = {}
+        pivot_drops = self._by_response("pivot", "drop")
+        contrasts = {}
         for kind in KINDS[1:]:
-            pairs = zip(pivot, self._by_response(kind, "drop"), strict=True)
-            differences = [a - b for a, b in pairs]
+            pairs = zip(pivot_drops, self._by_response(kind, "drop"), strict=True)
+            differences = [pivot_drop - drop for pivot_drop, drop in pairs]
             mean, stderr = mean_and_stderr(differences)
             p = sign_flip_p(differences, self.settings.seed)
-            found[f"pivot - {kind}"] = {"difference": mean, "stderr": stderr, "p": p}
-        return found
+            contrasts[f"pivot - {kind}"] = {"difference": mean, "stderr": stderr, "p": p}
+        return contrasts
 
-    def _by_response(self, kind: str, what: str) -> list[float]:
-        values: dict[str, list[float]] = defaultdict(list)
+    def _by_response(self, kind: str, quantity: str) -> list[float]:
+        """Average a quantity over the points of each response, which are not independent."""
+        values_by_problem: dict[str, list[float]] = defaultdict(list)
         for point in self.points:
             if point.kind == kind:
-                value = point.kept - point.replaced if what == "drop" else getattr(point, what)
-                values[point.problem].append(value)
-        return [sum(of_one) / len(of_one) for of_one in values.values()]
+                value = point.kept - point.replaced if quantity == "drop" else getattr(point, quantity)
+                values_by_problem[point.problem].append(value)
+        return [sum(values) / len(values) for values in values_by_problem.values()]
 
     def to_dict(self, decode: Callable[[int], str]) -> dict[str, Any]:
         """Convert everything to JSON values."""
@@ -137,8 +164,10 @@ class PivotStudy:
 def sign_flip_p(differences: Sequence[float], seed: int) -> float:
     """Compute the two-sided p of a mean of 0 under random signs of the paired differences."""
     values = torch.tensor(differences, dtype=torch.float64)
-    signs = (
-        torch.randint(0, 2, (NUM_FLIPS, len(values)), generator=torch.Generator().manual_seed(seed)) * 2 - 1
-    )
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (NUM_FLIPS, len(values)), generator=generator) * 2 - 1
     means = (signs * values).mean(1).abs()
-    return float(((means >= values.mean().abs() - 1e-12).sum() + 1) / (NUM_FLIPS + 1))
+    # The tolerance counts draws that equal the observed mean but for rounding.
+    num_as_extreme = (means >= values.mean().abs() - 1e-12).sum()
+    # The observed signs are one more draw, so that p is never 0.
+    return float((num_as_extreme + 1) / (NUM_FLIPS + 1))

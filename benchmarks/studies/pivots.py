@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-RESULT, PICTURE = "pivots.json", "pivots.png"
+RESULT = "pivots.json"
+PICTURE = "pivots.png"
 
 
 @app.command()
@@ -68,15 +69,16 @@ def pivots(
 
     model, recipe = _sources(run, model, recipe)
     loaded = load_recipe(recipe, overrides or [])
-    out = out or (
-        run / "diagnostics" if run else Path(loaded.nemo_grpo.runs_dir) / f"pivots-{result_name(model)}"
-    )
+    if not out:
+        default_out = Path(loaded.nemo_grpo.runs_dir) / f"pivots-{result_name(model)}"
+        out = run / "diagnostics" if run else default_out
     check_place(out)
 
     from benchmarks.studies.pivot_results import PivotSettings
 
-    most = max_positions or (None if perturbation == "together" else PivotSettings.max_positions)
-    settings = PivotSettings(num_problems, share, most, k, replacement, seed, perturbation)
+    if max_positions is None and perturbation != "together":
+        max_positions = PivotSettings.max_positions
+    settings = PivotSettings(num_problems, share, max_positions, k, replacement, seed, perturbation)
     with finite_logits(model):
         study, decode = _study(loaded, model, settings)
     result = {"model": str(model), "task": loaded.task.model_dump(mode="json")} | study.to_dict(decode)
@@ -85,9 +87,10 @@ def pivots(
 
 
 def _sources(run: Path | None, model: Path | None, recipe: Path | None) -> tuple[Path, Path]:
-    """Find model folder and recipe: the run's, or those given."""
+    """Return the folder of the model and the recipe: the given ones, or else the run's."""
     if run is not None:
-        model, recipe = model or run / "hf", recipe or run / "recipe.resolved.yaml"
+        model = model or run / "hf"
+        recipe = recipe or run / "recipe.resolved.yaml"
     if model is None or recipe is None:
         raise UserError("give --run RUN, or --model FOLDER and --recipe FILE")
     if not (model / "config.json").is_file():
@@ -162,10 +165,6 @@ def _show(result: dict[str, Any], out: Path) -> None:
     console.print(f"{out / RESULT}, {out / PICTURE}", highlight=False, soft_wrap=True)
 
 
-if __name__ == "__main__":
-    main(app)
-
-
 KINDS = {"pivot": "highest entropy", "random": "random", "calm": "lowest entropy"}
 MAX_TOKENS_SHOWN = 60
 
@@ -182,17 +181,17 @@ def draw_pivots(study: Mapping[str, Any], path: Path) -> None:
 def _draw_response(axes: Axes, study: Mapping[str, Any]) -> None:
     """Draw the entropy of each token of the first response, pivots marked."""
     response = study["responses"][0]
-    tokens, entropies = response["tokens"][:MAX_TOKENS_SHOWN], response["entropies"][:MAX_TOKENS_SHOWN]
-    chosen = {
-        position
-        for point in study["points"]
-        if point["problem"] == response["problem"] and point["kind"] == "pivot"
-        for position in point["positions"]
-    }
-    colors = [COLORS[1] if i in chosen else COLORS[4] for i in range(len(tokens))]
+    tokens = response["tokens"][:MAX_TOKENS_SHOWN]
+    entropies = response["entropies"][:MAX_TOKENS_SHOWN]
+    pivot_positions: set[int] = set()
+    for point in study["points"]:
+        if point["problem"] == response["problem"] and point["kind"] == "pivot":
+            pivot_positions.update(point["positions"])
+    colors = [COLORS[1] if index in pivot_positions else COLORS[4] for index in range(len(tokens))]
     axes.bar(range(len(tokens)), entropies, color=colors, width=0.8)
     tidy(axes)
     size = 8 if len(tokens) <= 30 else 5.5
+    # repr shows white space. matplotlib would read text between dollar signs as mathematics.
     labels = [repr(token)[1:-1].replace("$", r"\$") for token in tokens]
     axes.set_xticks(range(len(tokens)), labels, rotation=90, fontsize=size)
     set_title(axes, "Entropy along a response, pivots in red")
@@ -201,13 +200,17 @@ def _draw_response(axes: Axes, study: Mapping[str, Any]) -> None:
 
 def _draw_accuracies(axes: Axes, study: Mapping[str, Any]) -> None:
     """Draw the accuracy after each kind of position, with one standard error over responses."""
-    for offset, what, color in ((-0.19, "kept", COLORS[5]), (0.19, "replaced", COLORS[1])):
-        values = [study["summary"][kind][what] for kind in KINDS]
-        errors = [study["summary"][kind][f"{what}_stderr"] for kind in KINDS]
-        places = [i + offset for i in range(len(KINDS))]
-        axes.bar(places, values, yerr=errors, width=0.36, color=color, label=f"token {what}", capsize=3)
+    for offset, quantity, color in ((-0.19, "kept", COLORS[5]), (0.19, "replaced", COLORS[1])):
+        values = [study["summary"][kind][quantity] for kind in KINDS]
+        errors = [study["summary"][kind][f"{quantity}_stderr"] for kind in KINDS]
+        places = [index + offset for index in range(len(KINDS))]
+        axes.bar(places, values, yerr=errors, width=0.36, color=color, label=f"token {quantity}", capsize=3)
     axes.set_xticks(range(len(KINDS)), list(KINDS.values()), fontsize=9)
     axes.set_ylim(0, 1.05)
     set_title(axes, "Accuracy of the continuations")
     axes.legend(frameon=False, fontsize=8.5, ncols=2, loc="upper right")
     tidy(axes)
+
+
+if __name__ == "__main__":
+    main(app)

@@ -24,19 +24,19 @@ class ValidationSets(Callback):
     """
 
     def __init__(self, sets: Sequence[str], folder: Path, num_generations: int) -> None:
-        """Set what is validated.
+        """Set the validation problems' sets and the place of their rewards.
 
         Args:
-            sets: name of each validation problem's set.
-            folder: NeMo-RL's logs.
-            num_generations: responses to a problem in a validation that measures pass_k.
+            sets: name of each validation problem's set, in the order in which NeMo-RL validates.
+            folder: NeMo-RL's log folder, with the rewards in ``val_data_stepN.jsonl``.
+            num_generations: responses to a problem in a validation that measures pass_k; else there is one.
         """
         self.sets = sets
         self.folder = folder
         self.num_generations = num_generations
 
     def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
-        """Group the responses of a validation; without pass_k there is one for each problem."""
+        """Return the metrics of each set and their means; {} unless several sets were validated."""
         # NeMo-RL logs other numbers of a validation by further calls, which have no accuracy.
         is_validation = prefix == "validation" and "accuracy" in metrics
         if not is_validation or len(set(self.sets)) < 2:
@@ -62,8 +62,8 @@ class ValidationSets(Callback):
         end_of_whole_groups = len(rewards) // group_size * group_size
         starts = range(0, end_of_whole_groups, group_size)
         groups = [rewards[start : start + group_size] for start in starts]
-        # NeMo-RL's record of a validation has no problems, so that the position alone tells a group's
-        # problem. It may be shorter than the problems: grpo.max_val_samples counts.
+        # NeMo-RL's record of a validation does not name the problems: a group's position tells its problem.
+        # The record may end before the problems do, because grpo.max_val_samples limits a validation.
         return by_set(zip(self.sets, groups, strict=False))
 
 
@@ -119,7 +119,7 @@ class RolloutCheck(Callback):
         self.recipe = recipe
 
     def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
-        """Judge a step, and add `EXCEEDS`."""
+        """Warn of a step without tokens or with a mismatch above the bound, and add `EXCEEDS`."""
         if METRIC not in metrics:
             return {}
         if metrics.get(LENGTH) == 0:
@@ -138,16 +138,16 @@ MAXIMA_OVER_DRAWS = ("max_gen_tokens_per_sample", "max_turns_per_sample")
 
 
 class DrawnRollouts(Callback):
-    """Makes a step's rollout metrics those of all draws of dynamic sampling.
+    """Replaces a step's rollout metrics by those of all its draws under dynamic sampling.
 
-    NeMo-RL logs the metrics of each draw, and with the step once more those of the last one.
+    NeMo-RL logs the metrics of each draw when it is drawn, and repeats only the last draw's with the step.
     """
 
     def __init__(self) -> None:
         self.draws: list[Mapping[str, Any]] = []
 
     def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
-        """Collect a draw, or combine the step's; every draw has the same number of responses."""
+        """Collect the metrics of a draw, or return the combined metrics when the step is logged."""
         if prefix != "train":
             return {}
         is_whole_step = "loss" in metrics
@@ -163,6 +163,7 @@ class DrawnRollouts(Callback):
 
 def combine_draws(draws: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Combine the rollout metrics of a step's draws; a metric that no draw has is left out."""
+    # Means of the draws' means are right, because every draw has the same number of responses.
     combined: dict[str, float] = {}
     for names, combine in ((MEANS_OVER_DRAWS, fmean), (MAXIMA_OVER_DRAWS, max)):
         for name in names:

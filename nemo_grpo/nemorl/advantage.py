@@ -69,7 +69,7 @@ class VariantEstimator:
         drops_groups: the step is what dynamic sampling keeps of its draws; see `as_kept`.
         is_scored: NeMo-RL computes the policy's logprobs (`Recipe.policy_is_scored`); else they are zeros.
         has_warned: groups that are split were warned of.
-        last_metrics: of the newest step; NeMo-RL logs them in asynchronous training, and through
+        last_metrics: metrics of the newest step; NeMo-RL logs them in asynchronous training, and through
             `StepContext.metrics` in synchronous training.
         carried: statistics that the variant carries from step to step.
     """
@@ -92,7 +92,13 @@ class VariantEstimator:
 
     @classmethod
     def of(cls, recipe: Recipe, context: StepContext, **further: Any) -> Self:
-        """Make the estimator of a recipe.  Args: further: other fields."""
+        """Make the estimator of a recipe.
+
+        Args:
+            recipe: gives the variant, the group size and the seed.
+            context: connects the estimator with sampling and policy.
+            further: values of other fields.
+        """
         return cls(
             recipe.loss_fn,
             num_generations=recipe.grpo.num_generations_per_prompt,
@@ -140,7 +146,7 @@ class VariantEstimator:
         if warning:
             log.warning("step %d: %s", self.step, warning)
 
-        prepared = self._passed_to_the_policy(batch, prepared)
+        prepared = self._hand_to_policy(batch, prepared)
         metrics = self._meaningful_metrics(prepared.metrics, further)
         # One copy from the device for all of them.
         values = torch.stack([metric.double() for metric in metrics.values()]).tolist()
@@ -151,16 +157,17 @@ class VariantEstimator:
         self.context.metrics.update({name: [number] for name, number in self.last_metrics.items()})
         return _unaligned(prepared.advantages)
 
-    def _passed_to_the_policy(self, batch: TokenBatch, prepared: PreparedBatch) -> PreparedBatch:
-        """Put what the loss needs beside the advantages into the context.
+    def _hand_to_policy(self, batch: TokenBatch, prepared: PreparedBatch) -> PreparedBatch:
+        """Put the tensors that the loss needs in addition to the advantages into the context.
 
-        Returns: the step, with token weights and row factors in its advantages if the estimator folds.
+        Returns:
+            The prepared step; if the estimator folds, its advantages contain token weights and row factors.
         """
         has_abstaining_reward = not batch.in_groups.all()
         if has_abstaining_reward:
             self.context.train_tensors["sample_mask"] = prepared.batch.sample_mask.float()
         if prepared.row_factors is not None:
-            # Counted before folding, which leaves no row factors to tell that they were there.
+            # Count before folding: afterwards nothing shows that the step had row factors.
             self.context.num_sequences = int(prepared.batch.sample_mask.sum())
         if self.folds:
             prepared = self._folded(prepared)
@@ -174,19 +181,19 @@ class VariantEstimator:
         self, metrics: Mapping[str, Tensor], further: Mapping[str, Any]
     ) -> Mapping[str, Tensor]:
         """Leave out metrics of logprobs that NeMo-RL did not compute or did not pass."""
-        without: tuple[str, ...] = ()
+        omitted_prefixes: tuple[str, ...] = ()
         # NeMo-RL's synchronous trainer does not pass the rollouts' logprobs.
         if further.get("generation_logprobs") is None:
-            without += ("mismatch/",)
+            omitted_prefixes += ("mismatch/",)
         if not self.is_scored:
-            without += NEEDS_SCORES
-        metrics = {name: value for name, value in metrics.items() if not name.startswith(without)}
+            omitted_prefixes += NEEDS_SCORES
+        metrics = {name: value for name, value in metrics.items() if not name.startswith(omitted_prefixes)}
         return as_kept(metrics) if self.drops_groups else metrics
 
     def _warn_of_split_groups(self, ids: Tensor) -> None:
-        """Warn once of prompts of one problem that differ, which makes groups of one.
+        """Warn once if the prompts of one problem differ, so that its responses form separate groups.
 
-        Environments that write something of their own into a prompt cause them.
+        An environment causes this if it writes something into each prompt, such as a time.
         """
         sizes = ids.bincount()
         is_split = sizes != self.num_generations
@@ -194,8 +201,8 @@ class VariantEstimator:
             self.has_warned = True
             log.warning(
                 "step %d: %d of %d groups have other than the %d responses of "
-                "grpo.num_generations_per_prompt: the prompts of one problem differ in their tokens, and "
-                "what differs is compared with nothing",
+                "grpo.num_generations_per_prompt: the prompts of one problem differ in their tokens, so "
+                "that its responses are not compared with each other",
                 self.step + 1, int(is_split.sum()), len(sizes), self.num_generations,
             )  # fmt: skip
 
@@ -218,7 +225,7 @@ class VariantEstimator:
         reference_logprobs: Tensor | None,
         further: Mapping[str, Any],
     ) -> TokenBatch:
-        """Align NeMo-RL's tensors for the objective; refuses those that it needs and NeMo-RL did not give."""
+        """Align NeMo-RL's tensors for the objective, and raise UserError if it needs one that is absent."""
         name = self.objective.name
         if policy_logprobs is None:
             raise UserError(
@@ -254,7 +261,7 @@ class VariantEstimator:
 
 
 def _tokens(messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-    """Return (prompt, policy) tokens of a conversation: all before the first answer, and all answers."""
+    """Return a conversation's prompt tokens (all before the first answer) and its answers' tokens."""
     prompt: list[int] = []
     answers: list[int] = []
     has_answered = False

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Callback:
-    """Called by NeMo-RL's logger and checkpoint manager; a subclass overrides what it needs."""
+    """Base class of what NeMo-RL's logger and checkpoint manager call; a subclass overrides what it needs."""
 
     def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
         """Return further metrics to log with these."""
@@ -40,9 +40,10 @@ def calling_back(
     def log_and_call_back(log_as_nemo_rl: Callable[..., Any]) -> Callable[..., Any]:
         def log_metrics(metrics: dict[str, Any], step: int, *arguments: Any, **named: Any) -> Any:
             # NeMo-RL passes the prefix by position or by name, and None for "no prefix".
-            prefix = named.get("prefix", arguments[0] if arguments else "")
-            prefix = "" if prefix is None else prefix
-            # Changed in place, because NeMo-RL ranks checkpoints, and stops, by the same dictionary.
+            prefix = arguments[0] if arguments else named.get("prefix")
+            if prefix is None:
+                prefix = ""
+            # Change it in place: NeMo-RL reads the same dictionary to rank checkpoints and to stop early.
             for callback in callbacks:
                 metrics.update(callback.added_metrics(metrics, step, prefix))
             result = log_as_nemo_rl(metrics, step, *arguments, **named)
@@ -94,10 +95,10 @@ def name_of(prefix: str, name: str) -> str:
 
 
 @contextmanager
-def alone(recipe: Recipe) -> Iterator[None]:
-    """Lock the folders of a run within the block against other runs, on either engine.
+def locked_run_folders(recipe: Recipe) -> Iterator[None]:
+    """Lock a run's folders within the block, so that no other run of either engine writes into them.
 
-    The locks end with the process that holds them, or with its node: a dead job stops no resume.
+    A lock ends with the process that holds it, or with its node, so a dead job does not block a resume.
     """
     paths = [recipe.run_dir]
     if recipe.checkpointing.enabled:
@@ -118,13 +119,14 @@ class RunRecord(Callback):
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        # NeMo-RL's own environments weight their rewards otherwise, or have no components.
+        # NeMo-RL's own environments do not use nemo_grpo.rewards, and may have no reward components.
         weights = None if recipe.nemo_grpo.task is None else recipe.nemo_grpo.rewards
         self.watch = Watch(recipe.grpo.max_num_steps, weights)
         newest = newest_checkpoint(recipe.checkpoint_dir)
         from_step = step_of(newest) if newest else -1
         checkpoints = recipe.checkpoint_dir if recipe.checkpointing.enabled else None
-        # Not `open`: `alone` has held the locks since before NeMo-RL's set-up, and trackers are NeMo-RL's.
+        # `open` would also lock the folder and start trackers. `locked_run_folders` already holds the locks,
+        # and NeMo-RL starts the trackers.
         self.run = RunFolder(recipe.run_dir, checkpoints=checkpoints)
         self.run.begin_record(recipe.to_yaml(), recipe.own_files, from_step)
         keep_inputs(self.run.path, data_files(recipe), begins=from_step < 0)
@@ -133,13 +135,14 @@ class RunRecord(Callback):
         """Write a row of all numbers."""
         row: dict[str, Any] = {"step": step}
         for name, value in metrics.items():
-            # NeMo-RL also logs texts, lists and histograms, which are no columns of a record.
+            # NeMo-RL also logs texts, lists and histograms, which metrics.jsonl cannot hold.
             is_scalar_tensor = getattr(value, "ndim", None) == 0
             if isinstance(value, Real) or is_scalar_tensor:
                 row[name_of(prefix, name)] = float(value)
         self.run.append_metrics(row)
         if self.run.failure:
-            # NeMo-RL's loop asks nobody whether it may go on, so only an error stops an unrecorded run.
+            # NeMo-RL's loop never asks a callback whether to go on: only an error stops a run whose metrics
+            # can no longer be written.
             raise OSError(self.run.failure)
         self._report(row, step, prefix)
 

@@ -1,7 +1,7 @@
 """Files that the driver adds to NeMo-RL's checkpoints, and reads when a run resumes.
 
-NeMo-RL's CheckpointManager writes, ranks and removes the checkpoints, and its trainers take no other, so
-`engine.checkpoint_store` has no part in it. Both engines' checkpoints have one layout.
+NeMo-RL's CheckpointManager writes, ranks and removes the checkpoints; `engine.checkpoint_store` is not used,
+because NeMo-RL's trainers accept only their own manager. Both engines' checkpoints have the same layout.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SideFiles(Callback):
         Args:
             tokenizer: the model's, or its processor.
             model_config: transformers' configuration of the model.
-            estimator: its ``carried`` is saved; None with NeMo-RL's own loss.
+            estimator: its ``carried`` statistics are saved; None with NeMo-RL's own loss.
         """
         from transformers import GenerationConfig
 
@@ -41,7 +41,7 @@ class SideFiles(Callback):
             self.sources.insert(1, GenerationConfig.from_pretrained(model_config.name_or_path))
 
     def on_checkpoint(self, folder: Path) -> None:
-        """Save them in a checkpoint."""
+        """Save tokenizer, configuration and statistics into a checkpoint."""
         side = folder / SIDE_FOLDER
         side.mkdir(parents=True, exist_ok=True)
         for source in self.sources:

@@ -1,7 +1,7 @@
-"""A training step that comes in chunks, as NeMo-RL's single controller gives it.
+"""Estimator, policy and record of a training step that NeMo-RL's single controller sends in chunks.
 
-A step's groups reach the estimator and the policy in chunks (async_rl.min_groups_for_streaming_train); the
-optimizer's step follows the last one.
+A chunk holds some of the step's groups (async_rl.min_groups_for_streaming_train). The optimizer steps after
+the last chunk.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ChunkEstimator(VariantEstimator):
         return advantages
 
     def end_step(self) -> dict[str, list[float]]:
-        """End the step; returns its metrics, means over its responses."""
+        """End the step, and return its metrics as means over its responses."""
         means = {}
         if self.chunks:
             num_responses = [number for number, _ in self.chunks]
@@ -88,7 +88,7 @@ class StepRecord:
 
         Args:
             num_generations: G, adjacent rows of a group.
-            scores: prev_logprobs are computed.
+            scores: True if NeMo-RL computes prev_logprobs.
         """
         self.num_generations = num_generations
         self.columns = [name for name in RECORDED if scores or name != "prev_logprobs"]
@@ -101,7 +101,7 @@ class StepRecord:
         self.chunks.append({RECORDED[name]: chunk[name] for name in self.columns})
 
     def end_step(self) -> dict[str, list[float]]:
-        """Write the rows and end the step; returns the metrics that the other trainers log."""
+        """Write the rows, end the step, and return metrics that only NeMo-RL's other trainers log."""
         rows = {name: _stacked([chunk[name] for chunk in self.chunks]) for name in self.chunks[0]}
         if self.write is not None:
             file = f"train_data_step{self.step}.jsonl"
@@ -109,7 +109,8 @@ class StepRecord:
         self.chunks = []
         self.step += 1
         means = rows["rewards"].view(-1, self.num_generations).nanmean(1)
-        # As the other trainers count them. NaN, where no response of a group has a reward, is not mixed.
+        # The other trainers count mixed groups like this. A group without any reward has the mean NaN, which
+        # is not mixed.
         is_mixed = (means > 0) & (means < 1)
         return {
             "mean_gen_tokens_per_sample": [float(rows["token_loss_mask"].sum(1).float().mean())],
@@ -126,7 +127,7 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 class StreamingPolicy(VariantPolicy):
-    """NeMo-RL's policy for begin, chunks and finish; a step without gradient is dropped, but never the first.
+    """NeMo-RL's policy for a step in chunks; it drops a step without gradient, but never the first step.
 
     Attributes:
         estimator: None for NeMo-RL's own loss.
@@ -146,9 +147,12 @@ class StreamingPolicy(VariantPolicy):
         return super().train_microbatches_from_meta(meta, *arguments, **named)
 
     def finish_train_step(self) -> dict[str, Any]:
-        """Step the optimizer as NeMo-RL does, or drop the step; the metrics also have the estimator's."""
+        """Step the optimizer as NeMo-RL does, or drop the step, and add the estimator's metrics."""
         estimator = self.estimator
-        drops_step = estimator is not None and self.mode(self.learns_always or estimator.has_gradient)
+        drops_step = False
+        if estimator is not None:
+            may_learn = self.learns_always or estimator.has_gradient
+            drops_step = self.skips_update(has_gradient=may_learn)
         if drops_step:
             self.abort_train_step()
             trained: dict[str, Any] = {"loss": 0.0, "grad_norm": 0.0, "all_mb_metrics": {}}

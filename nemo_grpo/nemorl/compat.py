@@ -27,7 +27,7 @@ def import_name(name: str) -> Any:
 
 
 def has_name(name: str) -> bool:
-    """Return True if the module is there and has the name; a module that fails to import is not there."""
+    """Return True if the module can be imported and has the name."""
     try:
         import_name(name)
     except (ImportError, AttributeError):
@@ -49,7 +49,7 @@ def version() -> str:
 
 
 def check() -> str:
-    """Check that this NeMo-RL has what every run needs; returns the version of `TESTED` that it matches."""
+    """Check that this NeMo-RL has all that every run needs, and return the version that it matches."""
     matching_version = version()
     require(EVERY_RUN)
     log.info("NeMo-RL at %s has the signatures of %s", package_folder(), TESTED[matching_version])
@@ -57,7 +57,7 @@ def check() -> str:
 
 
 def require(part: str) -> None:
-    """Check that the names which a part of this package needs are there, with their signatures."""
+    """Check that NeMo-RL has the names that a part of this package needs, with their signatures."""
     misfits = [str(misfit) for misfit in installed() if misfit.name.part == part]
     if misfits:
         raise UserError(
@@ -68,7 +68,7 @@ def require(part: str) -> None:
 
 @cache
 def installed() -> "list[Misfit]":
-    """Find the names that do not fit in the NeMo-RL that would be imported."""
+    """Find the names of `HOST_API` that are gone or changed in the NeMo-RL that would be imported."""
     # Imports griffe, which NeMo-RL's workers need not have.
     from nemo_grpo.nemorl.doctor import check_tree
 
@@ -106,22 +106,22 @@ def places(name: Name) -> list[tuple[Any, str]]:
 
 
 def rebind(key: str, make: Make, owner: Any = None) -> Callable[[], None]:
-    """Put ``make(original)`` wherever NeMo-RL binds a name.
+    """Replace one of NeMo-RL's objects by ``make(original)``, in every module that has imported it.
 
     Args:
-        key: of `REBOUND`.
+        key: key of `REBOUND`.
         make: makes our object from NeMo-RL's.
-        owner: one object, whose method alone is replaced; None: wherever `REBOUND` says.
+        owner: instance whose method is replaced; None: replace in the modules and classes of `REBOUND`.
 
     Returns:
-        A function that puts everything back.
+        A function that restores the originals.
     """
     name = REBOUND[key]
     bindings = places(name) if owner is None else [(owner, name.name.rpartition(".")[2])]
     originals = []
     for holder, attribute in bindings:
         bound = getattr(holder, attribute)
-        # What is put back is the holder's own entry, such as a staticmethod, which getattr would unwrap.
+        # Restore the entry itself, such as a staticmethod: getattr returns the function inside it.
         originals.append((holder, attribute, vars(holder).get(attribute, bound)))
     for holder, attribute in bindings:
         setattr(holder, attribute, make(getattr(holder, attribute)))
@@ -166,6 +166,6 @@ def unpack_setup(result: tuple[Any, ...]) -> Parts:
     if len(result) != len(Parts._fields):
         raise UserError(
             f"nemo_rl.algorithms.grpo.setup returned {len(result)} values where {len(Parts._fields)} are "
-            f"known; use a tested version: {tested()}"
+            f"expected; use a tested version: {tested()}"
         )
     return Parts(*result)

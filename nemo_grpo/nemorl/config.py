@@ -6,6 +6,7 @@ values. A recipe with NeMo-RL's own data is complete: only its loss is replaced,
 """
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,8 @@ class ClusterRun:
     def has_further_losses(self) -> bool:
         """True if NeMo-RL adds losses to the variant's: expert load balance, multi-token prediction, draft.
 
-        These have a gradient even if all advantages are 0. Not detected: a z loss set by a model's
-        Megatron-Bridge provider (EXAONE MoE).
+        These have a gradient even if all advantages are 0. A z loss that a model's Megatron-Bridge provider
+        sets (EXAONE MoE) is not detected.
         """
         policy = value_of(self.master_config, "policy")
         balances = value_of(policy, "megatron_cfg.moe_router_load_balancing_type", "none")
@@ -135,14 +136,16 @@ def trainer_of(recipe: Recipe) -> Trainer:
 
 
 def nemo_rl_tree(recipe: Recipe, base: Mapping[str, Any]) -> Tree:
-    """Build NeMo-RL's configuration as a plain mapping; what the recipe left out keeps NeMo-RL's value.
+    """Build NeMo-RL's configuration as a plain mapping; a key that the recipe omits keeps NeMo-RL's value.
 
-    Args: base: NeMo-RL's shipped configuration, unresolved, so that dependent values follow the recipe's.
+    Args:
+        recipe: a recipe with a task of ours.
+        base: NeMo-RL's shipped configuration, unresolved, so that dependent values follow the recipe's.
     """
     recipe_sections = {name: value for name, value in recipe.settings.items() if name not in FROM_THE_RECIPE}
     base_sections = {name: value for name, value in base.items() if name not in FROM_THE_RECIPE}
     recipe_sections = _without_null_sections(recipe_sections, base_sections)
-    # The recipe is resolved already: a ${..} that it still has is text, and only the base's are resolved.
+    # The recipe is already resolved, so a ${..} in it is plain text. Only the base's are still references.
     tree = resolve(merge(base_sections, escaped(recipe_sections))).tree
     tree["loss_fn"] = loss_section(recipe)
     tree["nemo_grpo"] = recipe.nemo_grpo.model_dump(mode="json")
@@ -150,7 +153,8 @@ def nemo_rl_tree(recipe: Recipe, base: Mapping[str, Any]) -> Tree:
     if scheduler.get("lr_decay_iters") is None:
         # NeMo-RL moves the rate once per step.
         scheduler["lr_decay_iters"] = recipe.grpo.max_num_steps
-    # Resume with the recipe's schedule; megatron-core would refuse one that differs from the checkpoint's.
+    # Resume with the recipe's schedule: without this key megatron-core refuses one that differs from the
+    # checkpoint's.
     scheduler["override_opt_param_scheduler"] = True
     # The base's limit is the longest sequence, which no response reaches: nothing would be penalised.
     tree["grpo"]["reward_shaping"] |= recipe.grpo.reward_shaping.model_dump()
@@ -174,7 +178,9 @@ def host_tree(recipe: Recipe) -> Tree:
 def sft_tree(recipe: Recipe, tree: Mapping[str, Any]) -> Tree:
     """Build NeMo-RL's configuration for supervised training.
 
-    Args: tree: the one for GRPO, see `nemo_rl_tree`.
+    Args:
+        recipe: a recipe that learns from demonstrations.
+        tree: the configuration for GRPO, see `nemo_rl_tree`.
     """
     sections = {name: tree[name] for name in SFT_SECTIONS}
     sections["policy"] = {name: value for name, value in tree["policy"].items() if name != "generation"}
@@ -191,13 +197,14 @@ def sft_section(recipe: Recipe) -> dict[str, Any]:
     """
     grpo = recipe.grpo
     microbatch = recipe.policy.logprob_batch_size
-    unit = microbatch * recipe.data_parallel_size
+    rows_per_pass = microbatch * recipe.data_parallel_size
+    num_passes = math.ceil(grpo.num_val_problems / rows_per_pass)
     return {
         "max_num_steps": grpo.max_num_steps,
         "max_num_epochs": grpo.max_num_epochs,
         "val_period": grpo.val_period,
         "val_batches": ALL_BATCHES,
-        "val_global_batch_size": -(-grpo.num_val_problems // unit) * unit,
+        "val_global_batch_size": num_passes * rows_per_pass,
         "val_micro_batch_size": microbatch,
         "val_at_start": grpo.val_at_start,
         "val_at_end": grpo.val_at_end,
@@ -223,7 +230,7 @@ def loss_section(recipe: Recipe) -> Tree:
 
 
 def _without_null_sections(over: Mapping[str, Any], base: Mapping[str, Any]) -> Tree:
-    """Leave out nulls for sections of the base, into which NeMo-RL looks."""
+    """Leave out nulls that would replace a section of the base: NeMo-RL reads keys of these sections."""
     tree: Tree = {}
     for name, value in over.items():
         base_value = base.get(name)

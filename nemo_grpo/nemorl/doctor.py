@@ -28,7 +28,11 @@ class Misfit(NamedTuple):
 
 
 def check_tree(root: Path) -> list[Misfit]:
-    """Find the names that do not fit in the NeMo-RL repository, or site-packages, in a folder."""
+    """Find the names of `HOST_API` that are gone or changed in a tree of NeMo-RL.
+
+    Args:
+        root: NeMo-RL's repository, or the site-packages that has it.
+    """
     if not (root / "nemo_rl" / "__init__.py").is_file():
         raise UserError(f"--nemo-rl {root} has no nemo_rl/__init__.py; give the folder of NeMo-RL's clone")
     loader = griffe.GriffeLoader(search_paths=[root], allow_inspection=False)
@@ -60,7 +64,10 @@ def _find(package: Any, name: str) -> Any:
 
 
 def _signature(definition: Any) -> str:
-    """Write ``(a, b=, *, c, **more)``, without ``self``; of a class without constructor, its fields."""
+    """Write a definition's signature like ``(a, b=, *, c, **more)``, without ``self``.
+
+    A class without a constructor is written with its fields as parameters.
+    """
     if not definition.is_class and not definition.is_function:
         return "of no function"
     words = []

@@ -46,16 +46,17 @@ def setup_data(
 ) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
     """Build training and validation data, and the environment of each.
 
-    Training rewards are weighted as the recipe says. Validation returns the accuracy alone, so that NeMo-RL's
-    ``validation/accuracy`` is an accuracy whatever the training rewards are; these are kept beside it.
+    The training environment returns the recipe's weighted rewards. The validation environment returns the
+    accuracy, because NeMo-RL logs the mean reward of a validation as ``validation/accuracy``; it notes the
+    reward components as metrics of their own.
 
     Args:
-        run: its configuration is completed.
-        problems: of the recipe's task.
+        run: its NeMo-RL configuration is changed: the data are no longer shuffled by NeMo-RL.
+        problems: problems of the recipe's task.
         encoder: the tokenizer, or the processor for tasks with images.
 
     Returns:
-        (data, validation data, {task: environment}, {task: environment}), as NeMo-RL's trainers take it.
+        Training data, validation data, {task: environment} of training and of validation.
     """
     recipe = run.recipe
     config = run.master_config
@@ -66,7 +67,7 @@ def setup_data(
     refuse_special_tags(tokenizer, tags_of(task))
     prompt = recipe.nemo_grpo.prompt
     encode = prompt_encoder(prompt, encoder, run.has_images, config.data["max_input_seq_length"])
-    # `train_problem` orders the problems, by the recipe's data.shuffle.
+    # `train_problem` already shuffles the problems if the recipe's data.shuffle asks for it.
     config.data["shuffle"] = False
     data = TaskDataset(lambda index: task.train_problem(index, seed), num_prompts(run), encode, task)
     validation = TaskDataset(held_out.__getitem__, len(held_out), encode, task) if held_out else None
@@ -78,7 +79,12 @@ def setup_data(
 
 
 def environment_settings(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
-    """Return the settings that training and validation share; see `TaskEnvironmentImpl`."""
+    """Return the settings that the environments of training and validation share.
+
+    Their keys: ``task`` and ``prompt`` are the recipe's sections, ``rewards`` gives the weight of each
+    component, ``own_files`` the recipe's own Python files, ``max_failed_rewards`` the recipe's limit, and
+    ``reserved`` the special tokens that observations must not contain.
+    """
     return {
         "task": recipe.task.model_dump(mode="json"),
         "prompt": recipe.nemo_grpo.prompt.model_dump(),
@@ -96,10 +102,8 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         """Build the task and its rewards.
 
         Args:
-            config: ``task`` and ``prompt``, the recipe's sections; ``rewards``, component -> weight;
-                ``max_failed_rewards``; ``own_files``, `Recipe.own_files`; ``reserved``, special tokens that
-                observations must not contain; ``num_generations``, of `RolloutRewards`, or ``validates``, to
-                return the accuracy.
+            config: the settings of `environment_settings`, and one of two keys: ``num_generations``,
+                responses in a group, for training; or ``validates``, true for validation.
         """
         receive_files(config["own_files"])
         self.task = parse_task(config["task"]).build()
@@ -151,7 +155,7 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         )
 
     def _response_text(self, log: Sequence[Mapping[str, Any]]) -> str:
-        """Join a response's turns and observations, after the words with which the prompt opens it."""
+        """Join the response prefix, and the response's turns and observations."""
         return self.scorer.first_words + "".join(message["content"] for message in log[1:])
 
     def take_rewards(self) -> dict[str, float]:
@@ -159,13 +163,21 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         return self.rewards.take()
 
     def _total(self, score: Mapping[str, float], info: Mapping[str, Any], is_over: bool) -> float:
-        """Return the reward of the response so far."""
+        """Return the reward of a response after this turn.
+
+        Args:
+            score: components of the whole response so far.
+            info: the response's metadata; ``rewarded`` is its reward after the previous turn.
+            is_over: this was its last turn.
+        """
         if self.validates:
             return score["accuracy"]
         reward = self.scorer.reward(score)
         if math.isnan(reward):
-            # A function abstains. Only the whole response decides, as NaN would stay NaN in the sum of turns.
+            # A reward function abstains. Before the last turn the response keeps its reward: NeMo-RL adds up
+            # the turns, and a NaN of one turn would remain even if the function does not abstain at the end.
             return reward if is_over else float(info["rewarded"])
+        # The turns' differences must add up exactly, see `REWARD_UNITS`.
         if isinstance(self.task, MultiTurnTask):
             return round(reward * REWARD_UNITS) / REWARD_UNITS
         return reward
@@ -204,7 +216,7 @@ class TaskEnvironmentImpl(EnvironmentInterface):  # type: ignore[misc, valid-typ
         self.scorer.close()
 
 
-# Without state that a rollout needs, so that Ray may restart it anywhere and repeat a lost call.
+# The actor keeps nothing that a rollout needs, so Ray may restart it on any node and repeat a lost call.
 @ray.remote(max_restarts=-1, max_task_retries=-1)
 class TaskEnvironment(TaskEnvironmentImpl):
     """`TaskEnvironmentImpl` as a Ray actor."""

@@ -33,7 +33,7 @@ class Ending(Callback):
     """Reasons for which the trainer may have returned, and its progress.
 
     Attributes:
-        request: a signal.
+        request: true once the driver has received a signal.
         grpo: the recipe's section.
         happened: the trainer was told to save and return, by a signal or by checkpoint_must_save_by.
         reached_threshold: validation reached stop_at_validation_threshold.
@@ -52,8 +52,9 @@ class Ending(Callback):
         if prefix == LAST_PREFIX:
             self.last_step = step
         if prefix == "validation":
-            row = {f"{prefix}/{name}": value for name, value in metrics.items()}
-            self.reached_threshold |= self.grpo.is_goal(row)
+            full_names = {f"{prefix}/{name}": value for name, value in metrics.items()}
+            if self.grpo.is_goal(full_names):
+                self.reached_threshold = True
 
 
 @contextmanager
@@ -75,7 +76,8 @@ def stop_after_step(grpo: GRPOSection) -> Iterator[Ending]:
             # A signal counts once, like NeMo-RL's own time limit.
             is_signalled = bool(ending.request) and not ending.happened
             is_due = is_time_over or is_signalled
-            ending.happened |= is_due
+            if is_due:
+                ending.happened = True
             return is_due
 
         return check_save
@@ -106,9 +108,8 @@ def last_step(run: ClusterRun, parts: Parts) -> int:
     num_epochs = value_of(config, "grpo.max_num_epochs", 1)
     # The single controller has no epochs in its state: its current_step counts all steps.
     epoch = 0 if run.recipe.has_single_controller else int(value_of(state, "current_epoch", 0))
-    num_until_data_ends = (num_epochs - epoch) * len(parts.dataloader) - int(
-        value_of(state, "current_step", 0)
-    )
+    num_done_in_epoch = int(value_of(state, "current_step", 0))
+    num_until_data_ends = (num_epochs - epoch) * len(parts.dataloader) - num_done_in_epoch
     if num_until_data_ends >= num_remaining:
         return max_num_steps
     num_possible = max(num_until_data_ends, 0)
@@ -131,7 +132,7 @@ def exit_code(run: ClusterRun, parts: Parts, final_step: int, ending: Ending) ->
 
     Args:
         run: tells which trainers may run out of data.
-        parts: have the trainer's own count of steps.
+        parts: hold the trainer's own count of steps.
         final_step: the step at which training is complete.
         ending: reasons for which the trainer may have returned.
     """

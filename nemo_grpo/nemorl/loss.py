@@ -9,6 +9,7 @@ driver by `advantage`. Results are shares of means over NeMo-RL's global batch, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ class ObjectiveLoss:
         """Pickle the recipe's section and the text of a user's own variant, so that workers need no file."""
         section = self.config.model_dump()
         files = texts_of([self.config.variant])
-        return _received, (section, files, self.use_fused_linear_logprobs, self.folded)
+        return _unpickled_loss, (section, files, self.use_fused_linear_logprobs, self.folded)
 
     @property
     def input_type(self) -> Any:
@@ -87,7 +88,7 @@ class ObjectiveLoss:
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Compute this call's share of the loss, with gradient, and of the metrics.
+        """Compute the share of the loss and of the metrics that these rows contribute.
 
         Args:
             next_token_logprobs: [B, S - 1] float32.
@@ -98,7 +99,7 @@ class ObjectiveLoss:
             global_valid_toks: tokens that count in the global batch.
 
         Returns:
-            0-d loss; floats, read from the device in one copy.
+            The loss, 0-d with gradient, and the metrics as numbers.
         """
         prepared = self.prepared(next_token_logprobs, data)
         loss, metrics = self.objective.loss(
@@ -108,25 +109,30 @@ class ObjectiveLoss:
             further=self._further_metrics,
         )
         names = [STOCK_NAMES.get(name, name) for name in metrics]
+        # Stacked, because every copy from the device waits for it.
         values = torch.stack([value.float() for value in metrics.values()]).tolist()
-        floats = dict(zip(names, values, strict=True))
-        return loss, floats | _extremes(floats, *self._clip_bounds())
+        numbers = dict(zip(names, values, strict=True))
+        low, high = self._clip_bounds()
+        numbers |= _extremes(numbers, low, high)
+        return loss, numbers
 
     def prepared(self, next_token_logprobs: Tensor, data: Mapping[str, Any]) -> PreparedBatch:
-        """Align NeMo-RL's rows for the objective, cleaned under the mask."""
+        """Align NeMo-RL's rows for the objective, with clean values outside the mask."""
 
         def aligned(name: str) -> Any:
             return data[name][:, 1:] if name in data else None
 
-        # NeMo-RL then scores nothing, and data["prev_logprobs"] is zeros.
-        forced = self.config.force_on_policy_ratio
-        scored = next_token_logprobs.detach() if forced else data["prev_logprobs"][:, 1:]
+        if self.config.force_on_policy_ratio:
+            # NeMo-RL then scores nothing, and data["prev_logprobs"] is zeros.
+            prev_logprobs = next_token_logprobs.detach()
+        else:
+            prev_logprobs = data["prev_logprobs"][:, 1:]
         sample_mask = data["sample_mask"]
         unused = torch.zeros_like(sample_mask, dtype=torch.int64)
         needs_kl = self.reference_policy_kl_penalty > 0
         batch = TokenBatch(
             next_token_logprobs=next_token_logprobs,
-            prev_logprobs=scored,
+            prev_logprobs=prev_logprobs,
             generation_logprobs=aligned("generation_logprobs"),
             reference_policy_logprobs=aligned("reference_policy_logprobs") if needs_kl else None,
             unfiltered_logprobs=data.get("curr_logprobs_unfiltered") if needs_kl else None,
@@ -187,14 +193,15 @@ class ObjectiveLoss:
             "approx_entropy": (current - batch.generation_logprobs).exp_().mul_(current).neg_(),
             "probs_ratio_clamped": ratio.clamp(low, high),
             "num_valid_samples": batch.sample_mask.sum(),
-            # Extremes over the tokens that count: others are moved out of the way by the largest number, or
-            # to 0. Without a token that counts the maximum is 0, which `_extremes` recognises.
+            # Extremes over the tokens that count. The minimum adds a huge number to all other tokens, and the
+            # maximum sets them to 0. If no token counts, the maximum is 0, which `_extremes` recognises.
             "probs_ratio_min": torch.add(ratio, 1 - batch.counts, alpha=largest).amin(),
             "probs_ratio_max": (ratio * batch.counts).amax(),
         }
 
     def _clip_bounds(self) -> tuple[float, float]:
-        # By name: CISPO bounds its weight by the same keys, and shares no class with the clipped variants.
+        # Read by name: CISPO bounds its weight by the same keys, but has no base class in common with the
+        # clipped variants.
         clip_min = getattr(self.config, "ratio_clip_min", None)
         clip_max = getattr(self.config, "ratio_clip_max", None)
         if clip_min is None or clip_max is None:
@@ -210,20 +217,23 @@ def _extremes(metrics: Mapping[str, float], low: float, high: float) -> dict[str
     """Find the extremes of ratio and clamped ratio, from numbers already on the host."""
     smallest = metrics["probs_ratio_min"]
     largest = metrics["probs_ratio_max"]
-    has_tokens = largest != 0
-    if not has_tokens:
-        # Neutral in NeMo-RL's minimum and maximum over all calls.
-        smallest = float("inf")
-        largest = float("-inf")
+    if largest == 0:
+        # No token counts here: infinities change nothing in NeMo-RL's minimum and maximum over all calls.
+        return {
+            "probs_ratio_min": math.inf,
+            "probs_ratio_max": -math.inf,
+            "probs_ratio_clamped_min": math.inf,
+            "probs_ratio_clamped_max": -math.inf,
+        }
     return {
         "probs_ratio_min": smallest,
         "probs_ratio_max": largest,
-        "probs_ratio_clamped_min": min(max(smallest, low), high) if has_tokens else smallest,
-        "probs_ratio_clamped_max": min(max(largest, low), high) if has_tokens else largest,
+        "probs_ratio_clamped_min": min(max(smallest, low), high),
+        "probs_ratio_clamped_max": min(max(largest, low), high),
     }
 
 
-def _received(
+def _unpickled_loss(
     section: Mapping[str, Any], own_files: Mapping[str, str], use_fused_linear_logprobs: bool, folded: bool
 ) -> ObjectiveLoss:
     """Make a loss from what `ObjectiveLoss.__reduce__` pickled."""
@@ -234,7 +244,7 @@ def _received(
 
 
 def loss_of(run: ClusterRun) -> ObjectiveLoss:
-    """Make the loss of a run, as NeMo-RL is configured to compute and to carry its inputs."""
+    """Make the loss of a run, with the options that follow from NeMo-RL's configuration."""
     return ObjectiveLoss(
         run.recipe.loss_fn,
         use_fused_linear_logprobs=run.fuses_linear_logprobs,

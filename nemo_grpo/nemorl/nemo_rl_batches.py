@@ -22,10 +22,10 @@ Data = tuple[Any, Any, dict[str, Any], dict[str, Any]]
 
 
 def find_prompt_files(config: Any, repository: Path) -> None:
-    """Replace prompts' paths by those of `host.prompt_file`."""
+    """Replace the paths of prompt files in the configuration by those that `host.prompt_file` finds."""
     sections: list[Any] = []
     for split in ("train", "validation", "default"):
-        # A split is one data set, a list of them, or not there.
+        # A split is one data set or a list of them; its key may be absent.
         data_sets = config.data.get(split)
         sections += data_sets if isinstance(data_sets, list) else [data_sets]
     for section in sections:
@@ -38,12 +38,12 @@ def set_up_data(run: ClusterRun, encoder: Any) -> Data:
     """Read the data sets and start the environments.
 
     Args:
-        run: its configuration is completed.
+        run: its NeMo-RL configuration is changed: prompt files, and the validation of NeMo-Gym.
         encoder: the tokenizer, or the processor for data with images.
 
     Returns:
-        (data, validation data, {task: environment}, {task: environment}), as NeMo-RL's trainers take it; no
-        environments yet where NeMo-Gym makes the rollouts.
+        Training data, validation data, {task: environment} of training and of validation. Both dictionaries
+        are empty if NeMo-Gym makes the rollouts: NeMo-RL's `setup` starts its servers.
     """
     compat.require(OWN_DATA)
     config = run.master_config
@@ -58,10 +58,10 @@ def set_up_data(run: ClusterRun, encoder: Any) -> Data:
         names = ", ".join(_data_set_names(run))
         raise UserError(f"data: {names} cannot be read ({first_line(error)}); {REMEDY}") from error
     if uses_gym and validation is not None:
-        # NeMo-Gym's data is to be used as it is, all at once.
+        # As in NeMo-RL's driver for NeMo-Gym: a validation is one batch of all problems.
         for key in ("grpo.max_val_samples", "grpo.val_batch_size"):
             set_value(config, key, len(validation))
-    # Without env_config NeMo-RL's function returns the data alone.
+    # Without env_config NeMo-RL's function returns only the data.
     training_env, validation_env = environments if environments else ({}, {})
     return data, validation, training_env, validation_env
 
@@ -76,11 +76,11 @@ def _data_set_names(run: ClusterRun) -> list[str]:
 
 
 def set_names(run: ClusterRun, problems: Any) -> list[str]:
-    """Name the validation set of each problem that NeMo-RL reads, as it does; none of a single set."""
+    """Return the set's name of each validation problem that NeMo-RL reads; [] if there is only one set."""
     if not isinstance(run.recipe.data.validation, list) or run.recipe.env.should_use_nemo_gym:
         return []
-    number = min(len(problems), run.recipe.grpo.num_val_problems)
-    return [str(problems.dataset[index]["task_name"]) for index in range(number)]
+    num_problems = min(len(problems), run.recipe.grpo.num_val_problems)
+    return [str(problems.dataset[index]["task_name"]) for index in range(num_problems)]
 
 
 REMEDY = (
@@ -90,15 +90,24 @@ REMEDY = (
 
 
 def configure_gym(config: Any, tokenizer: Any) -> None:
-    """Let vLLM serve HTTP, without stops.  Args: config: NeMo-RL's `MasterConfig`; changed."""
+    """Let vLLM serve over HTTP, without stop texts or stop tokens, which NeMo-Gym does not support.
+
+    Args:
+        config: NeMo-RL's `MasterConfig`; changed.
+        tokenizer: the model's.
+    """
     compat.import_name(GYM_SETTINGS)(config, tokenizer)
 
 
 def fix_video_frames(config: Any) -> None:
-    """Give the processor, the data and vLLM the same frames of a video; before the processor is loaded.
+    """Give the processor, the data and vLLM the same frames of a video.
 
-    Args: config: NeMo-RL's `MasterConfig`; changed.
+    Call it before the processor is loaded, which reads the setting.
+
+    Args:
+        config: NeMo-RL's `MasterConfig`; changed.
     """
     compat.require(NEMO_GYM)
-    if compat.has_name(VIDEO_SETTINGS):  # 0.7.0 has no videos
+    # 0.7.0 has no videos.
+    if compat.has_name(VIDEO_SETTINGS):
         compat.import_name(VIDEO_SETTINGS)(config.policy, config.data)

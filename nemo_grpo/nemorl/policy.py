@@ -1,8 +1,8 @@
 """NeMo-RL's policy, which also returns entropies and passes additional tensors to the loss.
 
-It skips the update of a step without gradient, in which Adam's momentum and weight decay would still move the
-weights, but never the first update of an optimizer: until then Adam has no moments, and Megatron-core cannot
-resume from a checkpoint without them.
+It skips the update of a step without gradient, because Adam's momentum and weight decay would still move the
+weights. It never skips the first update of an optimizer: before it Adam has no moments, and Megatron-core
+cannot resume from a checkpoint without moments.
 """
 
 from __future__ import annotations
@@ -36,11 +36,17 @@ NEEDS: dict[str | None, tuple[str, ...]] = {
 """Worker -> parts of NeMo-RL that it needs."""
 
 _Stock: Any = object
-"""NeMo-RL's policy, which `policy_factory` puts behind the classes below: it is there only with NeMo-RL."""
+"""Placeholder for NeMo-RL's policy, which can be imported only where NeMo-RL is installed. `policy_factory`
+makes the real one the base of the classes below."""
 
 
 class VariantPolicy(_Stock):
-    """NeMo-RL's policy with the variant's tensors; a step without gradient is no update."""
+    """NeMo-RL's policy, which trains with the variant's tensors and skips updates without gradient.
+
+    Attributes:
+        learns_always: every step has a gradient, or is treated so: NeMo-RL's own loss, or additional losses.
+        has_moments: the optimizer was resumed or has made an update, so that an update may be skipped.
+    """
 
     def __init__(self, *arguments: Any, run: ClusterRun, context: StepContext, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -60,27 +66,28 @@ class VariantPolicy(_Stock):
         data.update(self.context.take_train_tensors())
         if "row_factors" in data:
             data["row_factors"] = data["row_factors"] * self.context.take_row_scale(data["sample_mask"])
-        mode = self.mode(self.may_learn(data))
-        return super().train(data, loss_fn, **further, **mode)
+        if self.skips_update(has_gradient=self.may_learn(data)):
+            further["eval_mode"] = True
+        return super().train(data, loss_fn, **further)
 
     def may_learn(self, data: Mapping[str, Tensor]) -> bool:
         """Return True if a step with these advantages and masks can move the policy."""
         return self.learns_always or has_gradient(data, self.objective)
 
-    def mode(self, has_gradient: bool) -> dict[str, bool]:
-        """Return arguments for ``train``: evaluate only, if the step has no gradient."""
+    def skips_update(self, *, has_gradient: bool) -> bool:
+        """Return True if the optimizer must not step, and note an update that gives it moments."""
         if self.has_moments and not has_gradient:
             log.info(NO_UPDATE)
-            return {"eval_mode": True}
+            return True
         self.has_moments = True
-        return {}
+        return False
 
 
 class PlanePolicy(VariantPolicy):
-    """`VariantPolicy` where the batch lies on NeMo-RL's data plane and training gets its address alone.
+    """`VariantPolicy` for a batch on NeMo-RL's data plane, of which training receives only the address.
 
     Attributes:
-        has_gradient: the step whose advantages were written last can move the policy.
+        has_gradient: True if the advantages that were written last can move the policy.
     """
 
     has_gradient = True
@@ -93,9 +100,10 @@ class PlanePolicy(VariantPolicy):
         super().write_to_dataplane(meta, fields | {"advantages": fields["advantages"] * scale})
 
     def train_from_meta(self, meta: Any, loss_fn: Any, **further: Any) -> Any:
-        """Train as NeMo-RL does; the metrics also have the estimator's."""
-        mode = self.mode(self.has_gradient)
-        trained = super().train_from_meta(meta, loss_fn, **further, **mode)
+        """Train as NeMo-RL does, and add the estimator's metrics."""
+        if self.skips_update(has_gradient=self.has_gradient):
+            further["eval_mode"] = True
+        trained = super().train_from_meta(meta, loss_fn, **further)
         trained["all_mb_metrics"] |= self.context.metrics
         self.context.metrics = {}
         return trained
@@ -111,6 +119,9 @@ def policy_factory(
         context: receives entropies if the variant needs them, and provides the estimator's tensors.
         kind: the class to make; None: `VariantPolicy`, or `PlanePolicy` on the data plane.
         further: further arguments of ``kind``.
+
+    Returns:
+        A function with the arguments of NeMo-RL's policy.
     """
     uses_data_plane = run.recipe.uses_data_plane
     stock: Any = compat.import_name(host_api.TQ_POLICY if uses_data_plane else host_api.POLICY)
@@ -136,7 +147,7 @@ def policy_factory(
 
 
 def worker_class(recipe: Recipe) -> str | None:
-    """Name the worker class of ours that the recipe needs; None: NeMo-RL's own will do."""
+    """Name the worker class of this package that the recipe needs; None if NeMo-RL's own is enough."""
     if recipe.loss_fn.needs_entropy:
         return ENTROPY_WORKER
     if not recipe.policy.megatron_cfg.enabled:
@@ -149,18 +160,19 @@ def worker_class(recipe: Recipe) -> str | None:
 def has_gradient(data: Mapping[str, Tensor], objective: Objective) -> bool:
     """Return True if a row can move the policy: `Objective.rows_with_gradient` of NeMo-RL's tensors."""
     mask = data["sample_mask"].bool()[:, None]
-    # NeMo-RL's columns are the tokens themselves, of which nothing predicts the first. What is written to its
-    # data plane has no token mask: that is there already.
+    # In NeMo-RL's columns index t is token t, and nothing predicts the first token. The fields that are
+    # written to the data plane have no token mask, because it has been there since the rollouts.
     if "token_mask" in data:
         mask = mask & data["token_mask"][:, 1:].bool()
     return bool(objective.rows_with_gradient(data["advantages"], mask).any())
 
 
 def register_worker(worker: str) -> None:
-    """Let one of our workers run in the environment of NeMo-RL's; Ray must be initialised."""
+    """Let one of our workers run in the Python environment of NeMo-RL's worker; Ray must be initialised."""
     python = compat.import_name(host_api.ACTOR_PYTHON)(STOCK_WORKER)
     if python.startswith("uv"):
-        # Under the name of NeMo-RL's worker, to share its environment; NeMo-RL would make another for ours.
-        make = compat.import_name("nemo_rl.utils.venvs:create_local_venv_on_each_node")
-        python = make(python, STOCK_WORKER)
+        # Under the name of NeMo-RL's worker, so that ours shares its environment. Under our worker's name
+        # NeMo-RL would build a second one.
+        create_environment = compat.import_name("nemo_rl.utils.venvs:create_local_venv_on_each_node")
+        python = create_environment(python, STOCK_WORKER)
     compat.import_name(host_api.ACTOR_PYTHONS)[worker] = python

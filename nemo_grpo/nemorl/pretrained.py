@@ -20,7 +20,7 @@ def model_config(run: ClusterRun) -> Any:
     name = policy.model_name or ""
     is_trusted = run.recipe.nemo_grpo.trust_remote_code
     try:
-        # Reads the files without running code of theirs.
+        # Both read the files without running the model's code.
         config_keys, _ = PretrainedConfig.get_config_dict(name)
         tokenizer_keys = get_tokenizer_config(policy.tokenizer.name or name)
         brings_code = "auto_map" in config_keys or "auto_map" in tokenizer_keys
@@ -48,7 +48,7 @@ def model_config(run: ClusterRun) -> Any:
 
 
 def load_tokenizer(run: ClusterRun) -> tuple[Any, Any]:
-    """Load (processor or None, tokenizer); also complete the generation settings that depend on it."""
+    """Load processor (None without images) and tokenizer, and complete the generation settings with them."""
     config = run.master_config
     policy = config.policy
     uses_gym = run.recipe.env.should_use_nemo_gym

@@ -52,7 +52,7 @@ class NotedScores(ABC):
             self.scores.setdefault(key, {})[response] = scores
         elif response in self.scores.get(key, {}):
             self.scores[key][response] = scores
-        # Otherwise it was taken before this turn: asynchronous training logs while it samples.
+        # Otherwise `take` has already removed the response: asynchronous training logs while it samples.
         return response
 
 
@@ -71,7 +71,7 @@ class RolloutRewards(NotedScores):
     def take(self) -> dict[str, float]:
         """Return ``reward/*`` and ``rollout/all_*`` of the whole groups, and forget them; {} without any.
 
-        Parts of a group stay: asynchronous training draws while it logs.
+        An incomplete group stays until it is whole: asynchronous training samples while it logs.
         """
         size = self.num_generations
         groups = []
@@ -115,7 +115,7 @@ class ValidationRewards(NotedScores):
 class RewardMetrics(Callback):
     """Adds the environments' `RolloutRewards` to every step's metrics, `ValidationRewards` to a validation's.
 
-    NeMo-RL's mean reward is NaN where a function abstains; it becomes the mean of the others.
+    NeMo-RL's mean reward is NaN if a reward function abstains. The rewarded responses' mean replaces it.
     """
 
     def __init__(self, environments: Sequence[Mapping[str, Any]]) -> None:

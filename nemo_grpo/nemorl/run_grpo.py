@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_grpo.nemorl import compat, sft, single_controller, sync
 from nemo_grpo.nemorl.added_metrics import DrawnRollouts, RolloutCheck, ValidationSets
-from nemo_grpo.nemorl.callbacks import Callback, RunRecord, alone, calling_back
+from nemo_grpo.nemorl.callbacks import Callback, RunRecord, calling_back, locked_run_folders
 from nemo_grpo.nemorl.compat import Parts
 from nemo_grpo.nemorl.config import ClusterRun, load_run
 from nemo_grpo.nemorl.exit_status import exit_code, stop_after_step
@@ -27,14 +27,15 @@ from nemo_grpo.support.errors import EXIT_USAGE, UserError
 log = logging.getLogger(__name__)
 
 TRAINERS = {"sync": sync.set_up, "sft": sft.set_up, "single_controller": single_controller.set_up}
-"""`ClusterRun.trainer` -> what sets it up."""
+"""`ClusterRun.trainer` -> the function that sets it up."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the driver.
 
-    Returns: 0 if training finished; 1 if it failed; 2 if the recipe is refused; 75 if
-             it was told to stop and saved a checkpoint: start it again to resume.
+    Returns:
+        0 if training finished; 1 if it failed; 2 if the recipe is refused; 75 if it was told to stop and
+        saved a checkpoint: start it again to resume.
     """
     parser = argparse.ArgumentParser(prog="python -m nemo_grpo.nemorl.run_grpo", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="recipe with nemo_grpo.target: cluster")
@@ -46,15 +47,17 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 compat.check()
                 run = load_run(arguments.config, arguments.overrides)
-                until_the_end.enter_context(alone(run.recipe))
-                training = set_up(run)  # refuses a missing file or too few problems
+                until_the_end.enter_context(locked_run_folders(run.recipe))
+                # Inside this `try`, because it also refuses recipes: for a missing file or too few problems.
+                training = set_up(run)
             except UserError as error:
                 sys.stderr.write(f"error: {error}\n")
                 return EXIT_USAGE
             return train(run, training)
-    except Exception:  # may not recur in the next attempt
-        # Handled here, not by the interpreter: the error's frames hold NeMo-RL's workers, and workers that
-        # are freed after Ray has shut down hang.
+    except Exception:
+        # Exit code 1 lets a job try again, because the error may not recur. It is caught here, not by the
+        # interpreter: its traceback keeps NeMo-RL's workers alive, and freeing them after Ray has shut down
+        # hangs.
         log.exception("the driver failed")
         return 1
 
@@ -92,7 +95,8 @@ def train(run: ClusterRun, training: Training) -> int:
 
 def close(parts: Parts, environments: list[Any]) -> None:
     """Wait for the last checkpoint, then end environments and generation, as NeMo-RL's own driver does."""
-    if hasattr(parts.checkpointer, "shutdown"):  # 0.7.0 saves synchronously
+    # 0.7.0 saves synchronously, so its checkpoint manager has nothing to wait for.
+    if hasattr(parts.checkpointer, "shutdown"):
         parts.checkpointer.shutdown()
     if compat.has_name(f"{GRPO}:shutdown_environments"):
         compat.import_name(f"{GRPO}:shutdown_environments")(*environments)

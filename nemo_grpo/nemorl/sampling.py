@@ -1,9 +1,9 @@
-"""Selects the groups of a step: a replacement for NeMo-RL's `dynamic_sampling`, with its signature.
+"""Replacement for NeMo-RL's `dynamic_sampling`, with its signature: it selects the groups of a step.
 
 NeMo-RL keeps single rows by a floating-point std, which mistakes rounding for signal and, with a
 leave-one-out baseline, drops the only correct response of a group. Here a whole group is kept if the rewards
-of its trained responses differ (truncated prompts do not train, nor truncated responses under overlong
-filtering); `core.resampling` decides when a step is full, for DAPO and for GPG's threshold.
+of its trained responses differ. Responses to truncated prompts do not train, nor do truncated responses under
+overlong filtering. `core.resampling` decides when a step is full, for DAPO and for GPG's threshold.
 """
 
 import logging
@@ -31,17 +31,17 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
 
     Args:
         config: the variant; its `resampling` sets the share of groups with signal and the maximum draws.
-        context: its ``metrics`` are what the trainer logs with the step.
+        context: the trainer logs its ``metrics`` with the step.
     """
 
-    # Of the step's draws so far, each [B].
+    # [B] of each draw of the current step; the first draw of the next step clears it.
     rewards_of_draws: list[Tensor] = []
 
     def finish(gathered: Accumulation[Any], batch_type: Any, num_groups: int, num_generations: int) -> Any:
         """Return the step's rows, and put its metrics into the context."""
         step = batch_type.from_batches(list(gathered.take(num_groups)))
+        # The trainer trains on filtered_reward, the kept groups, and logs total_reward, all draws.
         step["filtered_reward"] = step["total_reward"]
-        # The trainer trains on filtered_reward, and logs total_reward, which is that of all draws.
         rewards = torch.cat(rewards_of_draws)
         step["total_reward"] = rewards
         context.metrics |= _reward_metrics(rewards, num_generations)
@@ -63,8 +63,8 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
         """Select the groups of a draw, as the trainer calls it.
 
         Returns:
-            The step's rows; True if the step is full; what the trainer passes to the next draw as
-            ``batch_cache``, without looking into it; metrics.
+            The step's rows; True if the step is full; the groups gathered so far, which the trainer passes
+            unread to the next draw as ``batch_cache``; metrics.
         """
         context.metrics = {}
         repeated_batch["baseline"] = baseline
@@ -107,7 +107,9 @@ def dynamic_sampling_for(config: VariantConfig, context: StepContext) -> Callabl
 def _reward_metrics(rewards: Tensor, num_generations: int) -> dict[str, list[float]]:
     """Compute ``reward/*`` of all draws of a step.
 
-    Args: rewards: [B], a group's rows adjacent.
+    Args:
+        rewards: [B], a group's rows adjacent.
+        num_generations: G, rows in a group.
     """
     groups = Groups.from_ids(torch.arange(len(rewards)) // num_generations)
     metrics = reward_metrics(rewards.cpu(), rewards.isfinite().cpu(), groups)

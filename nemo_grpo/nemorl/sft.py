@@ -57,7 +57,7 @@ def set_up(run: ClusterRun, started: Started) -> Training:
     validation = DemonstrationDataset(held_out.__getitem__, len(held_out), tokenizer) if held_out else None
     result = compat.import_name(f"{SFT}:setup")(config, tokenizer, data, validation)
     named = dict(zip(SETUP_RESULT, result, strict=True))
-    # The driver ends a run by shutting down the generation, and here the policy's workers are all there is.
+    # `run_grpo.close` shuts down the generation; without rollouts the policy has the only workers.
     parts = Parts(**named, policy_generation=named["policy"])
     return Training(
         parts=parts,
@@ -108,7 +108,8 @@ class DemonstrationDataset(torch.utils.data.Dataset[dict[str, Any]]):
         response = group.responses[0].response
         log = [self._message("user", group.prompt)]
         pairs = zip(response.token_mask.tolist(), response.tokens.tolist(), strict=True)
-        # A message for each run of tokens with one mask: NeMo-RL's loss takes the assistant's whole messages.
+        # One message for each run of tokens with the same mask, because NeMo-RL's loss counts all tokens of
+        # an assistant's message and none of the others.
         for is_learnt, run in groupby(pairs, key=lambda pair: pair[0]):
             role = "assistant" if is_learnt else "environment"
             log.append(self._message(role, [token for _, token in run]))

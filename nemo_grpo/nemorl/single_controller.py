@@ -45,7 +45,8 @@ def set_up(run: ClusterRun, started: Started) -> Training:
     recipe = run.recipe
     check(config)
     if not value_of(config, "loss_fn.reference_policy_kl_penalty", 0):
-        # No reference policy is loaded then. NeMo-RL's other trainers ask for none; the controller would.
+        # Without the penalty no reference policy is loaded. NeMo-RL's other trainers then do not score with
+        # it, but the controller would.
         config.grpo.skip_reference_policy_logprobs_calculation = True
     data = rollout_data(run, started)
     context = StepContext()
@@ -89,11 +90,12 @@ def set_up(run: ClusterRun, started: Started) -> Training:
 def _workers(run: ClusterRun, tokenizer: Any, data: Data, policy: Any) -> tuple[Any, Any]:
     """Let NeMo-RL start its workers, with our policy and data in place of those that it would make.
 
-    Returns: (its arguments for the controller, its timing).
+    Returns:
+        NeMo-RL's arguments for its controller, and its timing.
     """
 
     def set_up_response_data(*_arguments: Any, **_named: Any) -> Any:
-        # With NeMo-Gym NeMo-RL expects the data alone: its servers are the environments.
+        # With NeMo-Gym, whose servers are the environments, NeMo-RL expects only the data.
         return data[:2] if run.recipe.env.should_use_nemo_gym else data
 
     set_up_controller = compat.import_name(f"{CONTROLLER}:setup_single_controller")
@@ -107,8 +109,8 @@ def _workers(run: ClusterRun, tokenizer: Any, data: Data, policy: Any) -> tuple[
 
 def _controller_class() -> Any:
     """Return NeMo-RL's controller as a plain class, for use in this process."""
-    # NeMo-RL decorates the class itself with `ray.remote` (its workers' classes have an undecorated `...Impl`
-    # beside them, this one has not), and Ray keeps the plain class in this attribute alone.
+    # NeMo-RL decorates this class with `ray.remote`, without an undecorated `...Impl` like its workers' have.
+    # Ray keeps the plain class only in this attribute.
     return compat.import_name(CONTROLLER_ACTOR).__ray_metadata__.modified_class
 
 
@@ -136,10 +138,11 @@ def train(controller: Any, config: Any) -> None:
 async def watched_loop(interval_s: float, stall_timeout_s: float) -> AsyncIterator[None]:
     """End the process with its tracebacks if its event loop is blocked for too long within the block.
 
-    NeMo-RL's own watchdog is a task of that loop, so it cannot see that a call blocks the loop. NeMo-RL's
-    driver could, but here it is this process.
+    NeMo-RL's own watchdog is a task of the same loop, so it does not run while a call blocks the loop.
 
-    Args: stall_timeout_s: async_rl.stall_watchdog.stall_timeout_s.
+    Args:
+        interval_s: seconds between two signs of life of the loop.
+        stall_timeout_s: async_rl.stall_watchdog.stall_timeout_s.
     """
     log.info(
         "the driver ends if the single controller's event loop does not answer for %g s "

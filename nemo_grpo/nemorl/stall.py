@@ -16,9 +16,11 @@ STALL_S = 600.0
 
 
 def dump_after(seconds: float, *, ends: bool) -> None:
-    """Write the stacks of all threads after this time, in place of an earlier call's.
+    """Write the stacks of all threads after this time, unless another call postpones it.
 
-    Args: ends: end the process with them.
+    Args:
+        seconds: time from now.
+        ends: also end the process.
     """
     faulthandler.dump_traceback_later(seconds, exit=ends, file=sys.__stderr__ or 2)
 
@@ -30,17 +32,17 @@ class StallDump(Callback):
     """
 
     def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
-        """Wait again from here."""
+        """Postpone the dump, because the trainer logs something."""
         dump_after(STALL_S, ends=False)
         return {}
 
     def on_checkpoint(self, folder: Any) -> None:
-        """Wait again from here."""
+        """Postpone the dump, because the trainer saves a checkpoint."""
         dump_after(STALL_S, ends=False)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch within the block."""
+        """Write the stacks whenever the trainer stalls within the block."""
         log.info("the driver's stacks are written after every %g s without a metric", STALL_S)
         dump_after(STALL_S, ends=False)
         try:

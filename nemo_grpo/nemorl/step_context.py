@@ -1,4 +1,4 @@
-"""Values of a step that NeMo-RL's interfaces do not pass on from one of our parts to the next."""
+"""Values that policy, sampling and estimator exchange within a step, past NeMo-RL's interfaces."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +11,11 @@ ENTROPIES = "entropies"
 
 @dataclass
 class StepContext:
-    """Shared by policy, sampling and estimator; every step fills and empties it in this order.
+    """Values shared by policy, sampling and estimator; every step fills and empties them in this order.
 
     Attributes:
         metrics: the dictionary that the trainer logs with the step; emptied by `dynamic_sampling`, which
-            puts ``reward/*`` of all that was drawn.
+            adds ``reward/*`` of all draws.
         entropies: [B, S] float32, nats, full-vocabulary at temperature 1, index t belongs to token t and
             column 0 is 0, rows as in the batch; put by the policy's ``get_logprobs``, taken by the estimator.
         train_tensors: [B, S] or [B] tensors that the loss reads in addition to NeMo-RL's; put by the
@@ -23,9 +23,9 @@ class StepContext:
         num_sequences: rows that the weights of a mean over groups count; put by the estimator, else 0.
     """
 
-    # Not arguments, because NeMo-RL's trainers call our parts one after the other and pass on only what they
-    # know: of `get_logprobs` the logprobs, of `compute_advantage` its one tensor, to `train` the columns that
-    # they build themselves. What our parts hand to each other besides has no other way.
+    # A shared object instead of arguments and return values: NeMo-RL's trainers call these parts one after
+    # the other and pass on only what they know. They take the logprobs from `get_logprobs`, one tensor from
+    # `compute_advantage`, and give `train` the columns that they build themselves.
     metrics: dict[str, Any] = field(default_factory=dict)
     entropies: Tensor | None = None
     train_tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -46,8 +46,8 @@ class StepContext:
     def take_row_scale(self, sample_mask: Tensor) -> float:
         """Return the factor on the weights of a mean over groups.
 
-        NeMo-RL divides by all rows of ``sample_mask`` [B], also by those without a token that its
-        asynchronous rollouts leave where a request failed; the estimator does not count these.
+        NeMo-RL divides by all rows of ``sample_mask`` [B], the estimator only by rows that have tokens. They
+        differ where a request of asynchronous rollouts failed, which leaves a row without tokens.
         """
         num_counted = self.num_sequences
         self.num_sequences = 0

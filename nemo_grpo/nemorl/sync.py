@@ -63,7 +63,8 @@ def set_up(run: ClusterRun, started: Started) -> Training:
 def install(run: ClusterRun, context: StepContext, parts: Parts, tokenizer: Any) -> VariantEstimator:
     """Put the variant's estimator and sampling where NeMo-RL's trainers look for theirs.
 
-    Returns: the estimator.
+    Returns:
+        The estimator.
     """
     recipe = run.recipe
     period = recipe.nemo_grpo.engine.diagnostics_period
@@ -92,7 +93,7 @@ def train(
 
     Args:
         run: chooses the trainer.
-        parts: what NeMo-RL's set-up returned.
+        parts: the objects that NeMo-RL's set-up returned, with our loss in place of its own.
         environments: {task: environment} of training and of validation.
         tokenizer: the model's.
         processor: the model's; None without images.

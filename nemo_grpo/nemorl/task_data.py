@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 TASK_NAME = "nemo_grpo"
 """NeMo-RL's name of the task, for the table of environments."""
 ASYNC_SPARE = 10
-"""Asynchronous training makes one pass over its data and skips prompts that have no step yet, fail, or grow
-too old. Its stream is this many times as long as it needs; problems are generated on demand."""
+"""Factor on the length of asynchronous training's data, of which it makes one pass. It skips prompts that no
+step awaits, that fail, or that grow too old. A longer stream costs nothing: problems are read on demand."""
 SHORTENED = 4
 """Tokens kept of a prompt that is too long; it is not trained on."""
 
@@ -54,7 +54,7 @@ def read_problems(run: ClusterRun) -> TaskProblems:
 
 
 def num_prompts(run: ClusterRun) -> int:
-    """Count the prompts that the run can draw at most; one epoch is that long."""
+    """Count the prompts that the run can draw at most, which is the length of its one epoch."""
     grpo = run.recipe.grpo
     draws = 1
     if grpo.use_dynamic_sampling:
@@ -81,7 +81,8 @@ class TaskDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        # Python's iteration over a data set ends at this error; the task's problems have no end.
+        # Python's iteration over a data set ends at an IndexError, which the task's endless problems never
+        # raise.
         if not 0 <= index < self.size:
             raise IndexError(index)
         problem = self.problem(index)
@@ -102,7 +103,7 @@ def prompt_encoder(prompt: Prompt, encoder: Any, has_images: bool, max_prompt_le
 
 
 def text_prompt(prompt: Prompt, tokenizer: Any, problem: Problem, max_length: int) -> dict[str, Any]:
-    """Encode one user message; too long a prompt is cut and excluded from the loss."""
+    """Encode one user message; a prompt that is too long is cut and excluded from the loss."""
     tokens = encode_prompt(tokenizer, prompt, problem)
     fits = len(tokens) < max_length
     if not fits:

@@ -1,6 +1,6 @@
-"""Steps that are the same for every trainer: what its `set_up` is given, and what it returns.
+"""Start of a run, which is the same for every trainer of NeMo-RL.
 
-`start` makes `Started`; the `set_up` of `sync`, `sft` or `single_controller` makes `Training` of it.
+`start` makes a `Started`. From it the `set_up` of `sync`, `sft` or `single_controller` makes a `Training`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TRANSFER_QUEUE = "transfer_queue"
 
 
 class Started(NamedTuple):
-    """A run before NeMo-RL's workers start.
+    """Objects of a run that exist before NeMo-RL's workers start.
 
     Attributes:
         problems: the task's; None for NeMo-RL's own data.
@@ -62,15 +62,15 @@ class Started(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A trainer of NeMo-RL that is ready.
+    """A trainer of NeMo-RL that is ready to run.
 
     Attributes:
-        parts: NeMo-RL's, and ours in their place.
+        parts: the objects of NeMo-RL's set-up, some of them replaced by ours.
         train: runs the trainer to its end.
         environments: {task: actor} of training and of validation.
         side_files: files that go into every checkpoint.
         last_step: step at which training is complete.
-        validation_sets: name of each validation problem's set; none where there are no rollouts.
+        validation_sets: name of each validation problem's set; empty if the trainer makes no rollouts.
         watches_itself: the trainer notices by itself that it makes no progress.
     """
 
@@ -120,7 +120,7 @@ def share_sources() -> None:
 
 
 def check_data_plane(recipe: Recipe) -> None:
-    """Check that the driver has TransferQueue; NeMo-RL's policy asks for it once all workers are up."""
+    """Check now that the driver has TransferQueue: NeMo-RL imports it only when all workers are up."""
     if not recipe.uses_data_plane:
         return
     if importlib.util.find_spec(TRANSFER_QUEUE) is None:
@@ -143,14 +143,16 @@ def rollout_data(run: ClusterRun, started: Started) -> Data:
 
 
 def trained_environments(run: ClusterRun, data: Data, parts: Parts) -> list[Any]:
-    """Return {task: environment} of training and of validation; NeMo-RL's `setup` has started NeMo-Gym's."""
+    """Return [{task: environment} of training, {task: environment} of validation]."""
     if run.recipe.env.should_use_nemo_gym:
+        # NeMo-RL's `setup` has started NeMo-Gym's servers, which serve training and validation.
         return [{"nemo_gym": parts.nemo_gym}] * 2
-    return list(data[2:])
+    _, _, training, validation = data
+    return [training, validation]
 
 
 def validation_sets(run: ClusterRun, started: Started, data: Data) -> list[str]:
-    """Name the set of each validation problem; none of a single set."""
+    """Name the set of each validation problem; [] if NeMo-RL's own data have only one set."""
     held_out = () if started.problems is None else started.problems.held_out
     names = [problem.metadata.get(VALIDATION_SET, "") for problem in held_out]
     return names or set_names(run, data[1])

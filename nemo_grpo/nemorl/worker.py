@@ -31,8 +31,8 @@ Process = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 class EntropyPostProcessor(LogprobsPostProcessor):
     """NeMo-RL's logprobs, and the entropy of each token's distribution.
 
-    Full vocabulary, at temperature 1, nats: [mb, S], index t belongs to token t, index 0 is 0. Vocabulary
-    padding counts, as in NeMo-RL's logprobs.
+    Entropies are [mb, S], in nats, of the full vocabulary at temperature 1. Index t belongs to token t, and
+    index 0 is 0. Vocabulary padding counts, as in NeMo-RL's logprobs.
     """
 
     def __call__(
@@ -56,15 +56,15 @@ class EntropyPostProcessor(LogprobsPostProcessor):
             else:
                 shifted = torch.nn.functional.pad(entropies[:, : shape[1] - 1], (1, 0))
             loss, scores = compute_logprobs(logits)
-            # Less than the rows' width, where NeMo-RL has padded them.
+            # NeMo-RL may have padded the rows, whose logprobs are then narrower than input_ids.
             width = scores["logprobs"].shape[1]
             return loss, {**scores, ENTROPIES: shifted[:, :width]}
 
         return process
 
     def _entropies(self, logits: Tensor) -> Tensor:
-        """Return [mb, S] of vocab-parallel logits [mb, S, V / TP], divided by the temperature."""
-        # NeMo-RL has divided the logits by the temperature in place, which is undone here.
+        """Compute entropies [mb, S] at temperature 1 from vocab-parallel logits [mb, S, V / TP]."""
+        # NeMo-RL has already divided the logits by the temperature; dividing by the inverse undoes it.
         temperature = self.sampling_params.temperature if self.sampling_params else 1.0
         with torch.no_grad():
             _, entropies = logprobs_and_entropy(
@@ -85,7 +85,7 @@ def unpacked(packed: Tensor, starts: list[int], shape: tuple[int, int]) -> Tenso
         shape: (B, S) of the result.
 
     Returns:
-        [B, S]; index t holds position t - 1; 0 without one.
+        [B, S]; index t holds the value of position t - 1; 0 at index 0 and after a row's end.
     """
     cp = parallel_state.get_context_parallel_world_size()
     rows = packed.new_zeros(shape)
@@ -126,10 +126,12 @@ class EntropyPolicyWorkerImpl(PolicyWorkerImpl):
         with collected_entropies() as microbatches:
             scores = super().get_logprobs(*arguments, **named)
         rows = None
-        # Only the last stage has logits; NeMo-RL has sent its logprobs to the others, too.
+        # Only the last pipeline stage has logits, and so entropies. NeMo-RL has sent the logprobs to all.
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             width = scores["logprobs"].shape[1]
-            padded = [torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in microbatches]
+            padded = []
+            for entropies in microbatches:
+                padded.append(torch.nn.functional.pad(entropies, (0, width - entropies.shape[1])))
             rows = torch.cat(padded)
         scores[ENTROPIES] = broadcast_tensors_from_last_stage({ENTROPIES: rows})[ENTROPIES].cpu()
         return scores
@@ -163,7 +165,7 @@ _as_actor = ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_p
 
 @_as_actor
 class PolicyWorker(PolicyWorkerImpl):
-    """The Ray actor; a class wrapped by Ray cannot be a base class."""
+    """`PolicyWorkerImpl` as a Ray actor, apart because a class wrapped by Ray cannot be a base class."""
 
 
 @_as_actor

@@ -34,8 +34,9 @@ CANNOT_SEE = (
 def main(argv: list[str] | None = None) -> int:
     """Rehearse a recipe.
 
-    Returns: 0 if every stage passed; 1 if one failed; 2 if the recipe is refused; 69 if Ray did not start,
-             which says nothing about the recipe.
+    Returns:
+        0 if every stage passed; 1 if one failed; 2 if the recipe is refused; 69 if Ray did not start, which
+        says nothing about the recipe.
     """
     parser = argparse.ArgumentParser(prog="python -m nemo_grpo.rehearsal", description=__doc__)
     parser.add_argument("recipe", type=Path)
@@ -79,7 +80,7 @@ def run(rehearsal: Rehearsal) -> int:
 
 
 def show(rehearsal: Rehearsal, stages: list[Stage], console: Console) -> None:
-    """Print the stages, and below them the conditions."""
+    """Print a table of the stages, and below it what was real and what was reduced."""
     table = Table("stage", "", "proof", title=f"rehearsal of {rehearsal.recipe.nemo_grpo.run_name}")
     reasons = []
     for stage in stages:
@@ -107,9 +108,9 @@ def write(rehearsal: Rehearsal, stages: list[Stage]) -> None:
 
 
 def lines(rehearsal: Rehearsal, stages: list[Stage]) -> Iterator[str]:
-    """Yield the lines below the table."""
+    """Yield the lines below the table: a response, warnings, durations, and the conditions."""
     run = Recorded(rehearsal)
-    # Responses and rewards can be read only after the stages setup, refit, rollout and reward.
+    # Without these stages (setup, refit, rollout, reward) responses and rewards may not be readable.
     best_response = sample(run) if all(stage.ok for stage in stages[:4]) else ""
     if best_response:
         yield f"a response: {best_response}"

@@ -31,12 +31,12 @@ MOVED = 1e-3
 
 @dataclass(frozen=True)
 class Stage:
-    """A row of the table.
+    """Result of one stage, a row of the report's table.
 
     Attributes:
-        name: of the stage.
-        ok: it has passed.
-        proof: numbers, or the reason why not.
+        name: the stage's name, a key of `CHECKS`.
+        ok: True if the stage has passed.
+        proof: the numbers that prove it, or the reason for its failure.
     """
 
     name: str
@@ -48,9 +48,9 @@ def stages(rehearsal: Rehearsal, failure: str | None = None) -> list[Stage]:
     """Check all stages, in order.
 
     Args:
-        rehearsal: a finished or failed one.
-        failure: reason why training did not finish; its output is checked anyway. The first stage that fails
-            shows the reason, and nothing is exported.
+        rehearsal: a rehearsal whose training has finished or failed.
+        failure: reason why training did not finish, or None. The stages are checked anyway, but the list ends
+            with the first that fails, which shows this reason; nothing is exported.
     """
     recorded = Recorded(rehearsal)
     names = SUPERVISED if recorded.is_supervised else tuple(CHECKS)
@@ -59,7 +59,7 @@ def stages(rehearsal: Rehearsal, failure: str | None = None) -> list[Stage]:
     judged_stages = [judged(name, CHECKS[name], recorded) for name in names]
     if failure is None:
         return judged_stages
-    # Everything up to the end of training may look right: then the last stage shows the reason.
+    # If every stage so far has passed, the last one shows the reason.
     number = len(judged_stages) - 1
     for position, stage in enumerate(judged_stages):
         if not stage.ok:
@@ -70,19 +70,19 @@ def stages(rehearsal: Rehearsal, failure: str | None = None) -> list[Stage]:
 
 
 def judged(name: str, check: Callable[[Recorded], str], recorded: Recorded) -> Stage:
-    """Run one check."""
+    """Run the check of one stage; an error means that the stage failed."""
     try:
         return Stage(name, True, check(recorded))
     except Failed as failure:
         return Stage(name, False, str(failure))
     except Exception as error:
-        # Output that cannot be read proves nothing, and the other stages are still worth checking.
+        # Unreadable output proves nothing about this stage, but the other stages can still be checked.
         log.exception("stage %s", name)
         return Stage(name, False, f"its evidence cannot be read: {error!r}")
 
 
 def setup(run: Recorded) -> str:
-    """Prove that steps were trained."""
+    """Prove that the workers started: at least one step was trained."""
     rehearsal = run.rehearsal
     fail_if(not run.steps, "no step was trained")
     sampler = "vLLM" if rehearsal.stack.vllm_python else "the stand-in sampler"
@@ -103,8 +103,8 @@ def refit(run: Recorded) -> str:
     bound = REFIT_BOUND
     filters = generation.top_p < 1 or generation.top_k
     if filters and run.recipe.policy_is_scored:
-        # Both sides filter, and BF16 may put a token into one side's set alone: see `AT_THE_CUT`. That
-        # changes the error by k3 at a log ratio of -log(top_p): 1 / top_p - 1 + log(top_p).
+        # Both sides filter, and BF16 may keep a token on one side only, see `AT_THE_CUT`. The other logprobs
+        # then differ by -log(top_p), which changes the error by k3 of that: 1 / top_p - 1 + log(top_p).
         bound += AT_THE_CUT * (1 / generation.top_p - 1 + math.log(generation.top_p))
         errors = [_error_within_both_sets(run.responses(step)) for step in sorted(run.steps)]
         proof += f"; of tokens within both sides' top_p and top_k {_listed(errors, '.1e')}"
@@ -124,17 +124,18 @@ def _listed(numbers: Sequence[float], form: str) -> str:
 
 
 def _error_within_both_sets(rows: Sequence[Row]) -> float:
-    """Compute the error without tokens that top_p and top_k cut for the policy alone: their logprob is 0."""
+    """Compute gen_kl_error without the tokens that top_p and top_k cut on the policy's side only."""
     policy = torch.tensor([row["prev_logprobs"][0] for row in rows])
     sampled = torch.tensor([row["generation_logprobs"][0] for row in rows])
     counts = torch.tensor([row["token_loss_mask"][0] for row in rows]).bool()
+    # NeMo-RL gives a token that the policy's filter cuts the logprob 0.
     is_cut_for_policy = (policy == 0) & (sampled != 0)
     difference = (policy - sampled)[counts & ~is_cut_for_policy].double()
     return float((difference.exp() - difference - 1).mean())
 
 
 def rollout(run: Recorded) -> str:
-    """Prove that every response is recorded, with the number of tokens that was logged and fits."""
+    """Prove that every response is recorded, that its length is possible, and that it agrees with the log."""
     cut_shares = run.series("train/truncation_rate")
     number = run.recipe.num_sequences_per_step
     limit = run.recipe.policy.max_total_sequence_length
@@ -161,7 +162,7 @@ def rollout(run: Recorded) -> str:
 
 
 def _other_mean(lengths: Sequence[int], logged: Mapping[str, float]) -> str:
-    """Compare the mean of the recorded lengths with the logged one; returns how they differ, or nothing."""
+    """Return how the mean of the recorded lengths differs from the logged mean, or "" if it agrees."""
     recorded_mean = fmean(lengths)
     logged_mean = logged.get("length/mean", math.nan)
     if math.isclose(logged_mean, recorded_mean, rel_tol=1e-4):
@@ -170,11 +171,12 @@ def _other_mean(lengths: Sequence[int], logged: Mapping[str, float]) -> str:
 
 
 def _other_tokens(rows: Sequence[Row], logged: Mapping[str, float], num_updates: int) -> str:
-    """Compare recorded tokens with those that the loss counted; returns how they differ, or nothing.
+    """Return how the recorded tokens differ from those that the loss counted, or "" if they agree.
 
-    Dynamic sampling keeps a part of what was drawn. The record holds that part, and NeMo-RL's mean length is
-    of the whole last draw. Its loss counts the same responses as the record, in the mean of the step's
-    microbatches, whose number may differ between updates: the count lies between those of the updates.
+    Under dynamic sampling the record holds only the responses that were kept, while NeMo-RL's mean length is
+    that of the whole last draw. The loss counts the recorded responses. NeMo-RL logs its count as a mean over
+    the step's microbatches. Updates may have different numbers of microbatches, so this mean lies somewhere
+    between the smallest and the largest count of an update.
     """
     trained = [num_tokens(row) * row["sample_loss_mask"][0] for row in rows]
     size = len(trained) // num_updates
@@ -198,7 +200,7 @@ def update(run: Recorded) -> str:
         shares = _shares_with_signal(run)
         proof += f"; groups with signal {_listed(shares, '.0%')}"
         fail_if(not any(shares), f"{proof}: the rewards within each group are equal, so nothing is learnt")
-    # The logged norm is that of a step's last update alone, which may be without signal.
+    # NeMo-RL logs the norm of a step's last update, which may have no signal although an earlier one had.
     ratios = run.series("train/probs_ratio_max")
     has_moved = any(norms) or any(abs(ratio - 1) > MOVED for ratio in ratios)
     fail_if(not has_moved, f"{proof}: no step moved the weights")
@@ -232,7 +234,7 @@ def checkpoint(run: Recorded) -> str:
 
 
 def stop_and_resume(run: Recorded) -> str:
-    """Prove that every step is logged once."""
+    """Prove that the run was stopped and resumed without losing or repeating a step of the log."""
     stop = run.rehearsal.stopped_after
     logged = [int(row["step"]) for row in metrics(run.recipe) if "loss/total" in row]
     expected = list(range(1, small.num_steps(run.recipe) + 1))

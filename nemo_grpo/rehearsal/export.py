@@ -15,7 +15,7 @@ from nemo_grpo.rehearsal.stages import Failed, Rehearsal, run_python
 
 
 def conversion_of(recipe: Recipe, checkpoint: Path, output: Path, base: Path) -> list[str]:
-    """List the arguments of Python that convert a checkpoint, adapters merged into ``base``."""
+    """List the arguments of Python that convert a checkpoint; adapters are merged into ``base``."""
     arguments = ["-m", "checkpoints_conv", "megatron-to-hf", "--megatron-checkpoint", str(checkpoint)]
     arguments += ["--hf-config", str(checkpoint / "policy" / "tokenizer"), "--output", str(output), "--force"]
     if recipe.policy.megatron_cfg.lora_in_use:
@@ -79,7 +79,7 @@ def compare_folders(converted: Path, bridges: Path) -> str:
 
 
 def compare_with_base(converted: Path, base: Path) -> str:
-    """Check that training has moved the export."""
+    """Check that an exported weight differs from the model that training started from."""
     weights = weights_of(converted)
     base_weights = weights_of(base)
     # A name that only the export has, such as an untied head, cannot be compared.

@@ -56,10 +56,11 @@ def say_that_any_key_is_taken(module: Any) -> None:
 
 
 def prepare(_module: Any = None) -> None:
-    """Replace what must be in place before a model is built; NeMo-RL's worker is already imported."""
+    """Patch megatron-core and Megatron-Bridge before a model is built, after NeMo-RL's worker is imported."""
     from nemo_grpo.engine.megatron.optimizer import install_adam
 
-    # Its state is a GPU host's; the distributed optimizer cannot resume torch's AdamW.
+    # The embedded engine's Adam has the same state as the fused Adam of a GPU host. Without either,
+    # megatron-core uses torch's AdamW, which the distributed optimizer cannot resume.
     install_adam()
     _use_local_layers()
     for name in WITHOUT_TRANSFORMER_ENGINE:
@@ -71,7 +72,7 @@ def prepare(_module: Any = None) -> None:
         _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
         _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
     )
-    # Token counts of each expert rank: it converts only CUDA tensors to numbers.
+    # The dispatcher needs token counts of expert ranks as numbers, but converts only CUDA tensors.
     _set("megatron.core.transformer.moe.token_dispatcher", maybe_move_tensor_to_cpu=_as_numbers)
     # No model here is quantised, so there is no state to save or restore.
     _set("megatron.bridge.training.checkpointing", **dict.fromkeys(MODELOPT_FUNCTIONS, _nothing))
@@ -103,7 +104,7 @@ def _use_local_layers() -> None:
     finalize = provider.finalize
 
     def finalize_without_kernels(self: Any) -> None:
-        # Bridge sets these for some families, and the first conversion does not ask the recipe.
+        # Bridge sets these for some families, and the first conversion does not read the recipe's overrides.
         self.moe_permute_fusion = False
         self.moe_grouped_gemm = False
         self.apply_rope_fusion = False
@@ -127,7 +128,7 @@ def local_layers(config: Any) -> Any:
 
 
 def packed_attention() -> type:
-    """Make the embedded engine's attention for packed sequences in NeMo-RL's layout."""
+    """Make a class that computes the embedded engine's attention on sequences packed by NeMo-RL."""
     from megatron.core import parallel_state
 
     from nemo_grpo.engine.megatron.layers import CausalAttention
@@ -144,7 +145,7 @@ def packed_attention() -> type:
             packed = named.pop("packed_seq_params", None)
             if packed is None:
                 return super().forward(query, key, value, *arguments, **named)
-            # These count the padding that NeMo-RL adds to each sequence; without any they are None.
+            # The offsets with the padding that NeMo-RL adds to each sequence; None if it adds none.
             starts = packed.cu_seqlens_q_padded
             if starts is None:
                 starts = packed.cu_seqlens_q
@@ -152,16 +153,18 @@ def packed_attention() -> type:
             positions_by_rank = [self._positions(starts.tolist(), rank) for rank in range(self.context_size)]
             order = self._order_of_gathered(int(starts[-1]), positions_by_rank)
             lay_out = AttentionPlan(rows).prompts.lay_out
+            # Attend to whole sequences: gather all ranks' tokens, sort them by position, and pad to rows.
             padded = []
             for local in (query, key, value):
                 stream = gather_sequence(local.flatten(0, -3), dim=0)[order]
                 padded.append(lay_out(stream))
             attended = rows.collect(self._attend(*padded))
+            # Return only this rank's tokens, in the order in which they came.
             local_positions = positions_by_rank[parallel_state.get_context_parallel_rank()]
             return attended[local_positions].flatten(1)[:, None]
 
         def _positions(self, starts: list[int], rank: int) -> Tensor:
-            """Find a context-parallel rank's tokens in the whole stream, sequence by sequence."""
+            """Return the positions of a context-parallel rank's tokens in the whole stream."""
             positions = []
             for start, end in pairwise(starts):
                 positions.append(start + zigzag_positions(end - start, self.context_size, rank))
@@ -170,12 +173,21 @@ def packed_attention() -> type:
         def _order_of_gathered(self, length: int, positions_by_rank: list[Tensor]) -> Tensor:
             """Return the index that sorts a gathered stream by position.
 
-            `gather_sequence` undoes one zigzag over the whole stream, as the embedded engine splits it.
-            NeMo-RL splits every sequence by itself, so the tokens that it put together are told apart here.
+            `gather_sequence` assumes that one zigzag splits the whole stream, as in the embedded engine, and
+            orders the tokens by it. NeMo-RL splits each sequence by a zigzag of its own, so the gathered
+            tokens are not yet in order.
+
+            Args:
+                length: tokens in the whole stream.
+                positions_by_rank: for each rank, the true positions of its tokens.
             """
-            gathered_at = [
-                zigzag_positions(length, self.context_size, rank) for rank in range(self.context_size)
-            ]
-            return torch.cat(gathered_at)[torch.cat(positions_by_rank).argsort()]
+            gathered_at = []
+            for rank in range(self.context_size):
+                gathered_at.append(zigzag_positions(length, self.context_size, rank))
+            # Token number i of all ranks together has the true position positions[i], and `gather_sequence`
+            # has put it at index[i].
+            positions = torch.cat(positions_by_rank)
+            index = torch.cat(gathered_at)
+            return index[positions.argsort()]
 
     return PackedAttention

@@ -34,12 +34,12 @@ class RehearsalModel:
     """A folder that transformers, NeMo-RL and vLLM load.
 
     Attributes:
-        folder: the model's and its tokenizer's.
-        tokenizer: its origin, a clause for the report.
-        architecture: its origin, a clause for the report.
+        folder: folder of the model and its tokenizer.
+        tokenizer: origin of the tokenizer, a clause for the report.
+        architecture: origin of the architecture, a clause for the report.
         longest_prompt: most tokens of a problem's prompt.
         longest_response: most tokens of a demonstration.
-        vocab_size: tokens of its vocabulary.
+        vocab_size: tokens in the model's vocabulary.
     """
 
     folder: Path
@@ -71,7 +71,7 @@ def multiple_of(number: int, unit: int) -> int:
 
 
 class _Corpus(ToyTask):
-    """The task with whole prompts as questions: training text for a tokenizer."""
+    """The task's problems with the whole prompt as question, so that a tokenizer learns the prompt's text."""
 
     def __init__(self, task: ToyTask, prompt: Prompt) -> None:
         self.__dict__.update(vars(task), prompt=prompt)
@@ -86,7 +86,7 @@ def make_model(recipe: Recipe, task: ToyTask, num_validation: int, folder: Path)
     """Make the model, train it on the run's first problems, and write it in BF16.
 
     Args:
-        recipe: with the task and the prompt that the model learns.
+        recipe: recipe with the task and the prompt that the model learns.
         task: its problems with short demonstrations.
         num_validation: validation problems, whose prompts must fit too.
         folder: gets model and tokenizer.
@@ -105,13 +105,13 @@ def make_model(recipe: Recipe, task: ToyTask, num_validation: int, folder: Path)
     groups = [_demonstration(encoder, run_task, problem, rng) for problem in problems]
     longest_response = max(len(group.responses[0].response.tokens) for group in groups)
 
-    # Its products are small, and the other cores are left alone.
+    # The matrix products are too small to gain from more threads, which would take cores from other work.
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = vision.model_class(config).from_config(config, dtype=torch.float32)
     demonstrations = (_demonstration(encoder, task, problem, rng) for problem in cycle(task.learnt_problems))
-    # After 120 steps one of ten groups of DAPO's sums had rewards that differ, after 200 three of four. The
-    # output layer of a full tokenizer makes each step much slower.
+    # With DAPO on sums, rewards differed in one of ten groups after 120 steps, in three of four after 200.
+    # A full tokenizer gets fewer and smaller steps, because its large output layer makes them slow.
     has_small_vocabulary = vocab_size <= 4 * VOCABULARY
     num_steps, batch_size = (200, 16) if has_small_vocabulary else (40, 4)
     pretrain(model, demonstrations, encoder, num_steps, batch_size)
@@ -165,7 +165,8 @@ class Encoder:
         """Encode the prompt, with an image's placeholders."""
         if self.processor is None:
             return encode_prompt(self.tokenizer, self.prompt, problem)
-        return self._encoded(problem)[0]
+        tokens, _ = self._encoded(problem)
+        return tokens
 
     def inputs(self, model: Any, ids: Any, problems: Iterable[Problem]) -> dict[str, Any]:
         """Encode the images of the tokens [B, S], whose rows belong to the problems."""
@@ -176,7 +177,10 @@ class Encoder:
 
 
 def _encoder_of(recipe: Recipe, task: ToyTask) -> tuple[Encoder, str]:
-    """Make the encoder with the recipe's tokenizer; with images, or without one here, with a trained one."""
+    """Make the encoder, and a clause on the tokenizer's origin for the report.
+
+    A new tokenizer is trained for images, or if the recipe's is not on this machine.
+    """
     from transformers import AutoTokenizer
 
     prompt = recipe.nemo_grpo.prompt
@@ -193,7 +197,7 @@ def _encoder_of(recipe: Recipe, task: ToyTask) -> tuple[Encoder, str]:
 
 
 def _demonstration(encoder: Encoder, task: Any, problem: Problem, rng: random.Random) -> Group:
-    """Encode a demonstration of any length: the model's context follows from the longest."""
+    """Encode a demonstration, without a limit: the longest one determines the model's context."""
     return demonstrated(
         encoder.tokenizer,
         task,

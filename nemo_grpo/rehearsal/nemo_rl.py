@@ -23,14 +23,14 @@ IN_THE_DRIVERS_PYTHON = (
 
 
 def name_logical_gpus(module: Any) -> None:
-    """Let policy and rollout worker of one GPU find each other by its UUID, which two nodes never share."""
+    """Give each logical GPU a UUID of its own, by which its policy and its rollout worker find each other."""
 
     def get_device_uuid(_index: int) -> str:
         import ray
 
         numbers = ray.get_gpu_ids()
         if not numbers:
-            # AsyncLLM's own process is no Ray worker, and inherits the variable from one.
+            # AsyncLLM's own process is no Ray worker, but inherits CUDA_VISIBLE_DEVICES from one.
             numbers = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
         return f"GPU-{os.environ[SWITCH]}-{platform.node()}-{int(numbers[0])}"
 
@@ -46,7 +46,7 @@ def send_bytes_for_handles(module: Any) -> None:
         return (tensor.detach().clone().numpy().tobytes(),)
 
     def rebuild_tensor(handle: tuple[bytes], _device: Any) -> Any:
-        # A bytearray, because torch warns of tensors on memory that cannot be written.
+        # torch warns about a tensor on read-only memory, such as bytes.
         return torch.frombuffer(bytearray(handle[0]), dtype=torch.uint8)
 
     module.get_handle_from_tensor = make_handle
@@ -54,9 +54,9 @@ def send_bytes_for_handles(module: Any) -> None:
 
 
 def choose_interpreters(module: Any) -> None:
-    """Run vLLM's workers in its own environment, if there is one; everything else in the driver's.
+    """Run vLLM's workers in vLLM's own environment, if there is one, and all other actors in the driver's.
 
-    For `IN_THE_DRIVERS_PYTHON`:
+    The actors of `IN_THE_DRIVERS_PYTHON`, which NeMo-RL starts by uv, get the driver's Python.
 
     Upstream: none known.
     Versions: NeMo-RL 0.7.0 and 7ea279abf.
@@ -75,7 +75,7 @@ def choose_interpreters(module: Any) -> None:
 
 
 def read_pictures_here(module: Any) -> None:
-    """Let the data set's class read its rows, as it downloads them, from the rehearsal's problems."""
+    """Let the data set's class load the rehearsal's problems instead of its download."""
     load_dataset = module.load_dataset
     module.load_dataset = lambda name: load_dataset(f"{os.environ[PROBLEMS]}/{name}")
 

@@ -19,11 +19,11 @@ from nemo_grpo.support.dotted import is_missing, set_value, value_of
 from nemo_grpo.tasks import TaskConfig
 
 NUM_STEPS = 3
-"""Two steps, a stop, and one step after the resume."""
+"""Steps of a rehearsal: two, a stop, and one after the resume."""
 STOP_AFTER = 2
 """Step during which the driver is told to stop."""
 NUM_SUPERVISED_STEPS = 50
-"""Steps on demonstrations, which are so short that the stop comes some steps late."""
+"""Steps of a supervised rehearsal. They are so short that the stop takes effect some steps late."""
 NUM_PROMPTS = 4
 NUM_GENERATIONS = 4
 NUM_VALIDATION = 4
@@ -38,7 +38,7 @@ class Override(NamedTuple):
 
     Attributes:
         key: dotted.
-        value: what replaces the recipe's.
+        value: the value in place of the recipe's.
         reason: why this recipe's value cannot stay; empty for keys that every rehearsal sets.
     """
 
@@ -74,13 +74,17 @@ def ranks_of(recipe: Recipe) -> Ranks:
 
 
 def reduced_ranks(layout: Ranks, max_ranks: int) -> Ranks:
-    """Reduce sizes above 1 to 2, in the order TP, PP, CP, DP, as long as the ranks suffice; others to 1."""
+    """Reduce the sizes of a layout to 2 or 1.
+
+    TP, PP, CP and DP, in this order, become 2 if they are above 1 and the ranks suffice, else 1. EP becomes 2
+    if it is above 1 and divides the ranks of a pipeline stage.
+    """
     sizes: list[int] = []
     for size in (layout.tp, layout.pp, layout.cp, layout.dp):
         suffices = 2 * math.prod(sizes) <= max_ranks
         sizes.append(2 if size > 1 and suffices else 1)
     tp, pp, cp, dp = sizes
-    # Experts are spread over the ranks of a pipeline stage, whose number EP must divide.
+    # EP must divide the number of ranks in a pipeline stage, over which the experts are spread.
     can_split_experts = (tp * cp * dp) % 2 == 0
     return Ranks(tp, pp, cp, dp, ep=2 if layout.ep > 1 and can_split_experts else 1)
 
@@ -104,11 +108,11 @@ def overrides_of(
 
     Args:
         recipe: as it would be submitted.
-        task: of the rehearsal's problems.
-        model: the small one.
-        layout: the reduced one.
-        runs_dir: gets the run's folder.
-        uses_vllm: the real vLLM samples.
+        task: the task of the rehearsal's problems.
+        model: the small model.
+        layout: the reduced layout.
+        runs_dir: folder in which the run makes its own.
+        uses_vllm: True if vLLM samples, False if the stand-in does.
     """
     run_dir = runs_dir / recipe.nemo_grpo.run_name
     always = {
@@ -133,21 +137,21 @@ def overrides_of(
 def limited_to_the_model(recipe: Recipe, model: RehearsalModel) -> Iterator[Override]:
     """Yield the keys whose values belong to the full model's vocabulary, layers, experts or positions.
 
-    A number that the small model has not, such as a token id, does not fail by itself: NeMo-RL's workers fail
-    in their own code, or train on empty responses. Lengths are in `_sizes`, the model's own numbers in
-    `small_config`.
+    No check would report a number beyond the small model, such as a token id: NeMo-RL's workers would fail
+    somewhere in their own code, or train on empty responses. `_sizes` sets the lengths, and `small_config`
+    the model's own numbers.
     """
     for key in ("top_k", "val_top_k"):
         top_k = getattr(recipe.policy.generation, key)
         if top_k is not None and top_k > model.vocab_size:
-            # NeMo-RL indexes the sorted logits by vocabulary - top_k
+            # NeMo-RL indexes the sorted logits by vocabulary size - top_k, which must not be negative.
             reason = f"the small model has {model.vocab_size} tokens"
             yield Override(f"{GENERATION}.{key}", model.vocab_size, reason)
     yield from replaced(recipe, OF_THE_FULL_MODEL)
 
 
 def replaced(recipe: Recipe, replacements: Mapping[str, Replacement]) -> Iterator[Override]:
-    """Yield the replacement of each key that the recipe sets to another value; null is none."""
+    """Yield the replacement of each key that the recipe sets to another value; null counts as unset."""
     for key, replacement in replacements.items():
         if value_of(recipe, key) not in (None, replacement.value):
             yield Override(key, replacement.value, replacement.reason)
@@ -192,7 +196,9 @@ def _loop(recipe: Recipe) -> dict[str, Any]:
     grpo = recipe.grpo
     num_generations = min(grpo.num_generations_per_prompt, NUM_GENERATIONS)
     num_updates = min(recipe.num_updates_per_step, 2)
-    # NeMo-RL 7ea279abf removes checkpoints of steps that are no multiple of it, and the stop's is compared.
+    # NeMo-RL 7ea279abf removes a checkpoint whose step is no multiple of save_period. With 1 the checkpoint
+    # of the stop remains, from which tests recompute the next step. A supervised run has too many steps to
+    # save each of them.
     is_supervised = recipe.loss_fn.learns_from_demonstrations
     save_period = num_steps(recipe) if is_supervised else 1
     settings: dict[str, Any] = {
@@ -261,7 +267,9 @@ def _ranks(recipe: Recipe, layout: Ranks) -> dict[str, Any]:
 def cpu_settings(context: int, uses_vllm: bool) -> dict[str, Any]:
     """Return the keys that a machine without a GPU needs.
 
-    Args: context: maximum tokens of a prompt with its response.
+    Args:
+        context: maximum tokens of a prompt with its response.
+        uses_vllm: True if vLLM samples, False if the stand-in does.
     """
     settings = dict(CONSTANT["cpu"])
     if uses_vllm:
@@ -277,7 +285,8 @@ def write_recipe(path: Path, recipe: Recipe, changed: Iterable[Override]) -> Non
     """Write the recipe's source with the changes on top, interpolations unresolved."""
     tree = merge({}, recipe.source.tree)
     if not is_missing(tree, "loss_fn.variant"):
-        # the merged file no longer tells NeMo-RL's defaults from the recipe's keys: write the decided section
+        # The merged tree does not show which keys of loss_fn are NeMo-RL's defaults, so write the section as
+        # the recipe has resolved it.
         tree["loss_fn"] = recipe.settings["loss_fn"]
     for change in changed:
         set_value(tree, change.key, change.value)

@@ -9,7 +9,7 @@ class Replacement(NamedTuple):
     """Value in place of the recipe's.
 
     Attributes:
-        value: it replaces every other value but null, which means that the setting is off.
+        value: replaces every other value except null, which means that the setting is off.
         reason: why the recipe's value cannot stay.
     """
 

@@ -32,9 +32,9 @@ class Scored:
     """A recorded response, graded again.
 
     Attributes:
-        problem: the one that its prompt asks.
-        response: its text.
-        length: its tokens.
+        problem: the problem that the prompt asks.
+        response: text of the response.
+        length: tokens in the response.
         recorded: the reward that the run trained on.
         scores: components of the recipe's reward.
         reward: the recipe's, computed from `scores`.
@@ -102,7 +102,7 @@ class Recorded:
     def responses(self, step: int, kind: str = "train") -> list[Row]:
         """Read NeMo-RL's record of a step's responses, or of a validation's (``val``)."""
         folder = Path(str(self.recipe.logger.log_dir))
-        # Every start of the driver has a folder; the last one trained the step that counts.
+        # Every start of the driver writes a folder. If two trained the same step, the last one counts.
         files = sorted(folder.glob(f"exp_*/{kind}_data_step{step}.jsonl"))
         if not files:
             return []
@@ -129,10 +129,11 @@ class Recorded:
         with closing(Scorer(self.task, settings.rewards, settings.prompt)) as scorer:
             for row in rows:
                 prompt, *turns = self._conversation(row, has_turns)
-                problem = self._asked(prompt, problems)
+                problem = self._problem_of(prompt, problems)
                 if problem is None:
                     continue
-                # After the last turn NeMo-RL's environments say whether it was right.
+                # Without turns the response is the first message; NeMo-RL's environments add their verdict
+                # as another one.
                 response_turns = turns if has_turns else turns[:1]
                 recognised_rows.append(row)
                 recognised_problems.append(problem)
@@ -146,10 +147,10 @@ class Recorded:
             graded.append(Scored(problem, response, num_tokens(row), reward(row), scores, expected))
         return graded
 
-    def _asked(self, prompt: str, problems: Sequence[Problem]) -> Problem | None:
-        """Find the problem of a prompt by the longest question in it and the names of its images.
+    def _problem_of(self, prompt: str, problems: Sequence[Problem]) -> Problem | None:
+        """Find the problem whose question and image names the prompt contains.
 
-        In NeMo-RL's own data images have no names, and the stand-in problems have distinct questions.
+        In NeMo-RL's own data images have no names; there the question alone identifies the problem.
         """
         # Longest first, because a short question such as "3 + 4?" may be a part of another.
         for problem in sorted(problems, key=lambda problem: len(problem.question), reverse=True):
@@ -159,9 +160,10 @@ class Recorded:
         return None
 
     def _conversation(self, row: Row, has_turns: bool) -> list[str]:
-        """Return the prompt, then the turns.
+        """Return the texts of the prompt and of each turn.
 
-        On its data plane NeMo-RL's trainer records the turns as a printed array; the tokens are decoded then.
+        NeMo-RL's trainer on the data plane records the turns only as a printed array, so its recorded tokens
+        are decoded.
         """
         if "token_ids" not in row or not self.recipe.uses_data_plane:
             content = row["content"]

@@ -30,13 +30,13 @@ with transformers' own vision tower."""
 DENSE = "Qwen/Qwen2.5-1.5B"
 """Dense model that is shrunk if the recipe's is of another family."""
 EXPERTS = "Qwen/Qwen3-30B-A3B"
-"""Model with experts that is shrunk then."""
+"""Model with experts that is shrunk in the same case."""
 IMAGES = "Qwen/Qwen2.5-VL-3B-Instruct"
-"""Model with images that is shrunk then."""
+"""Model with images that is shrunk in the same case."""
 
 
 def rehearsed_shape(recipe: Recipe) -> tuple[ModelSpec, str]:
-    """Return (the recipe's model, "") or (a model of a computed family, why it stands in)."""
+    """Return the model whose architecture is rehearsed, and the reason if it is not the recipe's, else ""."""
     try:
         shape = shape_of(recipe)
     except UserError:
@@ -88,7 +88,7 @@ def small_config(recipe: Recipe, vocab_size: int, tokenizer: Any) -> tuple[Any, 
 
 
 def _small_sizes(shape: ModelSpec, vocab_size: int, tokenizer: Any) -> dict[str, Any]:
-    """Return the settings of a configuration that shrink, and the tokenizer's."""
+    """Return the small sizes of a transformers configuration, and the ids of the tokenizer's tokens."""
     has_grouped_heads = shape.num_key_value_heads < shape.num_attention_heads
     sizes = {
         "vocab_size": vocab_size,
@@ -121,7 +121,7 @@ def _config_file(recipe: Recipe) -> dict[str, Any]:
     name = recipe.policy.model_name or ""
     path = Path(name) / "config.json"
     if not Path(name).is_dir():
-        # No path but an object means that the hub has no such file, as an earlier download found out.
+        # A result that is not a path means that the hub has no such file, as an earlier download found out.
         cached = try_to_load_from_cache(name, "config.json")
         if isinstance(cached, str):
             path = Path(cached)

@@ -58,14 +58,14 @@ class Rehearsal:
     Attributes:
         folder: gets everything that the rehearsal writes.
         stack: the software that it runs on.
-        recipe: as it would be submitted.
-        toy_recipe: with the task and prompt that the small model has learnt.
-        small: as it is run.
+        recipe: the recipe as it would be submitted.
+        toy_recipe: the recipe with the task and prompt that the small model has learnt.
+        small: the recipe that the driver runs.
         changes: keys of the recipe that ``small`` overrides.
         layout: the reduced ranks.
-        model: the small one.
+        model: the small model.
         problems: the recipe's, or those that stand in for them.
-        seconds: of each part.
+        seconds: duration of each part.
         stopped_after: the step during which SIGUSR1 arrived.
         driver: arguments of Python before ``--config``.
     """
@@ -99,7 +99,7 @@ class Rehearsal:
 
 
 def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, max_ranks: int) -> Rehearsal:
-    """Make the recipe, its problems and its model small; writes ``folder/recipe.yaml``."""
+    """Make the small problems, the small model and the small recipe, and write ``folder/recipe.yaml``."""
     start = time.monotonic()
     recipe = load_recipe(path, overrides)
     stack = stack_for(recipe, path, stack)
@@ -120,7 +120,7 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
         stack=stack,
         recipe=recipe,
         toy_recipe=toy_recipe,
-        # Read back, so that the checks see what the driver sees.
+        # Load the written file, so that the checks see the same recipe as the driver.
         small=load_recipe(file),
         changes=changes,
         layout=layout,
@@ -132,7 +132,7 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
 
 
 def train(rehearsal: Rehearsal, *, stops: bool = True) -> None:
-    """Run the driver up to a stop by SIGUSR1, then again to the end; without a stop once."""
+    """Run the driver up to a stop by SIGUSR1, then again to the end; with ``stops=False`` only once."""
     num_gpus = rehearsal.small.cluster.gpus_per_node
     with ray_cluster(rehearsal.stack, rehearsal.folder, num_gpus) as cluster:
         if stops:
@@ -175,10 +175,10 @@ class Progress:
     Attributes:
         logs: files that grow while it works.
         sessions: process sessions of the driver and of Ray.
-        sizes: of the logs when they last grew, bytes.
-        grown_at: time of that.
+        sizes: sizes of the logs when they last grew, bytes.
+        grown_at: time when they last grew.
         measured_at: time of the last measurement of CPU time.
-        cpu_seconds: CPU time of the sessions then.
+        cpu_seconds: CPU time of the sessions at that measurement.
     """
 
     def __init__(self, logs: Iterable[Path], sessions: Iterable[int]) -> None:
@@ -203,7 +203,7 @@ class Progress:
         elapsed = now - self.measured_at
         if elapsed > QUIET:
             busy_cores = (cpu_seconds_of(self.sessions) - self.cpu_seconds) / elapsed
-            # Negative if a process has ended, which takes its CPU time along: then something happened.
+            # It is negative if a process has ended, whose CPU time is no longer counted. That is progress.
             if 0 <= busy_cores < idle_share():
                 raise Failed(f"nothing was logged for {silence:.0f} s, with {busy_cores:.2f} CPU cores busy")
             self._measure(now)
@@ -230,7 +230,7 @@ def cpu_seconds_of(sessions: frozenset[int]) -> float:
         except OSError:
             # The process has ended since the folder was listed.
             continue
-        # The name in parentheses may have spaces, so fields are counted from behind it: see proc(5).
+        # The process name in parentheses may contain spaces, so count the fields after it, see proc(5).
         fields = text.rpartition(")")[2].split()
         session = int(fields[3])
         if session in sessions:
@@ -240,10 +240,7 @@ def cpu_seconds_of(sessions: frozenset[int]) -> float:
 
 
 def polls(process: subprocess.Popen[bytes], cluster: Cluster, path: Path) -> Iterator[None]:
-    """Yield every `POLL` seconds while the driver runs; fail if Ray ends or the driver is stuck.
-
-    Args: path: the driver's log.
-    """
+    """Yield every `POLL` seconds while the driver runs; raise `Failed` if Ray ends or the driver is stuck."""
     progress = Progress([path], [process.pid, *cluster.sessions])
     while process.poll() is None:
         reason = cluster.end

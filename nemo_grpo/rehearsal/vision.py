@@ -109,12 +109,12 @@ def inputs_of(ids: Any, image_token: int, images_by_row: Sequence[Mapping[str, A
 
     Args:
         ids: [B, S].
-        image_token: of the model's configuration.
-        images_by_row: of each row, see `encoded`.
+        image_token: id of the image placeholder, from the model's configuration.
+        images_by_row: inputs for the images of each row, as `encoded` returns them.
     """
     import torch
 
-    # Not stacked but concatenated: the model takes the patches of all images as one list.
+    # Concatenated and not stacked, because the model takes the patches of all images as one list.
     inputs = {name: torch.cat([images[name] for images in images_by_row]) for name in images_by_row[0]}
     inputs["mm_token_type_ids"] = (ids == image_token).int()
     return inputs

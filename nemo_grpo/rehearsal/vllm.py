@@ -73,7 +73,7 @@ def keep_memory(module: Any) -> None:
 
 
 def keep_memory_asynchronously(module: Any) -> None:
-    """Do as `keep_memory` for the asynchronous engine."""
+    """Ignore the request like `keep_memory`, in the asynchronous engine."""
     make_engine = module.AsyncLLM.from_engine_args.__func__
 
     def make_engine_without_sleep_mode(cls: Any, engine_args: Any, *arguments: Any, **named: Any) -> Any:
@@ -93,14 +93,14 @@ def keep_weights_in_place(module: Any) -> None:
     import torch
 
     def keep_unpacked(layer: Any, remove_weight: bool) -> None:
-        # This function receives the layer's weight in every call, hence the newest one.
+        # `linear` gets the layer's weight as an argument of every call, so it uses the newest weight.
         layer.cpu_linear = torch.nn.functional.linear
 
     module.dispatch_cpu_unquantized_gemm = keep_unpacked
 
 
 def keep_experts_in_place(module: Any) -> None:
-    """Do the same for experts, whose kernel takes packed weights: each call packs the current ones.
+    """Pack the experts' current weights in each call, because their kernel takes only packed weights.
 
     Upstream: none known, as for `keep_weights_in_place`.
     Versions: vLLM 0.32.

@@ -29,7 +29,7 @@ LONGEST_MESSAGE = 1 << 20
 PATIENCE = 180.0
 """Seconds for which `run` waits while a server imports."""
 NOT_BEFORE_THE_FORK = "ray"
-"""Package that only forks import, because its C++ part reads a worker's environment on import."""
+"""Package that the server does not import, because its C++ part reads a worker's environment on import."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -56,7 +56,7 @@ def run(path: str, python: str, arguments: list[str]) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, forward)
-    # Empty if the server is gone, and its forks with it.
+    # The message is empty if the server has ended, which also ends its forks.
     code = connection.recv(LONGEST_MESSAGE)
     os._exit(int(code) if code else 1)
 
@@ -94,7 +94,7 @@ class NotYet:
         """Let Ray be imported from now on."""
         sys.meta_path.remove(self)
         for name in dict.fromkeys(self.importers):
-            # A module that could not be imported without Ray is no longer there.
+            # A module whose own import failed without Ray is not in sys.modules, and needs no reload.
             if name in sys.modules:
                 importlib.reload(sys.modules[name])
 
@@ -117,7 +117,7 @@ def serve(path: str, modules: list[str]) -> list[str]:
     listener.bind(f"{path}.new")
     listener.listen(64)
     listener.settimeout(0.1)
-    # Under its name only now that it listens, so that `run` never meets a socket that refuses.
+    # Give the socket its name only now that it listens, so that no `run` is refused.
     os.rename(f"{path}.new", path)
     running: dict[int, socket.socket] = {}
     while os.getppid() == parent:
@@ -138,15 +138,15 @@ def _report_ends(running: dict[int, socket.socket]) -> None:
         if not pid:
             return
         code = os.waitstatus_to_exitcode(status)
-        # A fork that a signal ended exits as a shell would say it.
+        # Report a fork that a signal has ended as a shell does: 128 + the signal's number.
         reported_code = code if code >= 0 else 128 - code
-        # `run` may be gone, too.
+        # `run` may have ended as well, and then the message cannot be sent.
         with running.pop(pid) as connection, suppress(OSError):
             connection.send(b"%d" % reported_code)
 
 
 def _end_abandoned(running: dict[int, socket.socket]) -> None:
-    """Kill the forks whose `run` was killed: the kill was meant for the command."""
+    """Kill the forks whose `run` was killed, because whoever killed it meant to kill the command."""
     for pid, connection in running.items():
         try:
             is_gone = not connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
@@ -165,7 +165,7 @@ def _fork(
     connection: socket.socket, listener: socket.socket, running: dict[int, socket.socket], not_yet: NotYet
 ) -> list[str] | None:
     """Return the request's arguments in the fork, None in the server."""
-    # The listener's time limit does not hold for a request.
+    # An accepted connection waits without a limit for its request, unlike the listener.
     connection.settimeout(None)
     server = os.getpid()
     request, streams, _, _ = socket.recv_fds(connection, LONGEST_MESSAGE, 3)
@@ -176,7 +176,7 @@ def _fork(
             os.close(stream)
         running[pid] = connection
         return None
-    # SIGKILL, because a driver saves at SIGTERM and goes on waiting.
+    # SIGKILL, because a driver that gets SIGTERM saves and waits instead of ending.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
         # The server ended before prctl, which then sends nothing.
@@ -198,7 +198,7 @@ def _fork(
 
 def become(arguments: list[str]) -> None:
     """Act like an interpreter with these arguments: options, ``-m MODULE``, ``-c CODE`` or ``SCRIPT``."""
-    # The server's own options hold; -W has an argument.
+    # Skip options: an interpreter that already runs keeps the server's. -W is followed by an argument.
     while arguments and arguments[0] in ("-u", "-W"):
         num_words = 2 if arguments[0] == "-W" else 1
         arguments = arguments[num_words:]

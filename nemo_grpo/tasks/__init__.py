@@ -1,6 +1,6 @@
 """Problems, their prompts and their rewards, and the tasks by name.
 
-Imports neither torch nor an engine, so that preparing data and checking a recipe start quickly.
+The package imports neither torch nor an engine, so that preparing data and checking a recipe start quickly.
 """
 
 from collections.abc import Mapping
@@ -80,7 +80,8 @@ def parse_task(section: Mapping[str, Any]) -> TaskConfig:
         key = ".".join(str(part) for part in first_error["loc"] if "[" not in str(part))
         rule = first_error["msg"].removeprefix("Value error, ")
         if first_error["type"] == "tuple_type":
-            rule = "it must be a list, such as [a, b]"  # YAML has no tuples
+            # pydantic's message speaks of a tuple, which YAML does not have.
+            rule = "it must be a list, such as [a, b]"
         raise UserError(f"nemo_grpo.task.{key}={first_error['input']!r}: {rule}") from error
 
 

@@ -15,7 +15,8 @@ from nemo_grpo.support.errors import UserError
 from nemo_grpo.tasks.response import TAGS
 
 HELD_OUT_SHARE = 5
-"""One in five keys (problems, or whatever a task splits by) is kept for validation."""
+"""One key in this many is held out for validation. A key is a problem, or the part of it by which a task
+splits its problems."""
 
 T = TypeVar("T")
 
@@ -83,9 +84,10 @@ class TaskConfig(BaseModel, ABC):
 
     Attributes:
         reward_components: name -> meaning of every component of `Task.score`. ``accuracy`` in [0, 1] and
-            ``format`` in {0, 1} are always there; others may be negative. ``nemo_grpo.rewards`` weights them.
+            ``format`` in {0, 1} are required; any other component may be negative. ``nemo_grpo.rewards``
+            weights them.
         needs_images: a problem's ``metadata["images"]`` belong to its prompt.
-        stop_texts: a turn of the policy ends where one of them is complete; none: a response is one turn.
+        stop_texts: texts that end a turn of the policy; empty if a response is one turn.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
@@ -114,7 +116,7 @@ over problems."""
 
 
 class Task(Protocol):
-    """A source of problems with a verifiable answer. Stateless: to resume a run, a counter is enough."""
+    """A source of problems with verifiable answers. It has no state, so a run resumes from a counter."""
 
     @property
     def config(self) -> TaskConfig:
@@ -133,7 +135,7 @@ class Task(Protocol):
         """Return the first ``num_problems`` of a fixed list that no training stream ever contains.
 
         Raises:
-            UserError: the task holds fewer.
+            UserError: the task has fewer.
         """
         ...
 
@@ -141,7 +143,7 @@ class Task(Protocol):
         """Write a correct response with its reasoning, for supervised training; ``rng`` varies the reasoning.
 
         Raises:
-            UserError: the task has none.
+            UserError: the task has no demonstrations.
         """
         ...
 
@@ -223,7 +225,7 @@ class MultiTurnTask(Task, Protocol):
 
 
 def tags_of(task: Task) -> tuple[str, ...]:
-    """Return the texts that a task's reward looks for; a tokenizer made for the task has a token for each."""
+    """Return the tags that a task's reward reads; a tokenizer made for the task has a token for each."""
     return (*TAGS, *getattr(task, "tags", ()))
 
 
@@ -237,9 +239,11 @@ def make_ready(task: Task) -> None:
 def reward_of(scores: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """Weight a response's components by the recipe's ``nemo_grpo.rewards``.
 
-    NaN: a component with a weight abstains, and the response is left out of its group and of the loss.
+    Returns:
+        The reward. NaN means that a component with a weight abstains; the response is then left out of its
+        group and of the loss.
     """
-    # Components of weight 0 are skipped, not multiplied: 0 times the NaN of one that abstains is NaN.
+    # Skip components of weight 0 instead of multiplying: 0 times the NaN of one that abstains is NaN.
     return sum(weight * scores[name] for name, weight in weights.items() if weight)
 
 

@@ -1,4 +1,4 @@
-"""Scores and answers of a response; an own task's are computed in worker processes with limits."""
+"""Scores and answers of responses. A user's own task computes them in worker processes with limits."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class ScoreFailed(RuntimeError):
-    """A call of an own task raised an error, returned something else, or exceeded the limits."""
+    """A call of an own task raised an error, returned a value of the wrong kind, or exceeded the limits."""
 
 
 class OwnTaskWorkers:
@@ -80,9 +80,10 @@ def is_own(task: Task) -> bool:
 
 
 def checked_score(task: Task, problem: Problem, response: str) -> dict[str, float]:
-    """Score a response; a component that is not finite becomes 0, is logged, and marked by `NOT_FINITE`.
+    """Score a response, with 0 for every component that has no finite value.
 
-    If an own task's ``score`` fails, each of its components becomes 0.
+    Such a component is logged, and the scores are marked by `NOT_FINITE`. If an own task's ``score`` fails,
+    all components become 0.
     """
     # One bad response must not end a run of days: it gets 0, and `Scorer` counts such failures.
     if is_own(task):

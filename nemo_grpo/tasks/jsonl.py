@@ -29,7 +29,7 @@ STRATA = ("num_people", "task", "level")
 
 
 class FileTaskConfig(TaskConfig):
-    """Parameters of every task whose problems come from files."""
+    """Base of the parameters of tasks whose problems come from files."""
 
     train_files: tuple[str, ...] = Field(default=(), strict=False)
     """JSONL or Parquet files, joined in this order; relative to the working directory."""
@@ -41,8 +41,8 @@ class FileTaskConfig(TaskConfig):
     _keeps_order: bool = PrivateAttr(False)
 
     def in_file_order(self) -> Self:
-        """Copy the parameters, for a task that trains in the files' order: data.shuffle=false."""
-        # A private attribute: the order is no key of the section, and recipes set it by data.shuffle.
+        """Copy the parameters for a task that trains in the files' order, as data.shuffle=false asks."""
+        # A private attribute, because recipes set the order by data.shuffle and not by a key of the task.
         copied = self.model_copy()
         copied._keeps_order = True
         return copied
@@ -74,7 +74,7 @@ class FileTaskConfig(TaskConfig):
 
         Args:
             folder: gets the files.
-            number: of training problems, and of validation problems.
+            number: number of training problems, and of validation problems.
         """
         problems = [self.made_up_problem(index, folder) for index in range(2 * number)]
         train_file = write_problems(folder / "train.jsonl", problems[:number])
@@ -94,8 +94,8 @@ class FileTaskConfig(TaskConfig):
         """Invent a problem, different for each number.
 
         Args:
-            number: of the problem.
-            folder: of the file that gets the problem.
+            number: the problem's number.
+            folder: folder of the file that gets the problem, for its images.
         """
         raise NotImplementedError(f"task {self.name} has no made-up problems")
 
@@ -112,7 +112,12 @@ class FileTask:
         self.train = not_held_out(listed_problems(config, "train_files"), self.validation)
 
     def check_answers(self, read: Callable[[str], object], rule: str) -> None:
-        """Refuse a reference answer for which ``read`` returns None."""
+        """Refuse reference answers that the task cannot read.
+
+        Args:
+            read: returns None for such an answer.
+            rule: end of the message, such as "is not a whole number".
+        """
         for problem in (*self.train, *self.validation):
             if read(problem.answer) is None:
                 raise UserError(f"problem {problem.id!r}: answer={problem.answer!r} {rule}")
@@ -171,7 +176,7 @@ def solution_of(problem: Problem) -> str:
 
 
 def _stratified(problems: Sequence[Problem]) -> list[int]:
-    """Order all indices so that every beginning holds each stratum in proportion to its size."""
+    """Order all indices so that the first N represent each stratum in proportion to its size, for any N."""
     strata: dict[str, list[int]] = {}
     for index, problem in enumerate(problems):
         values = repr([problem.metadata.get(key) for key in STRATA])
@@ -180,7 +185,7 @@ def _stratified(problems: Sequence[Problem]) -> list[int]:
     # The members of a stratum are spread evenly over (0, 1); sorting merges the strata in proportion.
     places: list[tuple[float, int]] = []
     for stratum, members in strata.items():
-        # By its own stream, so that further files do not change which problems of this stratum come first.
+        # Each stratum has its own random stream, so that adding files does not change its order.
         stream("validation", stratum).shuffle(members)
         places += [((rank + 0.5) / len(members), index) for rank, index in enumerate(members)]
     return [index for _, index in sorted(places)]
@@ -201,7 +206,7 @@ def write_problems(path: Path, problems: Iterable[Problem]) -> str:
 
 
 def as_line(problem: Problem) -> str:
-    """Write a problem as a line of such a file."""
+    """Write a problem as a line for `read_problems`."""
     entry = asdict(problem)
     history = entry.pop("history")
     if history:
@@ -219,9 +224,9 @@ def read_problems(
     """Read all problems of JSONL or Parquet files, in order.
 
     Args:
-        paths: of the files.
-        with_images: every problem needs ``metadata.images``, paths relative to its file. They come back
-            joined to the file's folder.
+        paths: paths of the files.
+        with_images: every problem needs ``metadata.images``, paths relative to its file. The problems
+            returned have them joined to the file's folder.
         columns: see `FileTaskConfig`.
         sets: name of each file's validation set, for the metadata; empty: the sets are not named.
     """
@@ -243,7 +248,10 @@ def read_problems(
 
 
 def listed_problems(config: FileTaskConfig, key: str) -> list[Problem]:
-    """Read a task's ``train_files`` or ``validation_files``; of several sets, each problem names its own."""
+    """Read a task's ``train_files`` or ``validation_files``.
+
+    If there are several validation sets, each problem's metadata name its set.
+    """
     paths = config.train_files
     set_names: tuple[str, ...] = ()
     if key == "validation_files":
@@ -258,7 +266,7 @@ def listed_problems(config: FileTaskConfig, key: str) -> list[Problem]:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return the time and size of a file, which change with it; None if it is missing."""
+    """Return a file's time and size, which show that it has changed; None if it is missing."""
     if not path.is_file():
         return None
     status = path.stat()
@@ -291,9 +299,9 @@ def _with_images(problem: Problem, path: Path, where: str) -> Problem:
 
 
 def question_of(problem: Problem) -> tuple[str, str]:
-    """Return a question's text, up to white space, and its images; they are equal for the same question."""
-    # Without the turns before it: a system text in one of two files would hide that a held-out question is
-    # trained on.
+    """Return a key that is equal for equal questions: the text, whatever its white space, and the images."""
+    # The turns before the question are left out: a system text in one of two files would otherwise hide that
+    # training has a held-out question.
     return " ".join(problem.question.split()), repr(problem.metadata.get("images"))
 
 

@@ -1,6 +1,6 @@
 """Knights and knaves with two people, in few words: knights speak the truth, knaves lie.
 
-Small enough for a policy of half a million parameters, and still a task that reasoning helps: demonstrations
+The task is small enough for a policy of half a million parameters, and reasoning still helps: demonstrations
 try the four worlds one after the other. The answer is positional (first speaker, second speaker), so that a
 tiny model has no names to copy. Chance is 1/4.
 """
@@ -54,7 +54,7 @@ class KnightsKnavesConfig(TaskConfig):
 
     name: Literal["knights_knaves"] = "knights_knaves"
     split: Literal["problem", "statements"] = "problem"
-    """Held-out puzzles: certain pairs of statements with certain names, or certain pairs with any names."""
+    """Key by which a fifth is held out. problem: pair of statements and names; statements: pair alone."""
 
     def build(self) -> KnightsKnaves:
         return KnightsKnaves(self)

@@ -30,7 +30,8 @@ from nemo_grpo.tasks.response import last_answer, outside_thinking, render_respo
 from nemo_grpo.tasks.rewards.format_reward import FORMS, with_opened_think
 
 SPEAKER = "Assistant:"
-"""Logic-RL's release grades the text after its first occurrence, even one in the response."""
+"""Marker in Logic-RL's transcripts. Its release grades the text after the first one, even if the response
+wrote it."""
 People = Annotated[int, Field(ge=2, le=8)]
 Roles = dict[str, bool]
 """Name in lower case -> is a knight."""
@@ -42,11 +43,11 @@ _ROLE = re.compile(
 _MARKDOWN = re.compile(r"[*_`]")
 _DENIED = re.compile(r"\b(?:false|untrue|not true|not the case)\s{1,5}that\b", re.IGNORECASE)
 ALL_RIGHT = 2.0
-"""Value of the component ``answer`` where every role is right (TR-GRPO Table 5)."""
+"""Value of the component ``answer`` if every role is right (TR-GRPO Table 5)."""
 COMPLETE = -1.5
-"""The same for Table 5's "partially correct", in Logic-RL's sense: everybody has a role, some a wrong one."""
+"""Value if everybody has a role and some are wrong: Table 5's "partially correct", as Logic-RL reads it."""
 UNREADABLE = -2.0
-"""The same for an answer from which Logic-RL cannot read everybody's role."""
+"""Value if Logic-RL cannot read everybody's role from the answer."""
 
 
 class LogicConfig(FileTaskConfig):
@@ -212,9 +213,9 @@ def all_right(reference: Roles | None, answer: Roles | None) -> bool:
 def graded(reference: Roles, answer: str) -> float:
     """Reward an answer, read as narrowly as by Logic-RL's release.
 
-    2: everybody of the reference is right.  -1.5: everybody has a role, and somebody's is wrong.
-    -2: somebody is not named as ``Zoey is a knight``, or the words knight and knave do not occur once for
-    each person.
+    Returns:
+        `ALL_RIGHT`, `COMPLETE` or `UNREADABLE`. An answer is unreadable if a person is not named as in ``Zoey
+        is a knight``, or if the number of the words knight and knave is not the number of people.
     """
     lower = answer.lower()
     if lower.count("knight") + lower.count("knave") != len(reference):

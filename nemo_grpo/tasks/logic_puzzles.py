@@ -1,8 +1,8 @@
 """Knights and knaves for any number of people: statements, their unique solution, their English.
 
 The puzzles have Logic-RL's form: everybody makes one statement about one or two people, by name.
-reasoning-gym's generator is not used: its text is not Logic-RL's, it has no held-out part, and stream 1 is
-stream 0 shifted by one.
+reasoning-gym's generator is not used: its text is not Logic-RL's, it has no held-out part, and its stream
+with seed 1 is the stream with seed 0 shifted by one problem.
 """
 
 import random
@@ -43,33 +43,34 @@ _TWO_PEOPLE = {
 def solutions(statements: tuple[Statement, ...]) -> list[World]:
     """List every world in which exactly the knights speak the truth."""
     num_people = len(statements)
-    # A set of worlds is an integer with a bit per world, so that one operation serves all 2^people worlds:
-    # drawing puzzles for eight people tests many sets of statements.
+    # A set of worlds is an integer with one bit per world, so that one operation treats all 2^people worlds.
+    # This is for speed: drawing a puzzle for eight people tests many sets of statements.
     knights = _worlds_where_knight(num_people)
     all_worlds = (1 << (1 << num_people)) - 1
     consistent = all_worlds
     for person, statement in enumerate(statements):
-        # In a consistent world the statement is true if and only if its speaker is a knight.
-        is_true = _worlds_where_true(statement, knights, all_worlds)
-        consistent &= all_worlds ^ knights[person] ^ is_true
-    # `product` counts with the last person as the lowest bit; in `knights` the first is.
+        # A world is consistent where the statement is true if and only if its speaker is a knight: the bits
+        # of both sets agree there. Exclusive or gives 1 where they differ.
+        contradicted = knights[person] ^ _worlds_where_true(statement, knights, all_worlds)
+        consistent &= all_worlds ^ contradicted
+    # `product` counts with the last person as the lowest bit, but in `knights` the first person is.
     worlds = product((False, True), repeat=num_people)
     return [world[::-1] for number, world in enumerate(worlds) if consistent >> number & 1]
 
 
 def is_true(statement: Statement, world: World) -> bool:
     """Return True if the statement holds in a world."""
-    # The same sets with one bit, for this world alone.
+    # The sets have a single bit here, for this world.
     return bool(_worlds_where_true(statement, tuple(map(int, world)), 1))
 
 
 def attempts(
     statements: Sequence[Statement], worlds: Iterable[World], describe_world: Callable[[World], str]
 ) -> str:
-    """Write how worlds are tried in this order, up to the first that fits.
+    """Write a trial of worlds, in this order, up to the first world that fits.
 
-    For example ``WORLD: true lie no; WORLD: lie true ok``. A world's statements are judged up to the first
-    that contradicts it.
+    An example is ``WORLD: true lie no; WORLD: lie true ok``. A world's trial ends at the first statement that
+    contradicts the world.
     """
     lines = []
     for world in worlds:
@@ -149,7 +150,7 @@ def _worlds_where_true(statement: Statement, knights: tuple[int, ...], all_world
 
 
 def _draw_statement(speaker: int, num_people: int, rng: random.Random) -> Statement:
-    """Draw all kinds equally often; never ``I am a knave``, which nobody can say."""
+    """Draw a statement, each kind equally often, but never ``I am a knave``, which nobody can say."""
     kind = rng.choice(("is", "is_not", *_TWO_PEOPLE))
     if kind in _TWO_PEOPLE:
         first, second = rng.sample(range(num_people), 2)

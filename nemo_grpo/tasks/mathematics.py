@@ -71,14 +71,14 @@ class MathematicalAnswers:
         return None if answer is None else normalized(answer)
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        """Score ``accuracy``, whether the final answer is the reference, and ``format``."""
+        """Score ``accuracy``, 1 if the final answer equals the reference, and ``format``."""
         answer = self._final_answer(response)
         correct = answer is not None and SHARED.equal(problem.answer, answer)
         has_form = FORMS[self.config.form]
         return {"accuracy": float(correct), "format": has_form(self._with_opened_think(response))}
 
     def _final_answer(self, response: str) -> str | None:
-        # An opened thought that the response does not close holds no answer.
+        # If the prompt opens a thought and the response never closes it, the response has no answer.
         return final_answer(self._with_opened_think(response))
 
     def _with_opened_think(self, response: str) -> str:
@@ -97,7 +97,7 @@ class MathFiles(MathematicalAnswers, FileTask):
     """Problems from files, graded as mathematics."""
 
     def __init__(self, config: FileTaskConfig) -> None:
-        """Warn of references that no response can give."""
+        """Read the files, and warn of reference answers that no response can match."""
         super().__init__(config)
         problems = [*self.train, *self.validation]
         unanswerable = [problem for problem in problems if not _can_be_given(problem.answer)]
@@ -123,7 +123,7 @@ _UPRIGHT = re.compile(r"\\text\s*\{[^{}]*\}")
 
 
 def _can_be_given(reference: str) -> bool:
-    """Return True if a response is likely to give a reference, as text or as mathematics."""
+    """Return True if a response is likely to match a reference, as text or as mathematics."""
     reference = answer_of(reference)
     words = _UPRIGHT.sub(" ", reference).replace("$", "")
     has_number = re.search(r"\d", reference) is not None
@@ -140,12 +140,16 @@ class Math(MathFiles):
     """Mathematical problems with one answer each."""
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
-        """Add ``cosine``: open-rs's rewards.py with the values of its gpg.py."""
+        """Add ``cosine``, which rewards short responses, by the formula in rewards.py and gpg.py of open-rs.
+
+        With L the length in characters:  cosine = 1/4 (1 + cos(pi L / cosine_max_length)) + base
+        where base = 0.5 for a correct answer, -0.5 for a wrong one.
+        """
         scores = super().score(problem, response)
-        # From 0.5 for an empty response to 0 at the maximum length.
-        falling = (1 + math.cos(math.pi * len(response) / self.config.cosine_max_length)) / 4
+        # The bonus falls from 0.5 for an empty response to 0 at the maximum length.
+        length_bonus = (1 + math.cos(math.pi * len(response) / self.config.cosine_max_length)) / 4
         base = 0.5 if scores["accuracy"] else -0.5
-        return {**scores, "cosine": falling + base}
+        return {**scores, "cosine": base + length_bonus}
 
     def demonstration(self, problem: Problem, rng: random.Random) -> str:
         """Write the problem's solution in the form that ``format`` rewards."""

@@ -20,11 +20,13 @@ NUM_SCORED = 2
 
 
 def try_own_task(config: TaskConfig, seed: int, num_validation: int, *, shows_demonstrations: bool) -> None:
-    """Try an own task; its score and answers are computed in a worker process, under the limits of a run.
+    """Call the methods of a user's own task as a run does, and refuse a task with which the run would fail.
+
+    As in a run, worker processes with limits compute its scores and answers.
 
     Args:
         config: the task's parameters.
-        seed: of the training problems.
+        seed: seed of the training problems.
         num_validation: problems that the run validates on; 0: it never validates.
         shows_demonstrations: the run learns from demonstrations.
 
@@ -35,7 +37,7 @@ def try_own_task(config: TaskConfig, seed: int, num_validation: int, *, shows_de
     task = _built(config)
     _check_methods(config, task)
     with _explained(config, "train_problem"):
-        # An endless stream is tried as far as a run encodes its prompts in advance.
+        # Of an endless stream, try as many problems as a run encodes in advance.
         count = getattr(task, "num_train_problems", PROMPTS_CHECKED)
         training = [_checked(task.train_problem(index, seed), "train_problem") for index in range(count)]
     held_out: list[Problem] = []
@@ -48,7 +50,7 @@ def try_own_task(config: TaskConfig, seed: int, num_validation: int, *, shows_de
     _check_disjoint(training, held_out)
     scored_problems = training[:NUM_SCORED] + held_out[:NUM_SCORED]
     demonstrations = _demonstrations(task, scored_problems) if shows_demonstrations else []
-    # In the workers of a run: code that needs this process, or too much time, fails here and not in the run.
+    # Use the same workers as a run, so that code that needs this process, or too much time, fails now.
     workers = OwnTaskWorkers(config.model_dump(mode="json"))
     try:
         for problem in scored_problems:
@@ -71,7 +73,7 @@ def _check_methods(config: TaskConfig, task: Task) -> None:
 
 @contextmanager
 def _explained(config: TaskConfig, name: str) -> Iterator[None]:
-    """Turn an error of the user's code in the block into one line with its place."""
+    """Turn an error of the user's code in the block into a UserError that names the line of the code."""
     try:
         yield
     except UserError:
@@ -102,7 +104,7 @@ def _checked(problem: object, method: str) -> Problem:
 
 
 def _check_disjoint(training: Iterable[Problem], held_out: Sequence[Problem]) -> None:
-    """Refuse validation problems that training has, by id or by text."""
+    """Refuse problems that are both in training and in validation, by their id or their text."""
     held_out_ids = {problem.id for problem in held_out}
     held_out_texts = {_text_of(problem) for problem in held_out}
     for problem in training:

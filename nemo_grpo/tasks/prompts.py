@@ -14,12 +14,12 @@ PRESETS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("presets
 """The papers' prompts by name: fields of `Prompt`."""
 SLOT = "{question}"
 PROMPTS_CHECKED = 64
-"""Prompts encoded at a time before a run starts; of an endless stream of problems no more."""
+"""Prompts encoded at a time before a run starts; of an endless stream only the first ones are encoded."""
 IMAGES = "vision tasks need the cluster engine (NeMo-RL), whose processor encodes images"
 
 
 class Prompt(BaseModel):
-    """The recipe's ``nemo_grpo.prompt`` section: makes a problem the text that the policy continues."""
+    """The recipe's ``nemo_grpo.prompt`` section; it turns problems into texts that the policy continues."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
@@ -30,7 +30,7 @@ class Prompt(BaseModel):
     template: str = SLOT
     """User message; {question} stands for the problem's text, or its last message."""
     use_chat_template: bool = True
-    """False: the messages alone, one below the other, for base models."""
+    """False: the messages without a template, one below the other, for base models."""
     response_prefix: str = ""
     """The first words of every response, which the model does not write itself, such as <think>."""
 
@@ -62,19 +62,20 @@ def chat_messages(prompt: Prompt, problem: Problem) -> list[dict[str, str]]:
     messages = [dict(message) for message in problem.history]
     if prompt.system and all(message["role"] != "system" for message in messages):
         messages.insert(0, {"role": "system", "content": prompt.system})
-    # Not str.format: other braces stay, so that templates may hold LaTeX.
+    # Not str.format, which would read the braces of LaTeX in a template.
     question = prompt.template.replace(SLOT, problem.question)
     messages.append({"role": "user", "content": question})
     return messages
 
 
 def first_words(prompt: Prompt, task: Any) -> str:
-    """Return the response's prefix as the task reads it.
+    """Return the prefix to put before a response when the task scores it.
 
-    A task with think_is_open adds an open ``<think>`` itself, which the prefix then leaves out.
+    This is the prompt's ``response_prefix``. A task with think_is_open adds the open ``<think>`` itself, so
+    that the tag is removed here.
 
     Args:
-        prompt: with the ``response_prefix``.
+        prompt: the recipe's prompt.
         task: the task's configuration.
     """
     before, _, after = prompt.response_prefix.rpartition("<think>")
@@ -121,13 +122,14 @@ def encode_many(tokenizer: Any, prompt: Prompt, problems: Sequence[Problem]) -> 
         return []
     pairs = [_prompt_text(tokenizer, prompt, problem) for problem in problems]
     texts = [text for text, _ in pairs]
-    _, with_special_tokens = pairs[0]  # the same for all problems: the prompt decides
+    # The prompt decides this, so it is the same for all problems.
+    _, with_special_tokens = pairs[0]
     encoded = tokenizer(texts, add_special_tokens=with_special_tokens)["input_ids"]
     return [_open_ended(tokenizer, text, ids) for text, ids in zip(texts, encoded, strict=True)]
 
 
 def _open_ended(tokenizer: Any, text: str, ids: Sequence[int]) -> list[int]:
-    """Drop an end of sequence that the tokenizer has added: the policy continues the text."""
+    """Drop an end-of-sequence token that the tokenizer has added, because the policy continues the text."""
     end = getattr(tokenizer, "eos_token_id", None)
     was_added = end is not None and ids[-1:] == [end] and not text.endswith(tokenizer.eos_token)
     if was_added:
@@ -162,7 +164,7 @@ def _chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
             "model's, put chat_template.jinja into its folder, or do without: "
             "nemo_grpo.prompt.use_chat_template=false in a recipe, --prompt tr_grpo_math in eval"
         )
-    # Here, as transformers imports it with the first template: most commands render none.
+    # Imported late, because most commands render no template. transformers also imports it only for one.
     from jinja2 import TemplateError
 
     try:
@@ -181,11 +183,11 @@ def check_vocabulary(prompt: Sequence[int], problem: Problem, vocab_size: int | 
     """Refuse prompt tokens without an embedding in the model.
 
     Args:
-        prompt: its tokens.
-        problem: for the message.
-        vocab_size: the model's; None: unknown.
+        prompt: the prompt's tokens.
+        problem: the problem, which the message names.
+        vocab_size: rows of the model's embedding; None if unknown.
     """
-    # On a GPU an index beyond the embedding is an assertion of the device that names no token.
+    # On a GPU such a token fails as a device-side assertion, which does not name the token.
     if vocab_size is not None and max(prompt, default=0) >= vocab_size:
         raise UserError(
             f"problem {problem.id!r}: the tokenizer gives token {max(prompt)}, and the model's vocab_size is "

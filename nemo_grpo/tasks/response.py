@@ -1,4 +1,4 @@
-"""Reading ``<think>..</think><answer>..</answer>``: linear in the text, nothing is ever executed."""
+"""Reader of ``<think>..</think><answer>..</answer>``, in time linear in the text, without executing it."""
 
 import re
 
@@ -13,8 +13,8 @@ def render_response(reasoning: str, answer: str) -> str:
 
 
 def last_answer(response: str) -> str | None:
-    """Return the text inside the last complete answer tag that is not empty, as written; None without one."""
-    # From the end, and each search before the last match: linear in the text, unlike a pattern with .*.
+    """Return the text in the last complete ``<answer>`` block that is not empty, or None if there is none."""
+    # Search backwards, each time before the last match. This is linear in the text, unlike a pattern with .*.
     start = len(response)
     while True:
         end = response.rfind("</answer>", 0, start)
@@ -29,7 +29,7 @@ def last_answer(response: str) -> str | None:
 
 
 def outside_thinking(response: str) -> str:
-    """Cut out all thinking: closed, never closed, or opened by the prompt and so without ``<think>``."""
+    """Cut out all thinking, also if it is never closed, or if the prompt has opened it."""
     outside: list[str] = []
     is_thinking = False
     for piece in _THINK_TAG.split(response):
@@ -37,7 +37,8 @@ def outside_thinking(response: str) -> str:
             is_thinking = True
         elif piece == "</think>":
             if not is_thinking:
-                outside.pop()  # the text before it was thinking that the prompt has opened
+                # The prompt has opened this thinking, so the text before the tag belongs to it.
+                outside.pop()
             is_thinking = False
         elif not is_thinking:
             outside.append(piece)

@@ -1,8 +1,8 @@
 """Rows of JSONL and Parquet files, and the `Problem` that a row's columns hold.
 
-A missing id is the file's name and the row's number; an id or an answer may be a number. A question may be a
-conversation. An answer in GSM8K's form, a worked solution that ends in ``#### 42``, is read as 42, its
-solution as metadata.solution. Other columns go to the metadata.
+A row without an id gets the file's name and the row's number as id. An id or an answer may be a number, and a
+question may be a conversation. GSM8K's answers are worked solutions that end in ``#### 42``: the answer
+becomes 42, and the solution metadata.solution. Other columns go to the metadata.
 """
 
 import json
@@ -64,7 +64,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _how_to_write(folder: Path) -> str:
-    """Say how to write a file of the problems in a folder."""
+    """Write the remedy for a folder that a recipe names as a file."""
     # The marks of the library datasets: a dict of splits, or one split.
     is_dataset_dict = (folder / "dataset_dict.json").is_file()
     is_dataset = (folder / "dataset_info.json").is_file()
@@ -83,7 +83,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     row = parse_object(line, f"{path}:{number}")
-                    # Only an escape can be half of a character: the file is decoded as UTF-8, which has none.
+                    # Half of a character can only come from an escape, because the file is valid UTF-8.
                     if "\\u" in line:
                         _check_characters(row, f"{path}:{number}")
                     yield number, row
@@ -114,7 +114,7 @@ def parse_object(line: str | bytes, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        # The first line of an array over several lines, which is no JSON by itself.
+        # An array over several lines: its first line is not JSON by itself.
         if isinstance(error, ValueError) and line.lstrip()[:1] in ("[", b"["):
             raise UserError(array_message) from error
         raise UserError(f"{where}: not JSON ({error}); write one object per line") from error
@@ -137,7 +137,7 @@ def _check_characters(entry: dict[str, Any], where: str) -> None:
 
 
 def problem_of(row: Row, columns: Columns, where: str) -> Problem:
-    """Read a row.
+    """Make the problem that a row holds.
 
     Args:
         row: the row's columns.
@@ -191,7 +191,7 @@ def _missing_column(row: Row, columns: Columns, key: Key, name: str, where: str)
 
 
 def _metadata(row: Row, names: Mapping[Key, str], where: str) -> dict[str, Any]:
-    """Join the column metadata, which takes precedence, and all columns that are no part of the problem."""
+    """Merge the row's unused columns with its ``metadata``, which takes precedence."""
     metadata = row.get("metadata")
     if not isinstance(metadata, dict | None):
         raise UserError(f"{where}: metadata={metadata!r} must be an object")
@@ -214,8 +214,8 @@ def _names(row: Row, columns: Columns) -> dict[Key, str]:
 
 def _text(key: Key, value: Any, where: str) -> str:
     types, rule = REQUIRED[key]
-    # `type`, not isinstance, which counts True as an integer. Python's JSON reads NaN and Infinity, which are
-    # no answers; math.isfinite would fail on an integer beyond the range of a float.
+    # `type` instead of isinstance, which counts True as an integer. The comparison refuses NaN and Infinity,
+    # which Python's JSON reads; math.isfinite would fail on an integer beyond the range of a float.
     if type(value) in types and abs(value) < math.inf:
         return str(value)
     if isinstance(value, str) and value.strip():

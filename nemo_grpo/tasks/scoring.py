@@ -1,4 +1,4 @@
-"""The reward of a response: the task's components and the user's own functions, weighted by the recipe."""
+"""Rewards of responses: the task's components and the user's own functions, weighted by the recipe."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from nemo_grpo.tasks.response import render_response
 from nemo_grpo.tasks.rewards.own_reward import OwnReward
 
 FEW = 3
-"""Number of failed rewards that a step tolerates whatever `Scorer.max_failed` is."""
+"""Number of failed rewards that every step tolerates, whatever `Scorer.max_failed` is."""
 ABSTAINED = "abstained"
 """Metric: share of responses with a reward that abstains."""
 NUM_TRIED = 4
@@ -49,9 +49,10 @@ class Scorer:
     def __call__(
         self, problems: Sequence[Problem], responses: Sequence[str], mapper: Callable[..., Any] = map
     ) -> list[dict[str, float]]:
-        """Score responses; a component that is not finite is 0 and marked by `NOT_FINITE`.
+        """Score responses.
 
-        The component of an own function that abstains is NaN.
+        A component without a finite value becomes 0, and the scores are marked by `NOT_FINITE`. The component
+        of an own function that abstains is NaN.
 
         Args:
             problems: problem of each response.
@@ -74,7 +75,7 @@ class Scorer:
                 components = [_component(own_reward.reference, value) for value in values]
                 rows = [row | component for row, component in zip(rows, components, strict=True)]
         num_failed = sum(NOT_FINITE in row for row in rows)
-        # A few are tolerated in any step: a share of a small step is less than one response.
+        # Tolerate a few failures in any step, because the share of a small step is less than one response.
         if num_failed > max(FEW, self.max_failed * len(rows)):
             raise RewardsFailed(
                 f"the rewards of {num_failed} of {len(rows)} responses failed, as the log says; correct the "
@@ -90,7 +91,8 @@ class Scorer:
     def try_out(self, seed: int) -> None:
         """Call each own function on a few training problems, with an empty, short and correct response."""
         if not self.own_rewards:
-            return  # the task may have no training problems
+            # Return before the first problem is read, because the task may have no training problems.
+            return
         for number in range(NUM_TRIED):
             problem = self.task.train_problem(number, seed)
             responses = ("", problem.answer, render_response("so", problem.answer))
@@ -103,7 +105,7 @@ class Scorer:
             own_reward.pool.close()
 
     def _user_message(self, problem: Problem) -> str:
-        """Return the prompt of own functions: the user's message, without the chat template's marks."""
+        """Return the text that own functions get as prompt: the user's message without the chat template."""
         return chat_messages(self.prompt, problem)[-1]["content"]
 
 

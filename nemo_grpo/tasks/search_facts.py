@@ -52,7 +52,7 @@ class Facts:
     def passages(self) -> list[Passage]:
         """Make a passage for each fact."""
         return [
-            # Titled, so that a person's own passages come before those that only mention the name.
+            # The name is also the title, so that a person's own passages rank above mentions in others.
             Passage(f"{name}/{relation}", name, f"The {relation} of {name} is {person[relation]}.")
             for name, person in self.people.items()
             for relation in (*VALUES, FRIEND)

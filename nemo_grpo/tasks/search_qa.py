@@ -105,10 +105,10 @@ class SearchQA:
             )
         self._source = FileTask(config)
         _check_answers([*self._source.train, *self._source.validation])
-        # Only here: without files the stream of problems has no end.
+        # Set only with files; without them the stream of problems has no end.
         self.num_train_problems = self._source.num_train_problems
 
-    # Built when first asked for: checking a recipe builds its task, and needs no index.
+    # Built at its first use, because checking a recipe builds the task but needs no index.
     @cached_property
     def retriever(self) -> Retriever:
         from nemo_grpo.tasks.retriever.bm25 import BM25Retriever
@@ -170,12 +170,12 @@ class SearchQA:
         return observed
 
     def segments(self, response: str) -> list[tuple[str, bool]]:
-        """Split at the information tags, which must be the environment's; see `MultiTurnTask.segments`."""
+        """Split at the information blocks, which the environment wrote; see `MultiTurnTask.segments`."""
         parts = _INFORMATION.split(response)
         return [(text, index % 2 == 0) for index, text in enumerate(parts) if text]
 
     def _render(self, passages: Sequence[Passage], reserved: Sequence[str] = ()) -> str:
-        """Write the passages of a search, so that none imitates our tags, chat markers or reserved texts."""
+        """Write the passages of a search, changed where they imitate tags, chat markers or special tokens."""
         lines = []
         for rank, passage in enumerate(passages, 1):
             title = f"{passage.title}: " if passage.title else ""
@@ -184,7 +184,7 @@ class SearchQA:
         text = _TAG.sub(r"(\1\2)", text)
         text = text.replace("<|", "< |")
         text = broken_up(text, reserved)
-        # Again, because `broken_up` may write a character in its compatibility form.
+        # Repeat this, because `broken_up` may write out a compatibility character, which may complete a tag.
         text = _TAG.sub(r"(\1\2)", text)
         return _information(text or NO_PASSAGE)
 
@@ -217,7 +217,7 @@ def _check_answers(problems: Iterable[Problem]) -> None:
 def find_call(turn: str, max_query_chars: int) -> Call | None:
     """Read a finished turn's request to the environment, or return None if the response is over.
 
-    An answer ends the response whatever else the turn holds. The time is linear in the text.
+    An answer ends the response, whatever else is in the turn. The time is linear in the text.
     """
     if "</answer>" in turn:
         return None
@@ -238,10 +238,10 @@ def find_call(turn: str, max_query_chars: int) -> Call | None:
 
 
 def search_format(response: str) -> float:
-    """Return 1 if the response is only think, search, information and answer blocks in a sensible order.
+    """Return 1 if the response consists of think, search, information and answer blocks in a valid order.
 
-    Every search is followed directly by its information; one answer, after at most one think block, ends the
-    response.
+    Every search is directly followed by its information. At most one think block comes before a search or the
+    answer. One answer ends the response.
     """
     block_names: list[str] = []
     is_inside_block = False
@@ -284,7 +284,8 @@ def normalize_open_answer(answer: str) -> str:
     """Normalise: lower case, without ASCII punctuation and the articles a, an, the; single spaces.
 
     The order of steps is that of SQuAD's evaluation (1606.05250): case, punctuation, articles, spaces.
-    Deviation: decomposed letters are composed, and a step that would empty ``A`` or ``+`` is skipped.
+    There are two deviations. Decomposed letters are composed, and a step that would leave nothing of an
+    answer such as ``A`` or ``+`` is skipped.
     """
     lowered = unicodedata.normalize("NFC", answer).lower()
     without_punctuation = lowered.translate(_NO_PUNCTUATION)

@@ -1,4 +1,4 @@
-"""A tokenizer's special tokens, and text from outside that must not imitate them."""
+"""Special tokens of a tokenizer, and the protection of prompts against outside text that imitates them."""
 
 import re
 import unicodedata
@@ -12,8 +12,8 @@ from nemo_grpo.support.errors import UserError
 def reserved_texts(tokenizer: Any) -> tuple[str, ...]:
     """List the texts that a Hugging Face tokenizer always reads as one mark, such as ``</s>`` or ``[INST]``.
 
-    These are its special tokens, and those added tokens that neither begin nor end like a word: added words
-    and runs of spaces are ordinary text.
+    These are its special tokens, and its added tokens except words and runs of spaces, which are ordinary
+    text.
     """
     texts = set(map(str, getattr(tokenizer, "all_special_tokens", ())))
     for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
@@ -55,8 +55,8 @@ def broken_up(text: str, reserved: Sequence[str]) -> str:
     if not marks:
         return text
     pattern = _pattern(marks)
-    # A space may complete another mark, so this repeats until nothing changes. It ends, because each time
-    # it takes a longer run of spaces.
+    # A space may complete another mark, so repeat until nothing changes. This ends, because every repetition
+    # needs a mark with a longer run of spaces.
     while True:
         before = text
         for unseen in ("", " "):
@@ -74,7 +74,7 @@ def _broken_once(text: str, pattern: re.Pattern[str], unseen: str) -> str:
     starts = [match.start() for match in pattern.finditer(folded)]
     if not starts:
         return text
-    # The place in the text of each folded character: one character may fold to several, or to none.
+    # places[i] is the index in `text` of folded character i. A character may fold to several, or to none.
     places = [place for place, piece in enumerate(pieces) for _ in piece]
     for start in reversed(starts):  # from the end, so that earlier places stay valid
         first = places[start]
@@ -82,7 +82,7 @@ def _broken_once(text: str, pattern: re.Pattern[str], unseen: str) -> str:
         if second > first:
             text = f"{text[:second]} {text[second:]}"
         else:
-            # One character stands for several, such as a ligature: it is written out.
+            # Both folded characters come from one character, such as a ligature, which is written out.
             written_out = " ".join(unicodedata.normalize("NFKD", text[first]))
             text = text[:first] + written_out + text[first + 1 :]
     return text
@@ -111,12 +111,16 @@ def _folded(character: str, unseen: str) -> str:
 
 @lru_cache(maxsize=8)
 def _pattern(marks: tuple[str, ...]) -> re.Pattern[str]:
-    """Make a pattern of the marks as they are written, and as they fold."""
+    """Make a pattern that finds the marks in a folded text.
+
+    It has each mark as it is written, and as `_folded` changes it. A mark of which one character remains is
+    left out, because no space fits into it.
+    """
     spellings = set(marks)
     for mark in marks:
         for unseen in ("", " "):
             spellings.add("".join(_folded(character, unseen) for character in mark))
     breakable = [spelling for spelling in spellings if len(spelling) > 1 and spelling.strip()]
-    # The longest first: of alternatives that match at one place, a pattern takes the first.
+    # Put the longest first, because a pattern takes the first alternative that matches at a place.
     breakable.sort(key=len, reverse=True)
     return re.compile("|".join(map(re.escape, breakable)), re.IGNORECASE)

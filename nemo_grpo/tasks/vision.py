@@ -34,7 +34,7 @@ _COLORS = ("red", "green", "blue", "black")
 
 class _Vision(FileTask):
     def extract(self, response: str) -> str | None:
-        # An opened thought that the response does not close holds no answer.
+        # If the prompt opens a thought and the response never closes it, the response has no answer.
         return extract_answer(with_opened_think(response, self.config.think_is_open))
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
@@ -57,17 +57,20 @@ class VisionGrounding(_Vision):
 
     def score(self, problem: Problem, response: str) -> dict[str, float]:
         reference, box = self._boxes(problem, response)
-        # Shifted by 1, so that a response without a box has the worst value.
+        # Shift it from [-1, 1] to [0, 2], so that 0, the value without a box, is the worst.
         giou = 0.0 if box is None else generalized_iou(reference, box) + 1
         return {**super().score(problem, response), "iou": _iou(reference, box), "giou": giou}
 
     def is_right(self, problem: Problem, response: str) -> bool:
         iou = _iou(*self._boxes(problem, response))
-        # With a threshold of 0, too, boxes that do not overlap are wrong.
+        # Boxes that do not overlap are wrong even with a threshold of 0.
         return iou >= self.config.iou_threshold and iou > 0
 
     def overall(self, answered: Answered) -> dict[str, float]:
-        """Return ``box_miou``, mean IoU of all responses, and ``box_ciou``, summed intersections / unions."""
+        """Return ``box_miou``, the mean IoU of all responses, and ``box_ciou``, their cumulative IoU.
+
+        The cumulative IoU divides the sum of all intersections by the sum of all unions.
+        """
         pairs = [self._boxes(problem, response) for problem, responses in answered for response in responses]
         areas = [shared_and_union(*pair) for pair in pairs]
         ious = [_ratio(shared, union) for shared, union in areas]
@@ -226,7 +229,8 @@ def parse_box(answer: str) -> Box | None:
     for match in _NUMBER.finditer(answer):
         numbers.append(float(match[0]))
         if len(numbers) > MAX_NUMBERS:
-            return None  # a response of a thousand numbers is not read to its end
+            # Do not read a response of a thousand numbers to its end.
+            return None
     if len(numbers) != MAX_NUMBERS:
         return None
     x1, y1, x2, y2 = numbers
@@ -240,7 +244,7 @@ def intersection_over_union(a: Box, b: Box) -> float:
 
 
 def generalized_iou(a: Box, b: Box) -> float:
-    """Compute IoU less the share of the hull that neither box covers: in [-1, 1]; 0 for empty boxes."""
+    """Compute IoU minus the share of the hull that neither box covers: in [-1, 1]; 0 for empty boxes."""
     _, union = shared_and_union(a, b)
     hull = _area((min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])))
     if not 0 < hull < math.inf:
@@ -249,7 +253,7 @@ def generalized_iou(a: Box, b: Box) -> float:
 
 
 def shared_and_union(a: Box, b: Box | None) -> tuple[float, float]:
-    """Compute the areas of intersection and union; without ``b`` 0 and the area of ``a``."""
+    """Compute the areas of intersection and union; if ``b`` is None they are 0 and the area of ``a``."""
     if b is None:
         return 0.0, _area(a)
     width = min(a[2], b[2]) - max(a[0], b[0])
@@ -271,7 +275,7 @@ def _iou(reference: Box, box: Box | None) -> float:
 
 
 def _label(answer: str) -> str:
-    """Reduce a label to its letters, marks, digits and signs, in words; one without any stays as it is."""
+    """Reduce a label to words of letters, digits and signs; a label without any of these stays as it is."""
     text = unicodedata.normalize("NFC", answer).casefold()
     characters = [
         character if unicodedata.category(character)[0] in "LMN" else " "  # letters, marks and numbers

@@ -43,8 +43,8 @@ class WordProblems(MathematicalAnswers):
         return self._draw(stream(self.config.name, seed, index), held_out=False)
 
     def validation_problems(self, num_problems: int) -> list[Problem]:
-        # A fifth is held out, and in far more than half of these no count is negative: a twentieth is a safe
-        # limit for problems that are drawn until enough differ.
+        # Of all triples of numbers a fifth is held out, and most of these have a story without a negative
+        # count. A twentieth of all is a safe limit: `distinct` draws until it has found so many.
         available = (self.config.max_number - 1) ** 3
         source = f"{self.config.name} with max_number={self.config.max_number}"
         check_num_validation(num_problems, available // 20, source)

@@ -25,9 +25,9 @@ TIMEOUT_S = 60
 
 
 def check_async_save(run: ClusterRun) -> None:
-    """Check that the workers have what asynchronous saving needs.
+    """Refuse asynchronous saving if the Megatron workers' Python lacks the package.
 
-    Nothing is refused if the workers' Python is unknown (see `worker_python`).
+    A run whose workers' Python is unknown is not refused, see `worker_python`.
     """
     if compat.version() == compat.V0_7_0 or not run.saves_async:
         return
@@ -43,7 +43,8 @@ def check_async_save(run: ClusterRun) -> None:
 def worker_python() -> str | None:
     """Find the interpreter of NeMo-RL's Megatron workers on this node.
 
-    Returns: None if NeMo-RL creates their environment at start-up (by uv) and it does not exist yet.
+    Returns:
+        None if NeMo-RL creates their environment at start-up (by uv) and it does not exist yet.
     """
     command: str = compat.import_name(ACTOR_PYTHON)(STOCK_WORKER)
     if not command.startswith("uv"):
@@ -57,7 +58,11 @@ def worker_python() -> str | None:
 
 def lacks(python: str, package: str) -> bool:
     """Return True if an interpreter reports that a package is missing; False also if it does not answer."""
-    code = f"import importlib.util as u, sys; sys.exit({ABSENT} * (u.find_spec({package!r}) is None))"
+    code = (
+        "import importlib.util, sys\n"
+        f"if importlib.util.find_spec({package!r}) is None:\n"
+        f"    sys.exit({ABSENT})\n"
+    )
     try:
         process = subprocess.run([python, "-c", code], capture_output=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,8 +1,8 @@
-"""Responses to cut prompts that NeMo-RL's single controller trains on.
+"""Responses that NeMo-RL's single controller should not train on: to cut prompts, and without a reward.
 
-NeMo-RL's data mark a prompt cut at its longest length by a loss_multiplier of 0, which its other trainers
-read; the single controller drops it. Nor does it leave out a response without a reward, as where a function
-of the recipe abstains: its advantage would be NaN.
+A prompt that was cut at the maximum length has a loss_multiplier of 0, which NeMo-RL's other trainers obey.
+The single controller loses it. It also keeps a response without a reward (a reward function abstained), whose
+advantage would be NaN.
 
 Upstream: none known.
 Versions: NeMo-RL 7ea279abf; 0.7.0 has no single controller.
@@ -23,7 +23,8 @@ MULTIPLIER = "loss_multiplier"
 def cut_prompts_left_out(manager: Any) -> Iterator[None]:
     """Exclude responses to a cut prompt, and those without a reward, from training within the block.
 
-    Args: manager: NeMo-RL's `RolloutManager`.
+    Args:
+        manager: NeMo-RL's `RolloutManager`.
     """
 
     def keep_multiplier(run_as_nemo_rl: Callable[..., Any]) -> Callable[..., Any]:

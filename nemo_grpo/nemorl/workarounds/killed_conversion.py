@@ -1,8 +1,8 @@
-"""A conversion to Megatron that was killed and that NeMo-RL takes for a finished one.
+"""A killed conversion to Megatron that NeMo-RL mistakes for a finished one.
 
-NeMo-RL converts a model to Megatron once, into a folder that its jobs share, and takes ``iter_0000000`` for a
-finished conversion. A killed one lacks ``run_config.yaml``, which is written last: every later start would
-skip the conversion and fail with "Pretrained run config not found".
+NeMo-RL converts a model to Megatron once, into a folder that its jobs share. It regards the conversion as
+finished if ``iter_0000000`` exists. A killed conversion lacks ``run_config.yaml``, which is written last:
+every later start would skip the conversion and fail with "Pretrained run config not found".
 
 Upstream: none known; NeMo-RL issue 1770 has the same message, from a folder that the nodes do not share.
 Versions: NeMo-RL 0.7.0 and 7ea279abf.
@@ -24,27 +24,28 @@ from nemo_grpo.support.errors import UserError
 log = logging.getLogger(__name__)
 
 ITERATION = "iter_0000000"
-"""Folder of a conversion, whose existence NeMo-RL asks for."""
+"""Folder of a conversion; NeMo-RL checks only that it exists."""
 LAST_FILE = "run_config.yaml"
-"""File in it that is written last."""
+"""File that a conversion writes last."""
 STILL_S = 600.0
-"""Seconds without a write after which an incomplete folder's job is taken for dead."""
+"""Seconds without a write after which the job of an incomplete conversion is regarded as dead."""
 POLL_S = 30.0
 """Seconds between two looks at a folder that another job may be writing."""
 
 
 def conversions(policy: Any) -> list[Path]:
-    """List folders of this model's conversions, with any ``hf_config_overrides``, as NeMo-RL computes them.
+    """List the folders into which NeMo-RL converts this model, one for each set of ``hf_config_overrides``.
 
     Args:
         policy: section of NeMo-RL's configuration.
 
     Returns:
-        Existing folders; none if NeMo-RL converts nothing.
+        The folders, of which the first may not exist; [] if NeMo-RL converts nothing or always anew.
     """
     if value_of(policy, "pretrained_checkpoint") or value_of(policy, "megatron_cfg.force_reconvert_from_hf"):
         return []
     name = policy["model_name"]
+    # NeMo-RL derives the folder from the model's name like this.
     if os.path.exists(name):
         name = f"model_{name.replace('/', '_')}"
     parent = compat.import_name("nemo_rl.models.policy.utils:get_megatron_checkpoint_dir")()
@@ -56,9 +57,9 @@ def conversions(policy: Any) -> list[Path]:
 def remove_remains(policy: Any) -> None:
     """Remove incomplete conversions, so that NeMo-RL converts again.
 
-    Another job may be converting right now, so a folder is removed only after `STILL_S` without a write; if
-    it becomes complete before, it stays. Not covered: folders on other nodes, if NRL_MEGATRON_CHECKPOINT_DIR
-    is not shared.
+    Another job may be converting right now, so a folder is removed only after `STILL_S` without a write, and
+    stays if it becomes complete before. Folders on the disks of other nodes are not seen
+    (NRL_MEGATRON_CHECKPOINT_DIR may be such a folder).
     """
     for folder in conversions(policy):
         while folder.is_dir() and not (folder / LAST_FILE).exists():
@@ -67,8 +68,8 @@ def remove_remains(policy: Any) -> None:
                 _remove(folder)
                 break
             log.warning(
-                "%s is incomplete; last write %.0f s ago: waiting for the job that converts it; removed "
-                "after %.0f s without a write",
+                "%s is incomplete, with its last write %.0f s ago: waiting for the job that converts it; the "
+                "folder will be removed after %.0f s without a write",
                 folder,
                 seconds_still,
                 STILL_S,
@@ -91,7 +92,7 @@ def last_written(folder: Path) -> float:
 def _remove(folder: Path) -> None:
     """Remove a folder that several jobs may want to remove at the same time."""
     log.warning("removing %s: a killed conversion left it without %s", folder, LAST_FILE)
-    # Moved before it is deleted, so that no other job sees a folder of which only a part is there.
+    # Rename it before deleting, so that no other job sees a half-deleted folder.
     away = folder.with_name(f".{ITERATION}-incomplete-{os.getpid()}")
     try:
         folder.rename(away)

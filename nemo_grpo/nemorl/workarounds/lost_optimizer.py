@@ -1,4 +1,4 @@
-"""A resumed run that loses its optimizer.
+"""An optimizer that a resumed run does not find in its checkpoint.
 
 NeMo-RL 0.7.0 looks for the optimizer's state in ``common.pt``, which megatron-core 0.19 and newer no longer
 write. It would warn once and load the weights alone, losing Adam's moments, the FP32 weights and the
@@ -30,8 +30,8 @@ Paths = tuple[Path | None, Path | None]
 def resume_with_optimizer(recipe: Recipe) -> None:
     """Let NeMo-RL's checkpoint manager find every optimizer that a Megatron checkpoint holds.
 
-    A run that saves its optimizer but would resume without one is refused by a UserError from NeMo-RL's
-    `setup`: it would silently become a different run. This holds for every version.
+    With every version, NeMo-RL's `setup` raises a UserError if a run that saves its optimizer would resume
+    without one, because it would silently become a different run.
     """
 
     def also_in_megatron_checkpoints(find_as_nemo_rl: Callable[..., Paths]) -> Any:

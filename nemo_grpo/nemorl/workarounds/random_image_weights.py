@@ -1,4 +1,4 @@
-"""An engine with images whose weights stay random.
+"""Weights of vLLM that stay random for models with images.
 
 NeMo-RL starts vLLM with random weights, and a refit sends only what Megatron-Bridge exports: other tensors,
 such as vLLM 0.32's image normalisation, would stay random.
@@ -17,6 +17,7 @@ LOADED = "auto"
 def load_image_weights(generation: Any) -> None:
     """Let vLLM load the model's files.
 
-    Args: generation: NeMo-RL's section, completed by it; changed.
+    Args:
+        generation: the section of NeMo-RL's configuration, after NeMo-RL has completed it; changed.
     """
     generation["vllm_cfg"]["load_format"] = LOADED

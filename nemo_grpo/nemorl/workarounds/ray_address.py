@@ -1,7 +1,7 @@
-"""A cluster of RAY_ADDRESS that has gone, or has not come up yet.
+"""A RAY_ADDRESS at which no Ray cluster answers.
 
-Ray tries to connect for minutes without an error, and NeMo-RL's `init_ray` then tries again: the job's GPUs
-wait for a cluster that is not there.
+Ray tries to connect for minutes without an error, and NeMo-RL's `init_ray` then tries again. Meanwhile the
+job's GPUs are idle.
 
 Upstream: Ray issue 22413, closed without a change.
 Versions: Ray 2.60 and older.
@@ -18,7 +18,7 @@ PATIENCE = 30.0
 
 
 def check_ray_address() -> None:
-    """Wait until the cluster of RAY_ADDRESS answers, if it is set."""
+    """Wait until the cluster at RAY_ADDRESS answers, and raise after `PATIENCE`; return at once if unset."""
     address = os.environ.get("RAY_ADDRESS", "")
     # urlsplit takes host and port only after "//"; Ray's client has addresses such as ray://host:10001.
     location = urlsplit(address if "://" in address else f"//{address}")

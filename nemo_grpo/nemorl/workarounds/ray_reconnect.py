@@ -1,7 +1,8 @@
-"""Ray that connects again while the driver ends.
+"""A new connection of Ray while the driver ends.
 
-A handle that is freed after Ray has shut down calls Ray, which then starts anew and waits for a cluster that
-is gone: the driver hangs instead of ending with its exit code. NeMo-RL's policy frees its workers like that.
+An actor's handle that is freed after Ray has shut down calls Ray, which connects again and waits for a
+cluster that is gone. The driver hangs instead of returning its exit code. NeMo-RL's policy frees its workers
+this late.
 
 Upstream: none known.
 Versions: Ray 2.60 and older.
@@ -15,7 +16,7 @@ VARIABLE = "RAY_ENABLE_AUTO_CONNECT"
 
 
 def forbid_reconnects() -> None:
-    """Import Ray so that this process connects only where it asks to; before anything else imports it."""
+    """Import Ray so that this process connects only by `ray.init`; call it before anything imports Ray."""
     # Ray reads the variable when it is imported. It must not stay: workers inherit the environment and must
     # connect by themselves, as vLLM's engine process does.
     os.environ[VARIABLE] = "0"

@@ -1,7 +1,8 @@
 """A refit that sends weights from before the step.
 
-With overlap_param_gather, NeMo-RL's default, each rank updates its part of the weights and gathers the rest
-at its next forward pass, which comes after the refit: vLLM would get a mixture of old and new weights.
+With overlap_param_gather, NeMo-RL's default, each rank updates its part of the weights and gathers the other
+parts in its next forward pass. The refit comes before that pass, so vLLM would get a mixture of old and new
+weights.
 
 Upstream: NeMo-RL pull request 4086, which adds `Policy.sync_params_before_refit`.
 Versions: NeMo-RL 0.7.0 and 7ea279abf.
@@ -24,7 +25,9 @@ log = logging.getLogger(__name__)
 def gather_before_refits(recipe: Recipe, tree: Tree) -> None:
     """Set overlap_param_gather to false where the refit would send the weights from before the step.
 
-    Args: tree: NeMo-RL's configuration; changed.
+    Args:
+        recipe: decides whether the refit is affected.
+        tree: NeMo-RL's configuration; changed.
     """
     if gathers_by_itself():
         return

@@ -1,7 +1,7 @@
-"""Tensors of the driver that only processes with Megatron could read.
+"""Tensors pickled by the driver that only processes with Megatron can read.
 
-Importing megatron.core replaces the function that pickled tensors refer to by its own, and the driver imports
-it unasked when it unpickles a Megatron worker's result. vLLM's workers may not have Megatron.
+Importing megatron.core replaces the function that pickled tensors refer to by Megatron's own. The driver
+imports it as a side effect of unpickling a Megatron worker's result. vLLM's workers may not have Megatron.
 
 Upstream: none known.
 Versions: megatron-core 0.19; 0.16.1 does not replace it.

@@ -113,8 +113,8 @@ class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Empty modules in which every name is a class.
 
     Attributes:
-        absent: the packages.
-        importer: package whose imports of them succeed; "": everyone's.
+        absent: the absent packages.
+        importer: package that may import them; "": every package may.
     """
 
     def __init__(self, absent: tuple[str, ...] = ABSENT, importer: str = "megatron.bridge") -> None:
@@ -125,13 +125,14 @@ class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         package = self._absent_package(name)
         if package is None or name.startswith(OPTIONAL):
             return None
-        # Once Bridge has imported the package, everyone gets it from sys.modules, hence its submodules, too.
+        # Once Bridge has imported the package, every importer finds it in sys.modules, and may import its
+        # submodules as well.
         if package not in sys.modules and not _importer().startswith(self.importer):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def _absent_package(self, name: str) -> str | None:
-        """Find the absent package that a module is, or belongs to."""
+        """Return the absent package that contains a module, or None."""
         for package in self.absent:
             if name == package or name.startswith(f"{package}."):
                 return package
@@ -139,7 +140,7 @@ class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: Any) -> types.ModuleType:
         module = types.ModuleType(spec.name)
-        # A package, so that Python looks for submodules, and asks this finder for them.
+        # With __path__ the module is a package, so that Python asks this finder for its submodules.
         module.__path__ = []
         module.__getattr__ = _any_class  # type: ignore[method-assign]
         return module
@@ -165,7 +166,7 @@ class _AnyClass(type):
 
 
 def _any_class(name: str) -> Any:
-    # Python and inspect look for optional ones, such as __path__ or __wrapped__, and take any for present.
+    # Python and inspect look for optional attributes, such as __path__ or __wrapped__, which must be absent.
     if name.startswith("__"):
         raise AttributeError(name)
     return _AnyClass(name, (), {})

@@ -1,6 +1,6 @@
-"""Passages for queries: BM25 in this process, or any retriever behind HTTP.
+"""Retrieval of passages for queries, by BM25 in this process or by any service over HTTP.
 
-Needs the extra ``search``; its libraries are imported where they are used, so that tasks load without it.
+It needs the extra ``search``. The libraries are imported where they are used, so that tasks load without it.
 """
 
 from collections.abc import Sequence

@@ -37,8 +37,8 @@ class BM25Retriever:
         """Index a JSONL file: read the index from ``cache``, or build it there if the file has changed.
 
         Args:
-            path: of the corpus.
-            cache: folder; None: the corpus's path with ``.bm25`` appended.
+            path: path of the corpus.
+            cache: folder of the index; None: the corpus's path with ``.bm25`` appended.
         """
         bm25s = _bm25s()
         corpus = Corpus(path)
@@ -50,7 +50,7 @@ class BM25Retriever:
             _build(corpus).save(target, show_progress=False)
 
         index_folder(folder, key, build)
-        # Mapped, so that the processes of a machine share one copy of the index.
+        # Map the index into memory, so that all processes of a machine share one copy.
         return cls(corpus, bm25s.BM25.load(folder, mmap=True, show_progress=False))
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
@@ -88,7 +88,7 @@ def _build(passages: Iterable[Passage]) -> Any:
 
 
 def _words(texts: Iterable[str], *, as_ids: bool) -> Any:
-    # Accents have two encodings, which bm25s takes for different words.
+    # A letter with an accent has two encodings, with which bm25s would see two different words.
     composed = (unicodedata.normalize(_FORM, text) for text in texts)
     return _bm25s().tokenize(composed, stopwords=STOPWORDS, return_ids=as_ids, show_progress=False)
 
@@ -98,6 +98,6 @@ def _bm25s() -> ModuleType:
         import bm25s
     except ImportError as error:
         raise UserError("BM25 needs the package bm25s; pip install 'nemo-grpo[search]'") from error
-    # The import sets DEBUG.
+    # Importing bm25s sets its logger to DEBUG.
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     return bm25s

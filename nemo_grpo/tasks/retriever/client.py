@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 PATH = "/retrieve"
 QUERIES_PER_REQUEST = 64
 NUM_TRIES = 6
-"""All tries of one request."""
+"""Maximum number of tries of one request."""
 FIRST_WAIT = 0.5
 """Seconds before the second try; doubled before each later one."""
 TRANSIENT = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError, UserError)
@@ -33,14 +33,14 @@ class RetrieverClient:
     requests (4xx) are not. Proxies of the environment are not used.
 
     Args:
-        url: of the service, with or without `PATH`.
+        url: address of the service, with or without `PATH`.
         timeout: seconds for one try.
     """
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url = url.rstrip("/").removesuffix(PATH)
         self.timeout = timeout
-        # Clusters often set a proxy for the way out, which does not know their own machines.
+        # Clusters often set a proxy for the internet, which cannot reach the cluster's own machines.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
@@ -90,7 +90,7 @@ def _passages(queries: list[str], answer: Any) -> list[list[Passage]]:
 
 
 def _passage(item: Mapping[str, Any], index: int) -> Passage:
-    # Without return_scores, or from a server that ignores it, the item is the document itself.
+    # A server that ignores return_scores sends the document itself as the item.
     document = item.get("document", item)
     passage = passage_of(document, index, "the retriever's answer")
     return replace(passage, score=float(item.get("score", 0.0)))

@@ -33,7 +33,8 @@ class Corpus(Sequence[Passage]):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        # 8 bytes a number: lists of Python's integers would take five times that, for millions of passages.
+        # Arrays have 8 bytes per number; for millions of passages lists of integers would need five times as
+        # much.
         self._starts = array("q")
         self._line_numbers = array("q")
         try:
@@ -57,16 +58,17 @@ class Corpus(Sequence[Passage]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        index = range(len(self))[index]  # negative ones count from the end; others raise IndexError
+        # A negative index counts from the end, and one beyond the corpus raises IndexError.
+        index = range(len(self))[index]
         start = self._starts[index]
         end = self._starts[index + 1]
-        # pread has no file position that threads would share.
+        # pread takes the position as an argument; threads would share the position of `read`.
         line = os.pread(self._descriptor, end - start, start)
         where = f"corpus {self.path}:{self._line_numbers[index]}"
         return passage_of(parse_object(line, where), index, where)
 
     def __del__(self) -> None:
-        # Not set where the constructor has failed.
+        # The attribute does not exist if the constructor has failed.
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
 
@@ -114,7 +116,7 @@ def index_folder(folder: Path, key: Mapping[str, Any], build: Callable[[Path], N
     two concurrent builds both end with a complete one.
 
     Args:
-        folder: of the index.
+        folder: folder of the index.
         key: all that the index depends on, as JSON values.
         build: writes the index into the folder that it gets.
     """
@@ -137,7 +139,7 @@ def index_folder(folder: Path, key: Mapping[str, Any], build: Callable[[Path], N
         try:
             publish_folder(unfinished, folder)
         except OSError:
-            # Another process may have published the same index in the meantime, which serves as well.
+            # Another process may have published the same index in the meantime, which is just as good.
             if _key_of(folder) != dict(key):
                 raise
         log.info("built in %.1f s", time.monotonic() - start)

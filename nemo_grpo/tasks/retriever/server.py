@@ -3,8 +3,8 @@
     POST /retrieve  {"queries": ["..."], "topk": 3, "return_scores": true}
     ->  {"result": [[{"document": {"id", "title", "text", "contents"}, "score": 9.5}, ...], ...]}
 
-Without ``return_scores`` the documents stand in the lists by themselves. ``contents`` is the title, a line
-break and the text. The service has no authentication.
+Without ``return_scores`` the lists contain the documents themselves. ``contents`` is the title, a line break
+and the text. The service has no authentication.
 """
 
 import signal
@@ -45,9 +45,9 @@ def application(retriever: Retriever, top_k: int) -> Starlette:
         try:
             body = RetrieveRequest.model_validate_json(await request.body())
         except ValidationError as error:
-            # Without the input: a body that is no UTF-8 has no JSON form.
+            # Leave out the input, because a body that is not UTF-8 has no JSON form.
             return JSONResponse({"detail": error.errors(include_url=False, include_input=False)}, 422)
-        # In a thread: a search keeps the processor busy, and other requests must not wait for it.
+        # Search in a thread, so that other requests do not wait for it.
         results = await run_in_threadpool(retriever.search, body.queries, body.topk or top_k)
         answers = []
         for passages in results:
@@ -66,10 +66,10 @@ def _answer(passage: Passage, with_score: bool) -> dict[str, Any]:
 
 
 def serve(service: Starlette, host: str, port: int, on_ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT, then finish what is under way.
+    """Serve until SIGTERM or SIGINT, then finish the requests that have arrived.
 
     Args:
-        service: from `application`.
+        service: the service that `application` made.
         host: address to listen on.
         port: 0 for a free one.
         on_ready: gets the service's address once it listens.

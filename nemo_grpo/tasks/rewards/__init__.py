@@ -1,1 +1,1 @@
-"""Rewards: functions of a response and its reference, bounded in time, that never execute the response."""
+"""Rewards of responses by their references; they take bounded time and never execute a response."""

@@ -1,7 +1,7 @@
-r"""The final answer of a mathematical response, found in linear time for any text.
+r"""Search for the final answer of a mathematical response, in linear time for any text.
 
-It is looked for outside the thinking: in the last complete ``<answer>`` block that is not empty, or, without
-a block, in all of the text.
+The answer is outside the thinking: in the last complete ``<answer>`` block that is not empty, or in the whole
+text if there is no block.
 
 - With boxes, the answer is the complete ``\boxed{..}`` that closes last and is not empty. Boxes that ``,``,
   ``and``, ``or`` or ``\quad`` joins to it make one list with it.
@@ -55,7 +55,7 @@ def final_answer(response: str) -> str | None:
 
 
 def _depth(answer: str) -> int:
-    """Return the deepest nesting of brackets; one that closes without an opening one does not count."""
+    """Return the deepest nesting of brackets; a closing bracket without an opening one does not count."""
     depth = 0
     deepest = 0
     for character in answer:
@@ -111,23 +111,27 @@ class _Box(NamedTuple):
 
 
 def _boxes(text: str) -> list[_Box]:
-    """Find the complete boxes that are not empty, without those inside another."""
+    """Find the complete boxes that are not empty, but none that is inside another."""
     boxes: list[_Box] = []
-    # Open braces: for a box its start and its content's start, None for any other brace.
+    # Braces that are still open: (start of the box, start of its content) for a box, None for another brace.
     open_braces: list[tuple[int, int] | None] = []
     for token in _TOKEN.finditer(text):
         if token["bare"] is not None:
+            # A box without braces, such as \boxed 5.
             boxes.append(_Box(token.start(), slice(*token.span("bare")), token.end()))
         elif token[0][-1] == "{" and token[0] != "\\{":
             open_braces.append(token.span() if token["box"] else None)
         elif token[0] == "}" and open_braces:
             opened = open_braces.pop()
             if opened is None:
+                # The brace that closes here began no box.
                 continue
             start, inside_start = opened
             inside = slice(inside_start, token.start())
-            # A box that is too long for an answer is not stripped: that would copy it once per nesting.
-            if token.start() - inside_start > MAX_CHARS or text[inside].strip():
+            # Do not strip a box that is too long for an answer: nested ones would be copied at every level.
+            is_too_long = token.start() - inside_start > MAX_CHARS
+            if is_too_long or text[inside].strip():
+                # The outer box closes after the inner ones, and replaces them.
                 while boxes and boxes[-1].start > start:
                     boxes.pop()
                 boxes.append(_Box(start, inside, token.end()))
@@ -139,8 +143,9 @@ def _whole_block(block: str) -> str | None:
     # Finding formulas takes more than linear time.
     if len(block) > MAX_CHARS:
         return None
-    text = block.replace("\\$", "")  # a price's sign begins no formula
-    # Of the groups of a match, one for each kind of marks, one holds the formula.
+    # An escaped dollar sign is a price's, which begins no formula.
+    text = block.replace("\\$", "")
+    # The pattern has a group for each kind of marks, of which one has the formula.
     formulas = ["".join(filter(None, groups)).strip() for groups in _FORMULA.findall(text)]
     has_number_beside = re.search(r"\d", _FORMULA.sub("", text))
     if formulas and not has_number_beside:

@@ -57,10 +57,11 @@ def demonstrated_form(solution: str, answer: str, form: Form) -> str:
     if form == "think_closed":
         return f"<think>{solution}\n</think>\n\n\\boxed{{{answer}}}"
     if last_boxed(solution):
-        return solution  # many solutions of data sets end in a box
+        # Many solutions of data sets already end in a box.
+        return solution
     return f"{solution} \\boxed{{{answer}}}"
 
 
 def with_opened_think(response: str, is_open: bool) -> str:
-    """Add the ``<think>`` that the prompt ends with, if it does."""
+    """Put ``<think>`` before a response if the prompt has opened the thought."""
     return f"<think>{response}" if is_open else response

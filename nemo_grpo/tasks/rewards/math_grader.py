@@ -1,7 +1,7 @@
 r"""Comparison of mathematical answers, as texts or by math-verify in expendable worker processes.
 
-Equal texts are right. An answer that is no mathematics is compared as text only. Everything else is for
-math-verify, with the settings of NeMo-RL's environment (`worker.mathematics`). An answer that takes too much
+Equal texts are right. An answer that is not mathematics is compared only as text. math-verify compares all
+others, with the settings of NeMo-RL's environment (`worker.mathematics`). An answer that takes too much
 time or memory, or that crashes the worker, is wrong; see `worker_pool`.
 """
 
@@ -68,7 +68,8 @@ class MathGrader(WorkerPool):
         normal_reference = normalized(reference)
         normal_answer = normalized(answer)
         if normal_reference == normal_answer:
-            return bool(normal_reference)  # two empty texts are no answer
+            # Two empty texts are equal, but they are no answer.
+            return bool(normal_reference)
         text_verdict = verdict_on_texts(normal_reference, normal_answer)
         if text_verdict is not None:
             return text_verdict
@@ -77,7 +78,7 @@ class MathGrader(WorkerPool):
         with self._lock:
             if request in self._verdicts:
                 return self._verdicts[request]
-        # The lock is not held while a worker computes: other threads' comparisons go on.
+        # Release the lock while a worker computes, so that comparisons of other threads go on.
         reply = self.ask(request)
         verdict = None if reply is None else _VERDICTS.get(reply)
         with self._lock:
@@ -126,7 +127,10 @@ def is_text(answer: str) -> bool:
 
 
 def compared_text(answer: str) -> str:
-    """Return an option's letter, or the words in one order, without case, spaces and full stops."""
+    """Return the form in which texts are compared.
+
+    This is an option's letter, or else the sorted parts of a list, without case, spaces and full stops.
+    """
     option = _OPTION.match(answer)
     if option:
         return option[0].strip("().:")

@@ -40,7 +40,7 @@ def parameters_of(reference: str) -> tuple[str, ...]:
     if not callable(function) or inspect.isclass(function):
         raise UserError(f"{key}: it is not a function; {rule}")
     parameters = inspect.signature(function).parameters.values()
-    # A further parameter with a default is the function's own business.
+    # A parameter with a default and another name is not passed, so any is allowed.
     names = tuple(
         parameter.name
         for parameter in parameters
@@ -53,12 +53,12 @@ def parameters_of(reference: str) -> tuple[str, ...]:
 
 
 class OwnReward:
-    """One function and its workers.
+    """A user's reward function, called in worker processes.
 
     Attributes:
-        reference: its name in the recipe.
-        parameters: names of the arguments that it takes.
-        batched: it takes lists.
+        reference: the function's name in the recipe.
+        parameters: names of its parameters, some of `ONE` or some of `BATCH`.
+        batched: True if it takes lists (`BATCH`).
         pool: the workers.
     """
 
@@ -152,7 +152,7 @@ class OwnReward:
         """Call the function in a worker; returns (values, errors).
 
         Args:
-            arguments: all that a function may take.
+            arguments: name -> value of each argument that a function may take.
             count: number of responses of a list; None: one response.
         """
         num_responses = 1 if count is None else count

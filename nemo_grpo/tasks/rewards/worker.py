@@ -18,18 +18,19 @@ from typing import Any
 
 
 def main(connection: Connection, cpu_seconds: float, memory_bytes: int) -> None:
-    """Answer requests until the parent is gone.
+    """Answer requests until the parent has ended.
 
     Args:
-        connection: to the parent.
+        connection: connection to the parent.
         cpu_seconds: limit on the CPU time of each response.
         memory_bytes: limit on the process's address space.
     """
-    # By default SIGPROF, the timer's signal, ends the process; the parent may have had it ignored.
+    # SIGPROF, the timer's signal, must end this process. It would not if the parent ignores it, because
+    # processes inherit ignored signals.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     # Ctrl-C in a terminal is for the parent, which ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A killed worker is no reason to write gigabytes of a core file.
+    # A worker that is killed must not write gigabytes of a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     own_pid = os.getpid()
@@ -42,7 +43,7 @@ def main(connection: Connection, cpu_seconds: float, memory_bytes: int) -> None:
         except (EOFError, OSError):
             # The parent is gone. The group ends with this process, and with it all that a function started.
             os.killpg(own_pid, signal.SIGKILL)
-        # The timer is the kernel's: it ends a computation in C, too, and without the parent.
+        # This timer belongs to the kernel, so it also ends a computation in C, even without the parent.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds * num_responses)
         reply = answer(*request)
         # A function that forks returns twice; only the worker itself may reply.
@@ -83,7 +84,8 @@ def mathematics() -> Callable[[str, str], bytes]:
         except (Exception, RecursionError, MemoryError):
             return b"0"
 
-    # Once in advance: the first comparison imports and builds much, which no request's limit should pay for.
+    # Compare once in advance: the first comparison imports and builds much, which would use up the CPU time
+    # of a request.
     compare("x<1", "0.5")
     return compare
 

@@ -32,7 +32,7 @@ WALL_SECONDS = 60.0
 """Time in which a worker could have run, without the time in which it waited for a core. It bounds a request
 whose worker uses no CPU time, such as one that was stopped."""
 WALL_SECONDS_PER_RESPONSE = 10.0
-"""The same for each response of a request with many, where the sum is more than `WALL_SECONDS`."""
+"""Time for each response of a request with several; it applies if their sum exceeds `WALL_SECONDS`."""
 MEMORY_BYTES = 2 << 30
 REQUESTS_PER_WORKER = 5000
 """Requests after which a worker is replaced, because caches grow."""
@@ -88,7 +88,8 @@ class WorkerPool:
         """
         worker, reply = self._ask_one(request, num_responses)
         if worker.stood_still:
-            # Somebody may have stopped the first worker: that need not be the request's fault.
+            # Ask once more: the worker may have been stopped from outside, for which the request is not to
+            # blame.
             _, reply = self._ask_one(request, num_responses)
         if reply is None:
             with self._lock:
@@ -99,7 +100,8 @@ class WorkerPool:
         with self._lock:
             worker = self._idle.pop() if self._idle else None
         if worker is None:
-            worker = _Worker(self)  # takes seconds, without the lock
+            # Without the lock, because the start of a process takes seconds.
+            worker = _Worker(self)
         with self._lock:
             self._busy.add(worker)
         seconds = max(WALL_SECONDS, WALL_SECONDS_PER_RESPONSE * num_responses)
@@ -118,7 +120,8 @@ class WorkerPool:
             idle = self._idle
             self._idle = []
             for worker in self._busy:
-                worker.kill()  # its waiting thread sees the end of its output and cleans up
+                # The thread that waits for this worker sees the end of its output and cleans up.
+                worker.kill()
         for worker in idle:
             worker.end()
 
@@ -141,11 +144,11 @@ class _Worker:
         self.num_requests = 0
         self.stood_still = False
         self._connection, worker_end = multiprocessing.Pipe()
-        # 2 is the real stderr: a notebook's or pytest's has no file descriptor.
+        # 2 is the process's real stderr; the stderr object of a notebook or of pytest has no file descriptor.
         output = 2 if pool.prints else subprocess.DEVNULL
         with worker_end:
-            # -P: the script's folder is no place to import from. A group of its own: all that the job starts
-            # is killed with it, and Ctrl-C in a terminal reaches the parent alone.
+            # -P keeps the script's folder off sys.path. The process gets its own group, so that all that the
+            # job starts is killed with it, and Ctrl-C in a terminal reaches only the parent.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(SCRIPT), str(worker_end.fileno()), *pool.arguments],
                 pass_fds=[worker_end.fileno()],
@@ -162,7 +165,7 @@ class _Worker:
         """Send a request and return its reply; None means that the worker must not be used again."""
         self.num_requests += 1
         reply = self._ask((self.num_requests, request, num_responses), seconds)
-        # A reply with another number is not to this request: a user's function can write to the connection.
+        # A user's function can write to the connection, so a reply must have the number of this request.
         number = numbered(self.num_requests, b"")
         if reply is None or not reply.startswith(number):
             return None
@@ -174,7 +177,7 @@ class _Worker:
             self.stood_still = not self._replies_within(seconds)
             if self.stood_still:
                 return None
-            # Bytes, not `recv`, which would unpickle and so run whatever a user's function has sent.
+            # Read bytes. `recv` would unpickle them, and so run whatever a user's function has sent.
             return self._connection.recv_bytes() or None
         except (EOFError, OSError):
             return None
@@ -184,7 +187,7 @@ class _Worker:
         start = time.monotonic()
         waited_at_start = self._seconds_without_core()
         while True:
-            # Time in which the worker waited for a core does not count, so each wait makes up for it.
+            # Time in which the worker waited for a core does not count, so add it to the remaining time.
             waited = self._seconds_without_core() - waited_at_start
             remaining = seconds + waited - (time.monotonic() - start)
             if remaining <= 0:
@@ -201,7 +204,7 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process and all that it started at once, if it still runs."""
-        # After it was waited for, its number may belong to another process.
+        # Once the process was waited for, its pid may belong to another process.
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -214,7 +217,7 @@ class _Worker:
 
     def abandon(self) -> None:
         """Release the parent's worker in a forked child, without disturbing it."""
-        # Otherwise its destructor would warn about a process that is not this one's child.
+        # With a return code, Popen's destructor does not warn of a process that is not a child of this one.
         self._process.returncode = 0
         self._connection.close()
 

@@ -17,7 +17,7 @@ from nemo_grpo.nemorl.added_metrics import (
     ValidationSets,
     bound,
 )
-from nemo_grpo.nemorl.callbacks import Callback, RunRecord, alone, calling_back, name_of
+from nemo_grpo.nemorl.callbacks import Callback, RunRecord, calling_back, locked_run_folders, name_of
 from nemo_grpo.nemorl.exit_status import LAST_PREFIX, Ending
 from nemo_grpo.nemorl.rewards import RewardMetrics, RolloutRewards, ValidationRewards
 from nemo_grpo.recipe import load_recipe
@@ -193,11 +193,11 @@ def test_a_full_disk_ends_the_run(recipe):
 
 HOLDER = """
 import sys
-from nemo_grpo.nemorl.callbacks import alone
+from nemo_grpo.nemorl.callbacks import locked_run_folders
 from nemo_grpo.recipe import load_recipe
 
-with alone(load_recipe(sys.argv[1], sys.argv[2:])):
-    print("alone", flush=True)
+with locked_run_folders(load_recipe(sys.argv[1], sys.argv[2:])):
+    print("locked", flush=True)
     sys.stdin.read()
 """
 
@@ -207,11 +207,11 @@ def test_a_folder_in_use_is_refused_until_the_run_that_uses_it_is_dead(tmp_path)
     other = load_recipe(RECIPE, [*shared, "nemo_grpo.run_name=two"])
     command = [sys.executable, "-c", HOLDER, RECIPE, *shared]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout.readline() == "alone\n"
-        with pytest.raises(UserError, match="shared is in use by another run"), alone(other):
+        assert first.stdout.readline() == "locked\n"
+        with pytest.raises(UserError, match="shared is in use by another run"), locked_run_folders(other):
             pass
         first.kill()
-    with alone(other), alone(other):
+    with locked_run_folders(other), locked_run_folders(other):
         assert (tmp_path / "shared" / ".lock").exists()
 
 

@@ -67,7 +67,7 @@ class SamplingParams:
 
 
 class LoadedModel:
-    """vLLM's model: loads any subset of the weights, tied ones by either name."""
+    """Replacement for vLLM's model: loads any subset of the weights, and tied weights by either name."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -203,7 +203,7 @@ class LLM:
                 row.take(token, float(row_logprobs[token]))
             if all(row.is_over for row in rows):
                 break
-            # Rows that are over go on beside the others, and `take` drops their tokens.
+            # Finished rows go on with the others, and `take` drops their tokens.
             new_tokens = next_tokens[:, None]
             tokens = torch.cat([tokens, new_tokens], 1)
             mask = torch.cat([mask, torch.ones_like(new_tokens)], 1)
@@ -213,9 +213,9 @@ class LLM:
         """Compute the logits [B, V] after the newest tokens, and the cache with them.
 
         Args:
-            new_tokens: [B, T], those that the cache has not.
+            new_tokens: [B, T], tokens that are not yet in the cache.
             mask: [B, S], 0 in the padding on the left.
-            cache: of the earlier tokens; None: there are none.
+            cache: keys and values of the earlier tokens; None at the first call.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -new_tokens.shape[1] :]
         output = self.model(
@@ -244,7 +244,7 @@ class LLM:
 
 
 def _left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Pad prompts on the left, where the next tokens do not go; returns tokens and mask, [B, S]."""
+    """Pad prompts on the left, so that new tokens follow on the right; return tokens and mask, [B, S]."""
     width = max(len(prompt) for prompt in prompts)
     tokens = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -270,10 +270,10 @@ class _Response:
     """A response that grows.
 
     Attributes:
-        ends: tokens that end it.
-        room: tokens that it may have.
-        has_ended: by a token or a text.
-        is_over: it has ended, or has no room.
+        ends: tokens that end the response.
+        room: maximum number of its tokens.
+        has_ended: True after a token of ``ends`` or a stop text.
+        is_over: True if it has ended or has no room left.
     """
 
     def __init__(self, engine: LLM, prompt: list[int], params: SamplingParams) -> None:
@@ -297,7 +297,7 @@ class _Response:
         self.tokens.append(token)
         self.logprobs.append({token: SimpleNamespace(logprob=logprob)})
         stop_texts = self.params.stop or []
-        # Decoded as a whole, because a text may begin within a token.
+        # Decode the whole response, because a stop text may begin within a token.
         text = self.tokenizer.decode(self.tokens) if stop_texts else ""
         self.has_ended = token in self.ends or any(stop in text for stop in stop_texts)
         self.is_over = self.has_ended or len(self.tokens) >= self.room

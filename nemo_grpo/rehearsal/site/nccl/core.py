@@ -45,7 +45,7 @@ class Communicator:
 
     def broadcast(self, sendbuf: Any, recvbuf: Any, root: int, stream: Any = None) -> None:
         """Copy the root's ``sendbuf`` into every other rank's ``recvbuf``."""
-        # All ranks broadcast in one order, so that the number is the same on each.
+        # All ranks broadcast in the same order, so a broadcast has the same number on each.
         self.num_broadcasts += 1
         key = f"broadcast{self.num_broadcasts}"
         if self.rank == root:
