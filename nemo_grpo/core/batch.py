@@ -69,11 +69,11 @@ class TokenBatch:
     carried: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # A frozen dataclass can set its own fields only through `object`.
         if self.generation_logprobs is None:
             object.__setattr__(self, "generation_logprobs", self.prev_logprobs)
         self._check_types()
         self._check_shapes()
-        # Setting through object is how a frozen dataclass fills in its own fields.
         for name in ("token_mask", "sample_mask"):
             mask = getattr(self, name)
             if mask.dtype != torch.bool:

@@ -144,7 +144,10 @@ def metrics_add_up(objective: Objective, batch: TokenBatch) -> str | None:
 
 
 def agrees_with_differences(objective: Objective, batch: TokenBatch) -> str | None:
-    """Check the gradient against central differences, or against those with detached values held."""
+    """Check the gradient against central differences of the loss.
+
+    Differences that keep the detached values of the first call are accepted, too.
+    """
     # A loss that detaches a weight agrees only with differences that keep the weight.
     for keeps_detached in (False, True):
         if _distance_to_differences(objective, batch, keeps_detached=keeps_detached) <= 1:
@@ -245,7 +248,8 @@ def _compare(
 class DetachedValues:
     """Records the results of ``detach()`` and of code under ``no_grad``, and returns them in later calls.
 
-    With these values kept, a loss's gradient is its derivative. All calls must run the same operations.
+    With these values kept, a loss's gradient is its derivative. Results are matched by their order, so every
+    call of the loss must run the same operations as the first.
     """
 
     def __init__(self, *, active: bool = True) -> None:
