@@ -58,7 +58,7 @@ class GPG(KLConfig):
 
     @property
     def spans_groups(self) -> bool:  # type: ignore[override]
-        """True with alpha, which counts the step's groups, or with the std of the batch."""
+        """True if alpha, which counts the step's groups, or the std of the batch is in the advantages."""
         return self.use_alpha or self.reward_normalization == "batch"
 
     @property

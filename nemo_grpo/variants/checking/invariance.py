@@ -222,10 +222,10 @@ def _compare(
     """Compare two results of `loss_and_gradient`.
 
     Args:
-        first: loss, gradient, step.
-        second: the same of the changed step, its gradient in the first one's order.
-        names: of the two, in the sentence "the same NAME and NAME".
-        remedy: ends the message.
+        first: (loss, gradient, prepared step).
+        second: the same for the changed step, with the gradient's rows in the order of the first.
+        names: names of the two results, for the sentence "expected the same NAME and NAME".
+        remedy: end of the message.
     Returns: None, or the message.
     """
     expected = f"expected the same {names[0]} and {names[1]}; found"
