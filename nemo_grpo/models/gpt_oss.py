@@ -47,7 +47,7 @@ _UNCHANGED_KEYS = ("original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return sizes by letter: a heads, f2 gate and up."""
+    """Return sizes by letter: ``a`` is the number of heads, ``f2`` the width of gate and up together."""
     return {"a": config["num_attention_heads"], "f2": 2 * config["intermediate_size"]}
 
 
@@ -86,7 +86,7 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
 
 
 def _window(text_config: Mapping[str, Any]) -> int | None:
-    """Read the window, unless every layer sees everything."""
+    """Read the window; None if no layer has one."""
     window: int | None = text_config.get("sliding_window", _WINDOW)
     return window if SLIDING in text_config.get("layer_types", [SLIDING]) else None
 

@@ -133,9 +133,11 @@ def _settings(setup: PlanInput) -> dict[str, Any]:
 
 
 def nearest_layout(recipe: Recipe, shape: ModelSpec, gpu: Hardware) -> tuple[str, ...] | None:
-    """Find overrides that make the recipe fit with the fewest changes; None if no layout searched does.
+    """Find overrides that make the recipe fit, with as few changes as possible.
 
     Tries TP, PP, CP, EP, full recomputation, vLLM's TP and up to eight times the nodes, nearest first.
+
+    Returns: the overrides, or None if none of these layouts fits.
     """
     start = plan_input(recipe)
     # Context parallelism needs packed rows.

@@ -84,8 +84,10 @@ class Lengths:
 
 @lru_cache(maxsize=512)
 def _packed(lengths: tuple[float, ...], capacity: int) -> float:
-    # Cached: a search of layouts asks for the same lengths and capacity thousands of times.
-    sizes = [min(size, capacity) for size in lengths * 2]
+    """Compute the mean tokens of a row after first-fit decreasing."""
+    # Cached, because a search of layouts asks for the same lengths and capacity thousands of times.
+    two_of_each = lengths * 2
+    sizes = [min(size, capacity) for size in two_of_each]
     row_sizes: list[float] = []
     for size in sorted(sizes, reverse=True):
         for row, used in enumerate(row_sizes):

@@ -116,7 +116,8 @@ def engine_of(scenario: Scenario) -> Engine:
     output_matrix = shape.vocab_size * shape.hidden_size / setup.vllm_tensor
     computes_in_fp8 = setup.vllm_fp8 and (hardware.compute_capability >= 10 or not setup.vllm_mx)
     flops = hardware.fp8_flops if computes_in_fp8 else hardware.bf16_flops
-    # Products are timed at one peak. BF16 attention beside FP8 counts as that many more products.
+    # An `Engine` has one peak for all products. Where attention stays in BF16 beside FP8, its products are
+    # multiplied by the ratio of the two peaks.
     attention_factor = flops / hardware.bf16_flops if setup.vllm_bf16_attention else 1.0
     return Engine(
         scenario=scenario,
