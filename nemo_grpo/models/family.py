@@ -172,11 +172,11 @@ class Family:
         """Make a unit of an entry's tensor.
 
         Args:
-            entry: the table's row.
+            entry: row of the table.
             numbers: numbers of the layer and the expert.
             parts: (name, shape) of the Hugging Face tensors that make up the unit.
-            row: its first row in the Megatron tensor.
-            op: how the parts are joined.
+            row: first row of the unit in the Megatron tensor.
+            op: operation that joins the parts.
         """
         hf_shapes = tuple(self.shape(letters) for _, letters in parts)
         tensor_shape = entry.op.megatron_shape([self.shape(letters) for _, letters in entry.hf])

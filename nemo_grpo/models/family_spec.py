@@ -65,7 +65,8 @@ def window_if_used(text_config: Mapping[str, Any]) -> int | None:
 def window_of_later_layers(text_config: Mapping[str, Any]) -> int | None:
     """Read the window of Qwen2, Qwen3 and Qwen2.5-VL.
 
-    ``layer_types`` names the layers that have it; without them those from ``max_window_layers`` on have it.
+    ``layer_types`` tells which layers have a window. Without that key, these are the layers from number
+    ``max_window_layers`` on.
     """
     layer_types = text_config.get("layer_types")
     if layer_types is None:

@@ -95,8 +95,11 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     num_layers = config["num_hidden_layers"]
     layer_types = [SLIDING if layer % 2 == 0 else "full_attention" for layer in range(num_layers)]
     refuse_others(config, {**_FIXED, "layer_types": layer_types}, "gpt-oss")
-    # A YaRN key that is absent counts as transformers' default, or as None where it has none.
-    refuse_others({**dict.fromkeys(_YARN), **_UNSTATED, **spec.rope}, _YARN, "gpt-oss")
+    # An absent YaRN key has transformers' default, or None if there is no default, which is refused, too.
+    rope: dict[str, Any] = dict.fromkeys(_YARN)
+    rope |= _UNSTATED
+    rope |= spec.rope
+    refuse_others(rope, _YARN, "gpt-oss")
     window = config.get("sliding_window", _WINDOW)
     if not window:
         raise UserError(f"config.json: sliding_window={window}, and gpt-oss needs one; download it again")
