@@ -182,7 +182,7 @@ def num_bytes_of(dtype: Dtype, shape: Sequence[int]) -> int:
 
 
 def fp8_scales_shape(shape: tuple[int, ...], block: tuple[int, int] = FP8_BLOCK) -> tuple[int, ...]:
-    """Return the shape of a matrix's scales.
+    """Return the shape of the scales of an FP8 matrix, which has one scale per block.
 
     Args:
         shape: the matrix's shape.

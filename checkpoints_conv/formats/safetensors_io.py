@@ -49,14 +49,14 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Place of one tensor.
+    """Place of one tensor in a safetensors file.
 
     Attributes:
-        file: file that holds it.
-        dtype: dtype in which it is read.
-        shape: its shape.
-        offset: its first byte within the file.
-        scales: scales of a matrix in FP8 or MXFP4.
+        file: file that holds the tensor.
+        dtype: dtype in which the tensor is read.
+        shape: shape of the tensor.
+        offset: first byte of the tensor within the file.
+        scales: place of the scales of an FP8 or MXFP4 matrix; None for other tensors.
     """
 
     file: Path
@@ -112,8 +112,9 @@ class SafetensorsFolder:
         Args:
             folder: the model's folder.
             pieces: names and shapes of the pieces in which to read tensors (`models.shared_mappings`).
-            aliases: prefixes of names in files -> those in the tables.
-            decodes: FP8 and MXFP4 are read as bf16, and their scales are no tensors.
+            aliases: prefixes of names in the files -> prefixes of these names in the tables.
+            decodes: True: FP8 and MXFP4 matrices are read as bf16, and their scales are not listed. False:
+                all tensors are listed as they are stored.
             fp8_block: rows and columns of FP8's blocks.
         """
         self.folder = folder
@@ -176,7 +177,7 @@ class SafetensorsFolder:
             data[:] = byte_view(self._decode_fp8(stored, stored.scales, first, count))
 
     def _decode_fp8(self, stored: StoredTensor, scales: StoredTensor, first: int, count: int) -> Tensor:
-        """Read rows of an FP8 matrix, with the scales of all blocks that they touch."""
+        """Read and decode rows of an FP8 matrix. Reads the scales of all blocks that have one of the rows."""
         columns = stored.shape[1]
         code_bytes = bytearray(count * columns)
         self._fill(stored.file, stored.offset + first * columns, memoryview(code_bytes))
