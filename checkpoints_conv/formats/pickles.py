@@ -31,17 +31,17 @@ _OPCODES_OF_TENSORS = {
 }  # fmt: skip
 """Opcodes by which a tensor is described."""
 _MAX_TENSOR_PICKLE = 4096
-"""Bytes of the longest description of a tensor, and its highest place in the unpickler's memo."""
+"""Largest size in bytes of a tensor's description, and largest place that it may use in the memo."""
 
 
 @dataclass(frozen=True)
 class StoredStorage:
-    """A reference to a storage of a torch.save archive.
+    """Reference to a tensor storage in a torch.save archive.
 
     Attributes:
-        dtype: dtype of its elements.
-        key: name of the archive's member that holds it.
-        num_elements: its length.
+        dtype: dtype of the storage's elements.
+        key: name of the archive's member that holds the storage.
+        num_elements: number of elements of the storage.
     """
 
     dtype: Dtype
@@ -120,7 +120,7 @@ def _fails_in_child(load: Callable[[], Any], num_bytes: int) -> bool:
         except MemoryError:
             os._exit(_OUT_OF_MEMORY)
         except BaseException:
-            # The parent meets it, too, and reports it.
+            # The parent gets the same error when it loads the pickle, and reports it.
             pass
         finally:
             # Not sys.exit: the parent's buffers and exit handlers must not run twice.

@@ -21,7 +21,7 @@ Planned = tuple[str, Dtype, tuple[int, ...]]
 
 
 def plan_shards(tensors: Iterable[Planned], max_shard_bytes: int) -> list[list[Planned]]:
-    """Divide tensors over files, in their order. A file has at most ``max_shard_bytes``, or one larger tensor.
+    """Divide tensors over files, in order. A file has at most ``max_shard_bytes``, or one larger tensor.
 
     Within a file they have the order in which the safetensors library writes them: wide dtypes first, then
     by name.

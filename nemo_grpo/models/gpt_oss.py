@@ -52,15 +52,17 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _expert(layer: str, hf: str, weight: str, bias: str, op: Op, bias_op: Op) -> tuple[Entry, Entry]:
-    """Map weight and bias of one matrix of an expert: a slice of the tensor that has all experts of a layer.
+    """Map the weight and the bias of one matrix of an expert.
+
+    Each is a slice of a Hugging Face tensor that holds all experts of a layer.
 
     Args:
-        layer: Megatron's name of the matrix.
-        hf: Hugging Face's name of it.
-        weight: shape of the slice, in letters.
-        bias: the same of the bias.
-        op: how the weight is joined.
-        bias_op: how the bias is joined.
+        layer: name of the matrix in Megatron.
+        hf: name of the matrix in Hugging Face.
+        weight: shape of the weight's slice, in letters.
+        bias: shape of the bias's slice, in letters.
+        op: operation that makes Megatron's weight.
+        bias_op: operation that makes Megatron's bias.
     """
     megatron = f"{LAYER}mlp.experts.local_experts.{{expert}}.{layer}"
     hf_weight = piece_name(f"{HF_LAYER}mlp.experts.{hf}", "{expert}")
@@ -95,7 +97,7 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     num_layers = config["num_hidden_layers"]
     layer_types = [SLIDING if layer % 2 == 0 else "full_attention" for layer in range(num_layers)]
     refuse_others(config, {**_FIXED, "layer_types": layer_types}, "gpt-oss")
-    # An absent YaRN key has transformers' default, or None if there is no default, which is refused, too.
+    # An absent YaRN key counts with transformers' default, or as None, which is refused, if it has none.
     rope: dict[str, Any] = dict.fromkeys(_YARN)
     rope |= _UNSTATED
     rope |= spec.rope
