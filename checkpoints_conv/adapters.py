@@ -35,9 +35,9 @@ class Adapter:
     """The low-rank update of one unit.
 
     Attributes:
-        unit: the unit of the base that it updates.
-        rank: r.
-        layer: prefix of the adapter's keys.
+        unit: unit of the base model that the adapter updates.
+        rank: number r of rows of A and columns of B.
+        layer: prefix of the adapter's keys in the checkpoint.
     """
 
     unit: Unit
@@ -61,12 +61,12 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Adapted:
-    """A base and its adapters.
+    """A base model and its adapters.
 
     Attributes:
-        family: the base's family.
-        weights: the base's weights.
-        reader: the checkpoint's reader.
+        family: family of the base.
+        weights: weights of the base.
+        reader: reader of the checkpoint with the adapters.
         adapters: unit of the base -> the adapter that updates it.
         alpha: alpha of all adapters.
         is_rank_stabilized: the scale is alpha / sqrt(rank) (2312.03732), not alpha / rank.
@@ -95,15 +95,15 @@ def open_adapted(
     *,
     by_peft: bool = False,
 ) -> Iterator[Adapted]:
-    """Open a checkpoint's adapters and their base; refuse a checkpoint with other trained weights.
+    """Open a checkpoint's adapters and their base. Refuse a checkpoint that has other trained weights, too.
 
     Args:
         megatron_checkpoint: checkpoint that holds the adapters.
         base: Hugging Face folder of the model that was adapted.
         config_folder: folder whose config.json describes the adapted model.
         alpha: alpha of the adapters; None: from the checkpoint's run_config.yaml.
-        num_workers: threads that compare the checkpoint's further weights with the base.
-        by_peft: PEFT will apply the adapters.
+        num_workers: number of threads that compare the checkpoint's other weights with the base.
+        by_peft: True: PEFT will apply the adapters, so adapters that it does not support are refused.
     """
     with open_model(base) as (family, weights), closing(TorchDistReader(megatron_checkpoint)) as reader:
         if by_peft and family.prefix:
@@ -125,7 +125,10 @@ def open_adapted(
 
 
 def _check_fits(adapted: Family, config_folder: Path, base: Family, base_folder: Path) -> None:
-    """Compare a config.json with the base's: training may have overridden what shapes do not show."""
+    """Refuse a config.json that describes another model than the base's.
+
+    Settings such as the numbers of heads may differ without a difference in shapes.
+    """
     properties = _properties(adapted)
     base_properties = _properties(base)
     for name in {**base_properties, **properties}:
@@ -139,7 +142,7 @@ def _check_fits(adapted: Family, config_folder: Path, base: Family, base_folder:
 
 
 def _properties(family: Family) -> dict[str, Any]:
-    """List what makes two configs describe models of the same weights: kind, heads and all shapes."""
+    """Return the properties that two configs of the same weights share: kind, heads and all shapes."""
     return {
         "model_type": family.spec.model_type,
         "num_attention_heads": family.spec.num_attention_heads,
@@ -213,11 +216,11 @@ def _find_adapters(family: Family, reader: TorchDistReader) -> dict[Unit, Adapte
 
 
 def _check_kind(path: Path, peft: Mapping[str, Any], adapters: Iterable[Adapter]) -> None:
-    """Refuse adapters that are computed otherwise than W x + scale B A x, or are of another training.
+    """Refuse adapters that do not compute W x + scale B A x, or whose rank is not that of run_config.yaml.
 
     Args:
         path: run_config.yaml.
-        peft: its section of the adapters.
+        peft: section of that file about the adapters.
         adapters: the adapters in the checkpoint.
     """
     kind = str(peft.get("_target_", _KINDS[0])).rpartition(".")[2]

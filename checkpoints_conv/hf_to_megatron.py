@@ -61,8 +61,8 @@ def hf_to_megatron(
         output: folder to create.
         dtype: dtype of the result (bf16, fp16, fp32); None keeps the source's.
         num_workers: threads.
-        padded_vocab_size: rows of the embeddings; None: the vocabulary as it is (megatron-core pads when it
-            loads).
+        padded_vocab_size: number of rows of the embeddings; None: no padding, because megatron-core pads
+            when it loads the checkpoint.
         resume: finish an interrupted call.
         force: replace an existing output.
         sha256: also write ``SHA256SUMS``.
@@ -92,7 +92,7 @@ Place = tuple[str, tuple[int, ...]]
 
 
 class _Conversion:
-    """One conversion, checked before it starts."""
+    """Conversion of one model. Creating it checks the options and the tensors' dtypes; `run` writes."""
 
     def __init__(
         self, family: Family, weights: SafetensorsFolder, dtype: Dtype | None, padded_vocab_size: int | None
@@ -120,8 +120,8 @@ class _Conversion:
         written_places = {_place_of(chunk) for chunk in written}
         units = [unit for unit in self.units if self._place(unit) not in written_places]
 
-        # A unit is written under its twins' keys first. If only some of these were written, all are written
-        # again, and the metadata must not list the first attempt's, too.
+        # A unit is written under the keys of its twins first, and then under its own. If the last one is
+        # missing, all are written again, and the metadata must not list the chunks of the first attempt, too.
         rewritten = {(key, self._offsets(unit)) for unit in units for key in unit.storage.twins}
         written = [chunk for chunk in written if _place_of(chunk) not in rewritten]
 
@@ -158,7 +158,7 @@ class _Conversion:
         advance(amount=self._num_bytes(unit))
 
     def _pieces(self, unit: Unit) -> Iterator[bytes | memoryview]:
-        """Yield a unit's bytes in its Megatron tensor; each piece is valid until the next."""
+        """Yield a unit's bytes as its Megatron tensor has them. Each piece is valid until the next one."""
         buffer = Buffer()
         dtype = self._dtype(unit)
         if not unit.op.moves_rows:
@@ -194,10 +194,10 @@ class _Conversion:
         return num_rows * math.prod(unit.shape[1:]) * self._dtype(unit).itemsize
 
     def _extra_states(self) -> list[str]:
-        """List keys under which Transformer Engine's layers look for FP8 scales; they accept None.
+        """List the keys under which Transformer Engine's layers look for FP8 scales. They accept None there.
 
-        Norms are such layers too, unless fused into the linear layer after them. megatron-core by default
-        refuses a checkpoint that lacks a key, and ignores others.
+        Norms are such layers, too, unless they are fused into the linear layer that follows. By default
+        megatron-core refuses a checkpoint without one of these keys, and ignores keys that it does not need.
         """
         # A dictionary, because a set would not keep the order.
         keys: dict[str, None] = {}
@@ -220,7 +220,10 @@ def _place_of(chunk: WrittenChunk) -> Place:
 
 
 def _dtypes_by_key(units: list[Unit], weights: SafetensorsFolder, dtype: Dtype | None) -> Mapping[str, Dtype]:
-    """Choose the dtype of each key: one for all its layers, since Megatron stacks them."""
+    """Choose the dtype of each key of the checkpoint.
+
+    Megatron stacks several layers or experts under one key, so all of them must have the same dtype.
+    """
     dtypes: dict[str, Dtype] = {}
     for unit in units:
         key = unit.storage.key

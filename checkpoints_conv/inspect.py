@@ -33,14 +33,11 @@ class Summary:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """List (label, text) for people."""
+        """List the values as (label, text), to be printed."""
         return [(_LABELS[name], _formatted(name, value)) for name, value in self.values.items()]
 
     def to_json(self, tensors: bool = False) -> dict[str, Any]:
-        """Return ``values``.
-
-        Args: tensors: return the list of all tensors, too.
-        """
+        """Return ``values``, with a list of all tensors if ``tensors`` is True."""
         if not tensors:
             return self.values
         rows = [
@@ -88,7 +85,7 @@ def _formatted(name: str, value: Any) -> str:
 
 
 def summarize(path: str | Path) -> Summary:
-    """Describe a Hugging Face folder or a Megatron checkpoint; every file is checked for its length.
+    """Describe a Hugging Face folder or a Megatron checkpoint, and check the length of every file.
 
     Raises: UserError: the folder is neither, or damaged.
     """

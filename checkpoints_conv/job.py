@@ -28,19 +28,19 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _MayResume(UserError):
-    """A refusal that concerns the output's place, not the source; finished pieces stay for ``--resume``."""
+    """A refusal because of the output's place, not of the source. Finished pieces stay for ``--resume``."""
 
 
 class Job:
-    """One conversion's place on disk; use it as a context manager.
+    """The files of one conversion on disk: lock, journal and result. Use it as a context manager.
 
     Attributes:
         output: final folder.
-        partial: hidden folder beside it, which holds everything until the job is finished.
-        data: folder within it to write to.
-        settings: all that changes the result.
+        partial: hidden folder beside ``output``, which holds everything until the job is finished.
+        data: folder within ``partial`` to which the conversion writes.
+        settings: all settings that change the result.
         journal: entries of an interrupted attempt.
-        num_recorded: pieces that are done, those of an interrupted attempt included.
+        num_recorded: number of finished pieces, those of an interrupted attempt included.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Job:
         Args:
             output: folder to create.
             source: folder that is converted; it must not change between attempts.
-            settings: all that changes the result; a resumed job must have the same.
+            settings: all settings that change the result; a resumed job must have the same ones.
             resume: go on with an interrupted attempt.
-            force: replace an existing output, or start over.
+            force: replace an existing output, or start an interrupted attempt anew.
             also_read: further folders that the output must not replace.
         """
         self.output = output.absolute()
@@ -159,7 +159,7 @@ class Job:
 
     def _check_settings(self, first_settings: dict[str, Any]) -> None:
         """Refuse to go on with other settings than the first attempt's, which the journal begins with."""
-        # Compared after JSON, which makes lists of tuples.
+        # The journal went through JSON, which turns tuples into lists, so these settings must, too.
         settings = json.loads(json.dumps(self.settings))
         if settings != first_settings:
             changed = sorted(key for key in settings if self.settings[key] != first_settings.get(key))
@@ -189,7 +189,7 @@ class Job:
 
         Args:
             num_bytes: size of the result.
-            reuses: the bytes overwrite an interrupted attempt's.
+            reuses: True: the result overwrites the files of an interrupted attempt, whose space then counts.
         """
         free = shutil.disk_usage(self.partial).free
         num_reused = self.num_allocated() if reuses else 0
@@ -218,9 +218,9 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the lock. A failed job leaves its partial folder for ``--resume`` if anything was done.
+        """Release the lock. A failed job keeps its partial folder for ``--resume`` if any piece is finished.
 
-        A source that was refused would be refused again, so nothing of it stays.
+        After a refused source the partial folder is removed, since the source would be refused again.
         """
         self._lock.close()
         is_refused = isinstance(error, UserError) and not isinstance(error, _MayResume)
@@ -240,7 +240,7 @@ class Job:
 
 
 def run_parallel(items: Iterable[Item], work: Callable[[Item], None], num_workers: int) -> None:
-    """Do ``work`` on every item, on threads; the first failure or Ctrl-C stops all of them.
+    """Do ``work`` on every item, on several threads. The first failure or Ctrl-C stops all of them.
 
     Reading, writing and checksums release Python's lock, so threads overlap the disk with the processor.
     """
@@ -278,7 +278,7 @@ FLUSH_SECONDS = 0.2
 
 @contextlib.contextmanager
 def flush_behind(descriptors: Sequence[int]) -> Iterator[None]:
-    """Flush these files in the background, so that little remains for the end."""
+    """Flush these files to disk in the background, so that the final flush is short."""
     stop = threading.Event()
 
     def flush() -> None:
@@ -318,7 +318,7 @@ _RESULT_FILES = (
 
 
 def _contains(folder: Path, path: Path) -> bool:
-    """True if a path is the folder or lies in it."""
+    """Return True if a path is the folder itself or lies in it."""
     return folder == path or folder in path.parents
 
 

@@ -31,7 +31,7 @@ _ROWS = 64
 
 @contextmanager
 def open_model(folder: Path) -> Iterator[tuple[Family, SafetensorsFolder]]:
-    """Open a model folder; yields its family and its weights."""
+    """Open a model folder, check it, and yield its family and its weights."""
     config = hf_config(folder)
     family = family_for(config)
     check_no_other_weights(folder, config)
@@ -82,7 +82,7 @@ def _check_tied(
     read_embedding: ReadRows,
     read_output: ReadRows,
 ) -> None:
-    """Refuse an output layer that differs from the embedding, a few rows at a time."""
+    """Refuse an output layer that differs from the embedding. They are compared a few rows at a time."""
     if embedding_shape != output_shape:
         refuse_untied(family.tied_by)
     num_rows = embedding_shape[0]
@@ -121,12 +121,12 @@ class Place:
 def locate(
     family: Family, reader: TorchDistReader, lora_remedy: str = "use --lora merge or --lora adapter"
 ) -> list[Place]:
-    """Find every unit of the model; refuse a checkpoint with anything else.
+    """Find the place of every unit of the model, and refuse a checkpoint that holds other weights, too.
 
     Args:
         family: the model.
         reader: the checkpoint.
-        lora_remedy: remedy that the refusal of a checkpoint with adapters names.
+        lora_remedy: remedy in the message that refuses a checkpoint with adapters.
     """
     check_run_config(family, reader.folder / RUN_CONFIG)
     stored = {name: key.shape for name, key in reader.weights.items()}
@@ -138,7 +138,10 @@ def locate(
 
 
 def locate_beside_adapters(family: Family, reader: TorchDistReader) -> tuple[list[Place], set[str]]:
-    """Find the model's own units in a checkpoint of adapters, and the names of what is neither."""
+    """Find the base model's units in a checkpoint with adapters.
+
+    Returns: the places of these units; the keys that are neither adapters nor units of the model.
+    """
     stored = {name: key.shape for name, key in reader.weights.items() if ADAPTER not in name}
     # A checkpoint of adapters may hold none of the base, so absent keys are no fault.
     names, _absent_keys, extra_keys = _match(family, stored)
@@ -148,7 +151,13 @@ def locate_beside_adapters(family: Family, reader: TorchDistReader) -> tuple[lis
 def _match(
     family: Family, stored: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[Unit, str], set[str], set[str]]:
-    """Return the key of every stored unit, the keys of missing units, and keys of no unit."""
+    """Match the keys of a checkpoint with the units of a model.
+
+    Args:
+        family: the model.
+        stored: key -> shape.
+    Returns: stored unit -> its key; keys of units that are not stored; stored keys that belong to no unit.
+    """
     names: dict[Unit, str] = {}
     absent_keys: set[str] = set()
     twins: set[str] = set()
@@ -207,7 +216,7 @@ def _check_tied_keys(family: Family, reader: TorchDistReader) -> None:
 
 
 def _check_shape(unit: Unit, name: str, shape: tuple[int, ...]) -> None:
-    """Refuse a key of another shape than config.json says; rows of the vocabulary may be padded."""
+    """Refuse a key whose shape is not the one that config.json gives. The vocabulary's rows may be padded."""
     stack = unit.storage.stack if name in unit.storage.stacked_keys else ()
     expected = (*stack, unit.tensor_rows, *unit.shape[1:])
     if len(shape) != len(expected):

@@ -3,8 +3,8 @@
 Megatron adapts a fused layer with one pair A [r, in], B [out, r]: y = W x + (alpha / r) B A x. Rows of B are
 divided like rows of W, so queries, keys and values share A and have a B each; likewise gate and up.
 
-One pipeline (`_export`) opens the adapters, plans, writes and resumes; a sink says which tensors and which
-further files it writes.
+`_export` writes either form of the result and resumes an interrupted attempt. A sink tells it which tensors
+and which further files to write.
 """
 
 import json
@@ -30,14 +30,14 @@ from nemo_grpo.support.progress import progress
 
 
 class _Sink(Protocol):
-    """One form of the result.
+    """One form of the result: a merged model, or a PEFT adapter.
 
     Attributes:
         units: units that are written.
-        planned: the result's tensors.
-        file_name: name of its safetensors files.
-        max_shard_bytes: size of the largest.
-        settings: settings that change the result, beside the adapters and the base.
+        planned: names, dtypes and shapes of the result's tensors.
+        file_name: beginning of the names of its safetensors files.
+        max_shard_bytes: size of the largest safetensors file.
+        settings: settings that change the result, besides the adapters and the base.
     """
 
     units: list[Unit]
@@ -47,10 +47,10 @@ class _Sink(Protocol):
     settings: dict[str, Any]
 
     def tensors(self, unit: Unit) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of a unit, not yet rounded."""
+        """Yield (name, tensor) of a unit, before the tensor is converted to its planned dtype."""
 
     def write_side_files(self, folder: Path) -> None:
-        """Write everything but weights."""
+        """Write all files of the result except the weights."""
 
 
 class _MergedModel:
@@ -128,7 +128,7 @@ class _PeftAdapter:
         names = {name for unit in self.units for name in unit.hf}
         modules = {re.sub(r"\.weight$", "", name).rpartition(".")[2] for name in names}
         training = training_of(self.adapted.reader.folder)
-        # PEFT scales by lora_alpha / r: of rank-stabilized adapters this is alpha times the root of r.
+        # PEFT scales by lora_alpha / r. Rank-stabilized adapters scale by alpha / sqrt(r).
         alpha = self.adapted.alpha
         if self.adapted.is_rank_stabilized:
             alpha *= math.sqrt(self.rank)
@@ -221,7 +221,7 @@ def _job(
     resume: bool,
     force: bool,
 ) -> Job:
-    """Make the job of one form of the result."""
+    """Make the `Job` of a sink; its settings also tell changes of alpha, dtype and base."""
     base = adapted.weights.folder
     settings = sink.settings | {"alpha": adapted.alpha, "dtype": str(dtype), "base": fingerprint(base)}
     return Job(output, checkpoint, settings, resume, force, [base, config_folder])

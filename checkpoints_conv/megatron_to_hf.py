@@ -52,7 +52,7 @@ def megatron_to_hf(
     force: bool = False,
     sha256: bool = False,
 ) -> Path:
-    """Convert a checkpoint, saved at whatever parallel layout; optimizer state is not read.
+    """Convert a checkpoint of any parallel layout. Optimizer state is not read.
 
     Args:
         megatron_checkpoint: torch_dist folder, its parent, or NeMo-RL's ``step_N``.
@@ -94,7 +94,7 @@ def megatron_to_hf(
 
 
 def _tensors(places: list[Place], reader: TorchDistReader, dtype: Dtype | None) -> Iterator[Planned]:
-    """List the result's tensors."""
+    """Yield name, dtype and shape of each tensor of the result."""
     main = main_dtype((place.name, reader.keys[place.name].dtype, place.unit.shape) for place in places)
     for place in places:
         tensor_dtype = reader.keys[place.name].dtype
@@ -111,7 +111,10 @@ def _tensors(places: list[Place], reader: TorchDistReader, dtype: Dtype | None) 
 def shards(
     job: Job, planned: list[Planned], max_shard_bytes: int, name: str = "model"
 ) -> Iterator[tuple[SafetensorsWriter, set[str]]]:
-    """Yield a result's files, and the names of the tensors that an interrupted attempt finished."""
+    """Open the safetensors files of a result, and write their index at the end.
+
+    Yields: the files' writer, and the names of the tensors that an interrupted attempt finished.
+    """
     job.need_space(sum(num_bytes_of(dtype, shape) for _, dtype, shape in planned), reuses=True)
     writer = SafetensorsWriter(job.data, planned, max_shard_bytes, name)
     try:
@@ -131,7 +134,7 @@ def _convert_all(
     dims: dict[str, int],
     num_workers: int,
 ) -> None:
-    """Write the Hugging Face tensors of these places."""
+    """Convert the units at these places of the checkpoint, on several threads."""
 
     def convert(place: Place, advance: Advance) -> None:
         parts = [writer.open(name) for name in place.unit.hf]
@@ -150,7 +153,7 @@ def _convert_all(
 
 
 def _write_parts(unit: Unit, block: Block, parts: Sequence[TensorWriter], dims: dict[str, int]) -> None:
-    """Write a unit's Hugging Face tensors in the dtypes that were planned."""
+    """Write the Hugging Face tensors of a unit, in the dtypes that were planned for them."""
     if unit.op.keeps_order:
         for rows in unit.pieces(dims, PIECE_BYTES // block.dtype.itemsize):
             part = parts[rows.part]
@@ -163,12 +166,12 @@ def _write_parts(unit: Unit, block: Block, parts: Sequence[TensorWriter], dims: 
 
 
 def copy_with_config(source: Path, target: Path, dtype: Dtype) -> None:
-    """Copy config, generation config, tokenizer and chat templates; the config gets the weights' dtype."""
+    """Copy config, generation config, tokenizer and chat templates, and adapt the config to the result."""
     names = copy_side_files(source, target)
     config = hf_config(source)
-    # It describes a base in FP8 or the like, and the result is not quantised.
+    # The source may be quantised, to FP8 for example. The result is not.
     config.pop("quantization_config", None)
-    # It names the source's weight files.
+    # This key names the source's weight files, which the result does not have.
     config.pop(WEIGHTS_KEY, None)
     if not auto_map_files(config) <= names:
         # transformers has every family that is converted, and would look for code that is not there.

@@ -1,4 +1,4 @@
-"""The files by which Megatron-Bridge and NeMo-RL recognise a checkpoint and build its model."""
+"""Files beside the weights that Megatron-Bridge and NeMo-RL need to find a checkpoint and build its model."""
 
 import logging
 import struct
@@ -50,7 +50,7 @@ _ACTIVATIONS = {
 }
 """config.json's activations -> functions of Megatron-Bridge's providers."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Values with which megatron-core computes wherever rope_scaling is true."""
+"""Values that megatron-core has built in for rope_scaling=true."""
 _PROVIDER = "megatron.bridge.models.gpt_provider.GPTModelProvider"
 
 
@@ -91,7 +91,7 @@ def _write_train_state(path: Path, iteration: int) -> None:
 
 
 def lost_settings(family: Family) -> list[str]:
-    """List settings that run_config.yaml cannot express."""
+    """List the settings of config.json that run_config.yaml cannot express, as "key value"."""
     rope = family.spec.rope
     lost = [f"{key} {value:g}" for key, value in family.lost_settings.items()]
 
@@ -114,11 +114,11 @@ def lost_settings(family: Family) -> list[str]:
 
 
 def check_run_config(family: Family, path: Path) -> None:
-    """Compare a checkpoint's model settings with config.json, where shapes do not show them.
+    """Refuse a checkpoint whose model settings differ from config.json's. Shapes do not show all of them.
 
     Args:
         family: the model of config.json.
-        path: place of run_config.yaml; without it NeMo's model.yaml is compared, if there is one.
+        path: path of run_config.yaml. If it does not exist, NeMo's model.yaml is compared, if that exists.
     """
     section = "model"
     compared = dict(COMPARED)
@@ -144,7 +144,10 @@ def check_run_config(family: Family, path: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Reduce a function to its name, and a number that YAML 1.1 reads as a text (1e-06) to a number."""
+    """Simplify a setting, so that two of them can be compared.
+
+    A function becomes its name. A text such as 1e-06, which YAML 1.1 does not read as a number, becomes one.
+    """
     if isinstance(value, dict):
         return value.get("_target_")
     try:
@@ -154,7 +157,7 @@ def _plain(value: Any) -> Any:
 
 
 def _shortened(value: Any) -> str:
-    """Shorten a value for a message; a short YAML file can stand for a value of any length."""
+    """Shorten a value for a message, because even a short YAML file can expand to a very long value."""
     if isinstance(value, list):
         if any(isinstance(item, list) for item in value):
             return "lists within lists"
@@ -168,7 +171,7 @@ def _shortened(value: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader without merge keys, by which a short file can expand to any size."""
+    """A YAML loader that refuses merge keys, with which a short file can expand to any size."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
@@ -189,7 +192,7 @@ def read_section(path: Path, section: str) -> dict[str, Any]:
 
 
 def model_section(family: Family, dtype: Dtype) -> dict[str, Any]:
-    """Build the section from which Megatron-Bridge's provider builds the model, from config.json."""
+    """Build the section ``model`` of run_config.yaml, from which Megatron-Bridge builds the model."""
     config = family.config
     spec = family.spec
     if spec.hidden_act not in _ACTIVATIONS:

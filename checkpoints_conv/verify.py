@@ -27,15 +27,16 @@ from nemo_grpo.support.progress import progress
 
 @dataclass
 class Comparison:
-    """The outcome.
+    """Result of `verify`.
 
     Attributes:
         compared: names of the Hugging Face tensors that were compared.
-        different: names whose bits differ, with the largest difference.
-        rounded: the same for names whose bits differ by the rounding of one conversion alone: one side is
-            what converting the other gives.
-        num_hashed: files that were checked against a ``SHA256SUMS``.
-        cast: (Hugging Face, Megatron) dtypes where they differ; the former was converted before comparing.
+        different: tensors whose bits differ: name -> largest difference.
+        rounded: tensors whose bits differ only because a conversion rounded them: name -> largest difference.
+            Converting one side gives the other.
+        num_hashed: number of files that were checked against a ``SHA256SUMS``.
+        cast: pairs (Hugging Face, Megatron) of different dtypes. The Hugging Face numbers were converted to
+            Megatron's dtype before they were compared.
     """
 
     compared: set[str] = field(default_factory=set)
@@ -49,7 +50,7 @@ class Comparison:
         return len(self.compared)
 
     def to_json(self) -> dict[str, Any]:
-        """Return numbers and names; a difference that is no number (NaN) is null."""
+        """Return the result in JSON's types. A difference of NaN becomes null."""
         return {
             "num_tensors": self.num_tensors,
             "different": _without_nan(self.different),
@@ -73,7 +74,7 @@ def _short(dtype: Dtype) -> str:
 
 @dataclass(frozen=True)
 class Gap:
-    """A piece whose bits differ.
+    """Difference between the two sides of a piece whose bits differ.
 
     Attributes:
         size: the largest difference.
@@ -87,7 +88,7 @@ class Gap:
 
 
 def verify(hf_model: str | Path, megatron_checkpoint: str | Path, num_workers: int = 2) -> Comparison:
-    """Compare every tensor; a few megabytes in memory per worker.
+    """Compare every tensor of a model folder and a checkpoint, with a few megabytes of memory per worker.
 
     Raises: UserError: a folder cannot be read, or is of another model.
     """
@@ -132,7 +133,7 @@ def _largest(gaps: Sequence[Gap]) -> float:
 
 
 def gaps_of(place: Place, family: Family, weights: SafetensorsFolder, reader: TorchDistReader) -> list[Gap]:
-    """Compare the pieces of a unit, in Megatron's dtype; list those whose bits differ."""
+    """Compare a unit piece by piece, in Megatron's dtype, and return the gaps of pieces whose bits differ."""
     unit = place.unit
     with place.open(reader) as block:
         if unit.op.computes:
@@ -156,7 +157,7 @@ def _gaps_by_piece(unit: Unit, weights: SafetensorsFolder, block: Block, dims: D
 
 
 def _gap(hf: memoryview, hf_dtype: Dtype, megatron: memoryview, dtype: Dtype) -> Gap | None:
-    """Measure the largest difference in Megatron's dtype; None: the bits are the same."""
+    """Compare two pieces in Megatron's dtype. Return their largest difference, or None if they are equal."""
     if hf_dtype != dtype:
         hf = byte_view(tensor_of(hf, hf_dtype).to(dtype.torch))
     if same(hf, megatron):
@@ -165,10 +166,10 @@ def _gap(hf: memoryview, hf_dtype: Dtype, megatron: memoryview, dtype: Dtype) ->
 
 
 def _computed_gaps(unit: Unit, weights: SafetensorsFolder, block: Block, dims: Dims) -> list[Gap]:
-    """Compare numbers that conversion changes: both directions must give the other side's bits.
+    """Compare a unit whose numbers the conversion changes: converting each side must give the other's bits.
 
-    One direction alone would call a checkpoint equal that rounded the numbers on the way in, or damaged one
-    whose trained numbers the export had to round.
+    The import alone would pass a checkpoint whose numbers were rounded on the way in. It would also fail one
+    that trained further, because the export had to round its numbers.
     """
     hf = [weights.read(name) for name in unit.hf]
     megatron = tensor_of(block.read(unit.tensor_rows), block.dtype, unit.shape)

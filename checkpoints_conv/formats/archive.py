@@ -31,7 +31,7 @@ from nemo_grpo.support.errors import UserError
 _NAME = "archive"
 """Folder of the members within the archive, as torch.save names it."""
 _ALIGNMENT = 64
-"""Bytes; data begins at a multiple of them within the archive, as torch.save has it."""
+"""Alignment in bytes of the data within the archive, as in torch.save."""
 _LOCAL_HEADER = struct.Struct("<26x2H")
 """A zip member's header up to the lengths of its name and of its extra field."""
 _EXTRA_HEADER_BYTES = 4
@@ -41,13 +41,13 @@ _ZIP64_EXTRA_BYTES = 20
 
 
 class Section(io.RawIOBase):
-    """A part of a file as a file of its own, for zipfile.
+    """A part of a file that zipfile can read and write as if it were a whole file.
 
     Attributes:
-        descriptor: the file.
-        start: first byte of the part.
-        length: bytes that are in it.
-        position: where the next read or write begins, from ``start``.
+        descriptor: descriptor of the file.
+        start: first byte of the part in the file.
+        length: number of bytes in the part.
+        position: byte of the part at which the next read or write begins.
     """
 
     def __init__(self, descriptor: int, start: int, length: int = 0) -> None:
@@ -99,7 +99,7 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TensorReference:
-    """A contiguous tensor whose bytes are in the archive's ``data/<key>``; pickled as torch.save does."""
+    """A contiguous tensor whose bytes are in ``data/<key>`` of the archive. It pickles as in torch.save."""
 
     dtype: Dtype
     shape: tuple[int, ...]
@@ -133,8 +133,8 @@ def save(stream: Any, tree: Any, data: Mapping[str, Iterable[bytes | memoryview]
 
     Args:
         stream: file to write to.
-        tree: plain values and `TensorReference`.
-        data: key of each storage -> its bytes, in pieces.
+        tree: content of the archive: plain values, and a `TensorReference` in place of each tensor.
+        data: key of each tensor's data -> its bytes, in pieces.
     """
     with zipfile.ZipFile(stream, "w") as archive:
         members = {"data.pkl": _pickled(tree), "byteorder": b"little", "version": b"3\n"}
@@ -150,11 +150,11 @@ def save(stream: Any, tree: Any, data: Mapping[str, Iterable[bytes | memoryview]
 
 
 def _padding(position: int, name_length: int) -> bytes:
-    """Make an extra field after which a member's data is aligned, as torch.save writes it (tag FB).
+    """Make the extra field (tag FB) that aligns a member's data, as torch.save does.
 
     Args:
         position: first byte of the member's header.
-        name_length: length of its name.
+        name_length: length of the member's name.
     """
     header_bytes = _LOCAL_HEADER.size + name_length + _EXTRA_HEADER_BYTES + _ZIP64_EXTRA_BYTES
     num_padding_bytes = -(position + header_bytes) % _ALIGNMENT
@@ -163,13 +163,13 @@ def _padding(position: int, name_length: int) -> bytes:
 
 @dataclass(frozen=True)
 class _Layout:
-    """A saved tensor as its pickle describes it.
+    """Layout of a saved tensor, as its pickle describes it.
 
     Attributes:
-        storage: its bytes.
-        offset: first element in the storage.
-        shape: its shape.
-        stride: elements from one index to the next, per axis.
+        storage: storage with the tensor's bytes.
+        offset: first element of the tensor in the storage.
+        shape: shape of the tensor.
+        stride: per axis, elements from one index to the next.
     """
 
     storage: StoredStorage
@@ -179,7 +179,7 @@ class _Layout:
 
     @property
     def is_plain(self) -> bool:
-        """True if the storage is the tensor's elements in their order."""
+        """True if the storage holds exactly the tensor's elements, in their order."""
         if self.offset != 0 or math.prod(self.shape) != self.storage.num_elements:
             return False
         contiguous = strides_of(self.shape)
@@ -216,21 +216,21 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class SavedTensor:
-    """One saved tensor, read from front to end.
+    """A tensor in a torch.save archive, read from front to end.
 
     Attributes:
-        dtype: its dtype.
-        shape: its shape.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
     """
 
     def __init__(self, file: Path, descriptor: int, start: int, length: int) -> None:
         """Read the archive's directory and the tensor's layout.
 
         Args:
-            file: the file's name, for messages.
-            descriptor: the file.
-            start: first byte of the archive.
-            length: bytes of the archive.
+            file: name of the file, for messages.
+            descriptor: descriptor of the file.
+            start: first byte of the archive in the file.
+            length: number of bytes of the archive.
         """
         self._file = file
         self._descriptor = descriptor
@@ -296,7 +296,7 @@ class SavedTensor:
 
     @cached_property
     def _in_order(self) -> memoryview:
-        """The elements of a tensor with other strides, in memory; such tensors are rare."""
+        """Elements in their order of a tensor with unusual strides. It is read whole, because it is rare."""
         stored = bytearray(self._num_bytes)
         read_into(self._descriptor, self._data_start, memoryview(stored))
         layout = self._layout
@@ -310,7 +310,7 @@ class SavedTensor:
             raise damaged(self._file, f"the chunk at byte {self._start} does not match its checksum")
 
     def _check_until(self, offset: int) -> None:
-        """Take the bytes before ``offset`` that nobody asked for into the checksum."""
+        """Add the bytes that were skipped before ``offset`` to the checksum."""
         num_skipped = offset - self._position
         self._crc32 = crc32_of(self._descriptor, self._data_start + self._position, num_skipped, self._crc32)
         self._position = offset

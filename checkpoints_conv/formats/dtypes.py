@@ -1,4 +1,4 @@
-"""The dtypes of stored tensors, known without importing torch, which takes seconds, and block-scaled formats.
+"""Dtypes of stored tensors, described without importing torch, which takes seconds; and block-scaled formats.
 
 FP8 as of DeepSeek-V3: ``weight`` and one scale per block, ``weight_scale_inv``; blocks are 128 x 128 or as
 config.json says.
@@ -76,9 +76,9 @@ MXFP4_BLOCKS = "_blocks"
 MXFP4_SCALES = "_scales"
 """Ending of the name of an MXFP4 matrix's scales."""
 MXFP4_BYTES = 16
-"""Bytes of a block, without its scale."""
+"""Bytes of an MXFP4 block, without its scale."""
 _NUM_PER_BLOCK = 32
-"""Numbers of a block."""
+"""Number of values in an MXFP4 block."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Absolute values of the 4-bit codes; the highest bit is the sign."""
 _BIAS = 127
@@ -118,7 +118,7 @@ def narrowed(dtype: Dtype, main: Dtype) -> Dtype:
 
 
 def cast(data: memoryview, stored: Dtype, dtype: Dtype, name: str) -> memoryview:
-    """Convert numbers to another dtype; the same memory if it is the same."""
+    """Convert numbers to another dtype. If they have it already, the same memory is returned."""
     if stored == dtype:
         # Here and not in `cast_tensor`: bytes that stay as they are need no import of torch.
         return data
@@ -182,7 +182,7 @@ def num_bytes_of(dtype: Dtype, shape: Sequence[int]) -> int:
 
 
 def fp8_scales_shape(shape: tuple[int, ...], block: tuple[int, int] = FP8_BLOCK) -> tuple[int, ...]:
-    """Return the shape of a matrix's scales.
+    """Return the shape of the scales of an FP8 matrix, which has one scale per block.
 
     Args:
         shape: the matrix's shape.
@@ -209,7 +209,7 @@ def decode_fp8(codes: Tensor, scales: Tensor, first: int, block: tuple[int, int]
 
 
 def mxfp4_shape(blocks: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return [E, in, out]; None if these are no blocks and their scales."""
+    """Return the shape [E, in, out] of the matrices, or None if these are no shapes of blocks and scales."""
     if len(blocks) != 4 or blocks[3] != MXFP4_BYTES or blocks[:3] != scales:
         return None
     return blocks[0], blocks[2] * _NUM_PER_BLOCK, blocks[1]

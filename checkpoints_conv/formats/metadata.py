@@ -45,12 +45,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Key:
-    """A stored tensor, all layers of it where layers are stacked.
+    """A stored tensor. If layers are stacked, it holds all of them.
 
     Attributes:
-        shape: its shape.
-        dtype: its dtype.
-        chunks: its blocks, one or more per rank that saved.
+        shape: shape of the whole tensor.
+        dtype: dtype of the tensor.
+        chunks: blocks of the tensor, one or more from each rank that saved.
     """
 
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Key:
 
 
 class _Record:
-    """Fields of a class in the metadata's pickle; importing the classes would take a second."""
+    """Holds the fields of an object in the metadata's pickle, in place of the object's real class."""
 
     def __setstate__(self, state: Any) -> None:
         # TensorProperties, whose dtype comes first, is the one class that keeps no names.
@@ -71,19 +71,19 @@ class _Record:
 
 
 class _Enumeration(_Record):
-    """An enumeration; which member of it does not matter here."""
+    """Stands for a member of an enumeration. Its value is not needed here."""
 
     def __init__(self, _member: Any) -> None:
         """Take the member's value, or from `_member_of` its name."""
 
 
 def _record(name: str, base: type[_Record] = _Record) -> Any:
-    """Make a class of our own that takes the place of one of torch's or Megatron's."""
+    """Make a class that stands for one of torch's or Megatron's in the pickle."""
     return type(name, (base,), {})
 
 
 def _member_of(file: str, owner: Any, name: Any) -> _Enumeration:
-    """Replace the ``getattr`` with which Python 3.11.2 (Debian 12) pickles an enumeration's member.
+    """Stand for ``getattr``, by which Python 3.11.2 (Debian 12) pickles a member of an enumeration.
 
     Args:
         file: the file's name, for messages.

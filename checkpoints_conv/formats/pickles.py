@@ -31,17 +31,17 @@ _OPCODES_OF_TENSORS = {
 }  # fmt: skip
 """Opcodes by which a tensor is described."""
 _MAX_TENSOR_PICKLE = 4096
-"""Bytes of the longest description of a tensor, and its highest place in the unpickler's memo."""
+"""Largest size in bytes of a tensor's description, and largest place that it may use in the memo."""
 
 
 @dataclass(frozen=True)
 class StoredStorage:
-    """A reference to a storage of a torch.save archive.
+    """Reference to a tensor storage in a torch.save archive.
 
     Attributes:
-        dtype: dtype of its elements.
-        key: name of the archive's member that holds it.
-        num_elements: its length.
+        dtype: dtype of the storage's elements.
+        key: name of the archive's member that holds the storage.
+        num_elements: number of elements of the storage.
     """
 
     dtype: Dtype
@@ -57,7 +57,7 @@ def refused(file: str, name: str) -> UserError:
 
 
 class RefusingUnpickler(pickle.Unpickler):
-    """An unpickler that knows a list of names and refuses every other.
+    """An unpickler that knows a list of allowed names and refuses all other names.
 
     Attributes:
         allowed: (module, name) -> the object to use in its place.
@@ -85,7 +85,7 @@ class RefusingUnpickler(pickle.Unpickler):
 
 
 def load_guarded(path: Path, allowed: dict[tuple[str, str], Any]) -> Any:
-    """Load a pickle file, which a child process reads first.
+    """Load a pickle file, after a child process has shown that loading it does no harm.
 
     Deeply nested keys overflow the C stack, others take for ever to hash, and a few bytes can ask for all of
     the memory; none of it is an exception.
@@ -101,7 +101,10 @@ def load_guarded(path: Path, allowed: dict[tuple[str, str], Any]) -> Any:
 
 
 def _fails_in_child(load: Callable[[], Any], num_bytes: int) -> bool:
-    """True if a child process dies or lacks memory while it loads; the parent meets other errors itself."""
+    """Return True if a child process dies or runs out of memory while it loads the pickle.
+
+    Other errors do not count: the parent gets them itself when it loads.
+    """
     with warnings.catch_warnings():
         # Python 3.12 warns that other threads do not survive a fork; the child uses none.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -117,7 +120,7 @@ def _fails_in_child(load: Callable[[], Any], num_bytes: int) -> bool:
         except MemoryError:
             os._exit(_OUT_OF_MEMORY)
         except BaseException:
-            # The parent meets it, too, and reports it.
+            # The parent gets the same error when it loads the pickle, and reports it.
             pass
         finally:
             # Not sys.exit: the parent's buffers and exit handlers must not run twice.
@@ -127,7 +130,7 @@ def _fails_in_child(load: Callable[[], Any], num_bytes: int) -> bool:
 
 
 def _limit(num_bytes: int) -> None:
-    """Limit this process to the time and memory of a pickle of this size, beyond what it has taken."""
+    """Limit the further time and memory of this process to what a pickle of this size may need."""
     times = os.times()
     used_seconds = int(times.user + times.system)
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -146,7 +149,10 @@ def _lower(kind: int, limit: int) -> None:
 
 
 def check_describes_tensor(pickled: bytes) -> None:
-    """Refuse a pickle that does more than describe a tensor; there are too many for a child process each."""
+    """Refuse a pickle that does more than describe a tensor.
+
+    There is one per chunk, too many to load each of them in a child process first.
+    """
     if len(pickled) > _MAX_TENSOR_PICKLE:
         raise ValueError(f"{len(pickled)} bytes describe one tensor")
     for opcode, argument, _ in pickletools.genops(pickled):

@@ -39,7 +39,7 @@ def damaged(file: Path, reason: str) -> UserError:
 
 
 def same(first: memoryview, second: memoryview) -> bool:
-    """True if all bytes are equal."""
+    """Return True if all bytes are equal."""
     if len(first) != len(second):
         return False
     # Python compares memory element by element, so elements of eight bytes take an eighth of the time.
@@ -48,7 +48,10 @@ def same(first: memoryview, second: memoryview) -> bool:
 
 
 def open_all(files: Iterable[Path]) -> dict[Path, int]:
-    """Open files to read, as many as the system allows; 512 ranks leave more than the usual 1024."""
+    """Open files to read, after raising the limit of open files as far as the system allows.
+
+    A checkpoint of 512 ranks has more files than the usual limit of 1024.
+    """
     _soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     descriptors: dict[Path, int] = {}
@@ -69,7 +72,7 @@ def open_all(files: Iterable[Path]) -> dict[Path, int]:
 
 
 def close_all(descriptors: dict[Path, int]) -> None:
-    """Close files and forget them."""
+    """Close files, and remove them from the dictionary."""
     while descriptors:
         os.close(descriptors.popitem()[1])
 
@@ -89,12 +92,12 @@ def read_into(descriptor: int, offset: int, buffer: memoryview) -> int:
 
 
 def scatter_into(descriptor: int, offset: int, views: Sequence[memoryview]) -> None:
-    """Fill equally long views, one after the other, from one place in a file, as far as it goes."""
+    """Fill equally long views, one after the other, from an offset of a file; stop at the end of the file."""
     for first in range(0, len(views), _MAX_VIEWS):
         batch = views[first : first + _MAX_VIEWS]
         num_bytes = len(batch) * len(batch[0])
         if os.preadv(descriptor, batch, offset) != num_bytes:
-            # More than 2 GB, or the end of the file: read one by one, which stops nowhere else.
+            # One call reads at most 2 GB. Reading the views one by one stops only at the end of the file.
             for number, view in enumerate(batch):
                 read_into(descriptor, offset + number * len(view), view)
         offset += num_bytes

@@ -49,14 +49,14 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Place of one tensor.
+    """Place of one tensor in a safetensors file.
 
     Attributes:
-        file: file that holds it.
-        dtype: dtype in which it is read.
-        shape: its shape.
-        offset: its first byte within the file.
-        scales: scales of a matrix in FP8 or MXFP4.
+        file: file that holds the tensor.
+        dtype: dtype in which the tensor is read.
+        shape: shape of the tensor.
+        offset: first byte of the tensor within the file.
+        scales: place of the scales of an FP8 or MXFP4 matrix; None for other tensors.
     """
 
     file: Path
@@ -112,8 +112,9 @@ class SafetensorsFolder:
         Args:
             folder: the model's folder.
             pieces: names and shapes of the pieces in which to read tensors (`models.shared_mappings`).
-            aliases: prefixes of names in files -> those in the tables.
-            decodes: FP8 and MXFP4 are read as bf16, and their scales are no tensors.
+            aliases: prefixes of names in the files -> prefixes of these names in the tables.
+            decodes: True: FP8 and MXFP4 matrices are read as bf16, and their scales are not listed. False:
+                all tensors are listed as they are stored.
             fp8_block: rows and columns of FP8's blocks.
         """
         self.folder = folder
@@ -176,7 +177,7 @@ class SafetensorsFolder:
             data[:] = byte_view(self._decode_fp8(stored, stored.scales, first, count))
 
     def _decode_fp8(self, stored: StoredTensor, scales: StoredTensor, first: int, count: int) -> Tensor:
-        """Read rows of an FP8 matrix, with the scales of all blocks that they touch."""
+        """Read and decode rows of an FP8 matrix. Reads the scales of all blocks that have one of the rows."""
         columns = stored.shape[1]
         code_bytes = bytearray(count * columns)
         self._fill(stored.file, stored.offset + first * columns, memoryview(code_bytes))
@@ -192,7 +193,7 @@ class SafetensorsFolder:
         return decode_fp8(codes, block_scales, first, self.fp8_block)
 
     def _decode_mxfp4(self, stored: StoredTensor, scales: StoredTensor) -> Tensor:
-        """Read a matrix of 4-bit numbers."""
+        """Read and decode a matrix of 4-bit numbers."""
         code_bytes = bytearray(scales.num_bytes * MXFP4_BYTES)
         scale_bytes = bytearray(scales.num_bytes)
         self._fill(stored.file, stored.offset, memoryview(code_bytes))
@@ -205,7 +206,7 @@ class SafetensorsFolder:
             raise damaged(file, "it ends within a tensor")
 
     def _pair_scales(self) -> None:
-        """Attach the scales of FP8 matrices to them."""
+        """Attach its scales to each FP8 matrix, and list the matrix as bf16, in which it is read."""
         scales_names = [name for name in self.tensors if name.endswith(FP8_SCALE)]
         for scales_name in scales_names:
             matrix_name = scales_name.removesuffix(FP8_SCALE)
@@ -224,7 +225,7 @@ class SafetensorsFolder:
             del self.tensors[scales_name]
 
     def _pair_blocks(self) -> None:
-        """Join the 4-bit numbers of MXFP4 matrices and their scales."""
+        """List the blocks of 4-bit numbers and the scales of an MXFP4 matrix as one bf16 matrix."""
         blocks_names = [name for name in self.tensors if name.endswith(MXFP4_BLOCKS)]
         for blocks_name in blocks_names:
             matrix_name = blocks_name.removesuffix(MXFP4_BLOCKS)
@@ -244,7 +245,7 @@ class SafetensorsFolder:
             del self.tensors[blocks_name], self.tensors[scales_name]
 
     def _take_apart(self, pieces: Mapping[str, tuple[int, ...]]) -> None:
-        """Replace tensors by their pieces; a tensor of another shape stays whole and is refused later."""
+        """Replace tensors by their pieces. `Family.check_hf` refuses those of another shape later."""
         for tensor_name, pieces_of_tensor in by_tensor(pieces.items()):
             stored = self.tensors.get(tensor_name)
             names, shapes = zip(*pieces_of_tensor, strict=True)
@@ -271,16 +272,17 @@ class SafetensorsFolder:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Read the tensors of one file, by name."""
-    # A header of other JSON fails where its values are used.
+    """Read the header of one file: name -> place of the tensor."""
+    # Valid JSON that is no header raises one of these where its values are used.
     further_errors = (TypeError, AttributeError, KeyError)
     remedy = "it may be truncated; copy or download it again"
     with reading(file, "a safetensors file", remedy, *further_errors), file.open("rb") as stream:
         file_size = file.stat().st_size
         length_field = stream.read(_LENGTH_BYTES)
-        # A file without a whole length field fails the next check.
-        is_whole = len(length_field) == _LENGTH_BYTES
-        length = struct.unpack("<Q", length_field)[0] if is_whole else file_size
+        # A file too short for the length field gets a length that the next check refuses.
+        length = file_size
+        if len(length_field) == _LENGTH_BYTES:
+            length = struct.unpack("<Q", length_field)[0]
         if length > min(file_size - _LENGTH_BYTES, _MAX_HEADER):
             raise damaged(file, f"a header of {length} bytes does not fit in {file_size} bytes")
         header: dict[str, Any] = json.loads(stream.read(length))
@@ -293,7 +295,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 def _check_adjacent(file: Path, tensors: Mapping[str, StoredTensor], start: int, end: int) -> None:
     """Refuse a file whose tensors leave gaps, overlap, or do not end with the file."""
-    # By size, too: an empty tensor begins where the next one does.
+    # Sorted by size, too, because an empty tensor has the same offset as the one after it.
     in_order = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes))
     position = start
     for name, stored in in_order:
@@ -305,13 +307,13 @@ def _check_adjacent(file: Path, tensors: Mapping[str, StoredTensor], start: int,
 
 
 def _stored(file: Path, data_start: int, name: str, entry: Mapping[str, Any]) -> StoredTensor:
-    """Read a tensor's entry of the header.
+    """Read one tensor's entry of a header, and check its numbers.
 
     Args:
-        file: the file.
-        data_start: its first byte after the header.
-        name: the tensor's name.
-        entry: dtype, shape and offsets as the header has them.
+        file: file with the header.
+        data_start: first byte after the header.
+        name: name of the tensor.
+        entry: dtype, shape and offsets of the tensor, as the header has them.
     """
     if entry["dtype"] in SUB_BYTE:
         raise UserError(

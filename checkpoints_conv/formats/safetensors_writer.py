@@ -21,7 +21,7 @@ Planned = tuple[str, Dtype, tuple[int, ...]]
 
 
 def plan_shards(tensors: Iterable[Planned], max_shard_bytes: int) -> list[list[Planned]]:
-    """Divide tensors over files in order; a file holds at most ``max_shard_bytes``, or one larger tensor.
+    """Divide tensors over files, in order. A file has at most ``max_shard_bytes``, or one larger tensor.
 
     Within a file they have the order in which the safetensors library writes them: wide dtypes first, then
     by name.
@@ -109,14 +109,14 @@ class SafetensorsWriter:
         return TensorWriter(name, self.tensors[name], self.descriptors[self.tensors[name].file])
 
     def write(self, name: str, data: memoryview) -> int:
-        """Put a tensor's bytes at their place; returns their crc32."""
+        """Write a tensor's bytes to their place, and return their crc32."""
         place = self.open(name)
         place.write(data)
         assert place.is_full, name
         return place.crc32
 
     def holds(self, name: str, crc32: int) -> bool:
-        """True if the bytes at the tensor's place have this checksum."""
+        """Return True if the bytes at the tensor's place have this checksum."""
         if name not in self.tensors:
             return False
         stored = self.tensors[name]
@@ -126,7 +126,7 @@ class SafetensorsWriter:
         close_all(self.descriptors)
 
     def write_index(self) -> None:
-        """Write the index that transformers and vLLM look for; one file alone needs none."""
+        """Write the index that transformers and vLLM look for. A single file needs none."""
         if len({stored.file for stored in self.tensors.values()}) < 2:
             return
         weight_map = {whole_name(name): stored.file.name for name, stored in self.tensors.items()}
@@ -135,7 +135,7 @@ class SafetensorsWriter:
 
 
 class TensorWriter:
-    """Fills a tensor's place from front to end.
+    """Writes one tensor to its place, from front to end.
 
     Attributes:
         name: the tensor's name.

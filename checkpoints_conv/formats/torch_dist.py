@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LATEST = "latest_checkpointed_iteration.txt"
 """Tracker: file that names the latest iteration of a checkpoint's parent folder."""
 RELEASE = "release"
-"""Folder, and content of the tracker, of a checkpoint that no iteration made: a converted base model."""
+"""Name in place of an iteration's, in the folder and the tracker, for a model that was not trained here."""
 _NO_WEIGHTS = re.compile(
     r"(optimizer|chained_\d+|rng_state|rerun_state|common_state|opt_param)\b.*|.*_extra_state.*"
 )
@@ -36,7 +36,7 @@ _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\..*")
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Find the torch_dist folder of a path: itself, its latest iteration, or a NeMo folder's weights."""
+    """Find the torch_dist folder at a path: the path itself, its latest iteration, or a NeMo checkpoint's."""
     with reading(path, "a torch_dist checkpoint", "check its name and mode"):
         return _find(path)
 
@@ -61,8 +61,8 @@ def _find(path: Path) -> Path:
 
 
 def _latest_iteration(folder: Path) -> Path | None:
-    """Choose the iteration that the tracker names, or the only one; None: the folder has none."""
-    # `.metadata` is written last, so a folder without it is of an interrupted save.
+    """Return the iteration that the tracker names, else the only one, or None if the folder has none."""
+    # `.metadata` is written last, so a folder without it was left by an interrupted save.
     whole_iterations = sorted(metadata.parent for metadata in folder.glob(f"iter_*/{METADATA}"))
     if (folder / RELEASE / METADATA).exists():
         whole_iterations.append(folder / RELEASE)
@@ -85,7 +85,7 @@ def _latest_iteration(folder: Path) -> Path | None:
 
 
 def _latest_name(latest: Path) -> str | None:
-    """Read the folder that a tracker's file names, ``iter_NNNNNNN`` or ``release``; None: neither."""
+    """Return the folder that a tracker names, ``iter_NNNNNNN`` or ``release``; None for any other content."""
     with reading(latest, "a text with an iteration's number", "restore it, or give the folder iter_NNNNNNN"):
         content = latest.read_text(encoding="utf-8").strip()
     if content == RELEASE:
@@ -100,11 +100,11 @@ class TorchDistReader:
 
     Attributes:
         folder: folder with ``.metadata``.
-        keys: all tensors by name, the optimizer's, too.
+        keys: name -> stored tensor, for the model and the optimizer.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read ``.metadata`` and check that every file is as long as it says."""
+        """Read ``.metadata``, and check that no file is shorter than its chunks need."""
         self.folder = find_checkpoint(path)
         self.keys, file_ends = read_metadata(self.folder)
         for file_name, end in file_ends.items():
@@ -125,7 +125,7 @@ class TorchDistReader:
 
     @contextmanager
     def block(self, name: str, start: Sequence[int], sizes: Sequence[int], axis: int) -> Iterator[Block]:
-        """Open a block of a key, to be read row by row. Leaving it compares the checksums.
+        """Open a block of a key, to read its rows in order. Leaving the context compares the checksums.
 
         Args:
             name: the key.
@@ -145,7 +145,7 @@ class TorchDistReader:
                 num_values += math.prod(end - begin for begin, end in box)
         if num_values != math.prod(sizes):
             raise UserError(f"{self.folder}: {name} has gaps or overlaps at {list(start)}; save it again")
-        # Rows and their columns may be split, by tensor parallelism; further axes never are.
+        # Tensor parallelism splits rows, or the columns within rows, but no further axis.
         if any(chunk.sizes[axis + 2 :] != key.shape[axis + 2 :] for chunk, _ in overlaps):
             raise UserError(f"{self.folder}: {name} is split along an inner axis; save it from one rank")
         parts = [_Part(self._open(chunk, key), chunk, box, axis) for chunk, box in overlaps]
@@ -166,7 +166,9 @@ class TorchDistReader:
         return saved
 
     def read(self, name: str, start: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Read a whole block into memory; its first axis longer than 1 is the rows'. See `block`.
+        """Read a whole block into memory. The arguments are those of `block`.
+
+        The first axis longer than 1 is that of the rows.
 
         Returns: [sizes] in the stored dtype.
         """
@@ -184,9 +186,9 @@ class TorchDistReader:
 
 
 class Block:
-    """Rows of a key, joined from all chunks in which they lie.
+    """Rows of a key, which may lie in several chunks. They are read in order.
 
-    Attributes: dtype: the key's dtype.
+    Attributes: dtype: dtype of the key.
     """
 
     def __init__(self, dtype: Dtype, parts: list[_Part], row: int, row_bytes: int) -> None:
@@ -210,38 +212,38 @@ class Block:
 
 
 class _Part:
-    """The rows of a block that one chunk has, perhaps with some of their columns only.
+    """The part of a block that lies in one chunk: some of its rows, perhaps with only some columns.
 
     Attributes:
-        saved: the chunk's tensor.
-        begin: the part's first row in the key.
-        end: the row after its last.
+        saved: tensor of the chunk.
+        begin: first row of the part in the key.
+        end: row after the last row of the part.
     """
 
     def __init__(self, saved: SavedTensor, chunk: Chunk, box: list[tuple[int, int]], axis: int) -> None:
-        """Find the part in its chunk and in the block's rows.
+        """Compute the place of the part in its chunk, and in the rows of the block.
 
         Args:
-            saved: the chunk's tensor.
-            chunk: its place in the key.
-            box: the part's (begin, end) on each axis of the key.
-            axis: the rows' axis.
+            saved: tensor of the chunk.
+            chunk: place of the chunk in the key.
+            box: (begin, end) of the part on each axis of the key.
+            axis: axis of the rows.
         """
         self.saved = saved
         self.begin, self.end = box[axis]
         itemsize = saved.dtype.itemsize
         self._width = math.prod(chunk.sizes[axis + 1 :]) * itemsize
-        # Tensor parallelism can split the columns: this chunk's begin somewhere within the key's row.
+        # Tensor parallelism can split the columns. Those of this chunk then begin within a row of the key.
         values_per_column = math.prod(chunk.sizes[axis + 2 :])
         self._first_column_byte = sum(chunk.offsets[axis + 1 :]) * values_per_column * itemsize
-        # A chunk may hold several layers or experts, one after the other: rows of those before come first.
+        # A chunk may hold several stacked layers or experts. Rows of earlier ones precede those of the part.
         layer = 0
         for (first, _), offset, size in zip(box[:axis], chunk.offsets, chunk.sizes, strict=False):
             layer = layer * size + first - offset
         self._rows_before = layer * chunk.sizes[axis] - chunk.offsets[axis] if chunk.sizes else 0
 
     def read_into(self, data: memoryview, row: int, num_rows: int, row_bytes: int) -> None:
-        """Fill the part's share of ``data``, which holds rows ``row`` and following of the key."""
+        """Fill the part's share of ``data``, whose first row is row ``row`` of the key."""
         begin = max(row, self.begin)
         end = min(row + num_rows, self.end)
         if begin >= end:

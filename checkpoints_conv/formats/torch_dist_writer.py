@@ -33,10 +33,10 @@ class WrittenChunk:
     """A chunk that is on disk; a line of the journal.
 
     Attributes:
-        key: the key that it belongs to.
-        shape: the key's shape.
-        dtype: the key's dtype.
-        chunk: its place.
+        key: key of which the chunk is a part.
+        shape: shape of the key.
+        dtype: name of the key's dtype.
+        chunk: place of the chunk in the key and in its file.
     """
 
     key: str
@@ -46,7 +46,7 @@ class WrittenChunk:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
-        """Restore a chunk from ``asdict`` after JSON."""
+        """Restore a chunk from its line of the journal, which is ``asdict`` of it as JSON."""
         fields = entry["chunk"]
         chunk = Chunk(
             offsets=tuple(fields["offsets"]),
@@ -69,7 +69,7 @@ class TorchDistWriter:
             num_files: number of files, one per thread that writes.
         """
         self.folder = folder
-        # Names are __NUMBER_ATTEMPT.distcp, so attempts number themselves by those before.
+        # Names are __NUMBER_ATTEMPT.distcp. Each attempt takes new names, so that no earlier file is changed.
         earlier_attempts = {path.stem.rpartition("_")[2] for path in folder.glob("__*_*.distcp")}
         attempt = len(earlier_attempts)
         self._files = [_DataFile(folder / f"__{number}_{attempt}.distcp") for number in range(num_files)]
@@ -93,14 +93,14 @@ class TorchDistWriter:
         """Append one chunk.
 
         Args:
-            key: the key that it belongs to.
-            shape: the key's shape.
-            dtype: the key's dtype.
-            offsets: the chunk's first index on each axis of the key.
-            sizes: the chunk's length on each axis of the key.
-            pieces: the chunk's bytes.
+            key: key of which the chunk is a part.
+            shape: shape of the key.
+            dtype: dtype of the key.
+            offsets: first index of the chunk on each axis of the key.
+            sizes: length of the chunk on each axis of the key.
+            pieces: bytes of the chunk.
 
-        Returns: its place, for the journal and for `finish`.
+        Returns: the written chunk, for the journal and for `finish`.
         """
         file = self._idle.get()
         try:
@@ -114,13 +114,13 @@ class TorchDistWriter:
 
         Args:
             written: every chunk of the checkpoint, those of interrupted attempts included.
-            objects: keys of objects that are None (Transformer Engine's extra states, which it looks for).
+            objects: keys under which None is stored, where Transformer Engine looks for its extra states.
             iteration: number of the iteration.
         """
         file = self._idle.get()
         places = {}
         for name in objects:
-            # megatron-core stores the list of an object's shards.
+            # megatron-core stores an object as the list of its shards, here one shard, which is None.
             start, length = file.append([None])
             places[name] = (file.path.name, start, length)
         self._idle.put(file)
@@ -138,11 +138,11 @@ class TorchDistWriter:
 
 
 class _DataFile:
-    """One ``.distcp`` file that grows.
+    """One ``.distcp`` file, to which archives are appended.
 
     Attributes:
-        path: the file.
-        descriptor: its descriptor, -1 once it is closed.
+        path: path of the file.
+        descriptor: descriptor of the file; -1 once it is closed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -153,7 +153,7 @@ class _DataFile:
     def append(
         self, tree: Any, data: Mapping[str, Iterable[bytes | memoryview]] | None = None
     ) -> tuple[int, int]:
-        """Write an archive; returns its first byte in the file and its length."""
+        """Append an archive, and return its first byte in the file and its length."""
         section = Section(self.descriptor, self._end)
         save(section, tree, data)
         self._end += section.length
@@ -168,7 +168,7 @@ class _DataFile:
 
 
 def _metadata(written: Iterable[WrittenChunk], objects: Mapping[str, tuple[str, int, int]]) -> Metadata:
-    """Build torch's Metadata.
+    """Build the torch object that is pickled as ``.metadata``.
 
     Args:
         written: chunks of the tensors.
@@ -203,7 +203,7 @@ def _metadata(written: Iterable[WrittenChunk], objects: Mapping[str, tuple[str, 
 
 
 def chunk_is_whole(folder: Path, written: WrittenChunk) -> bool:
-    """True if the chunk of an interrupted attempt can be read and matches its checksum."""
+    """Return True if a chunk of an interrupted attempt can be read and matches its checksum."""
     path = folder / written.chunk.file
     if not path.exists():
         return False

@@ -20,8 +20,7 @@ def overlong_penalty(
 ) -> Tensor:
     """Compute DAPO's soft penalty: linear over the last ``buffer_length`` tokens before the limit.
 
-    Implements DAPO (2503.14476) Eq. 13:  penalty (l - (L_max - L_b)) / L_b for l > L_max - L_b, at most
-    penalty
+    Implements DAPO (2503.14476) Eq. 13:  - penalty clip((l - (L_max - L_b)) / L_b, 0, 1)
 
     Args:
         lengths: [B], response tokens.
@@ -66,7 +65,7 @@ def group_advantages(
     """Centre each reward on its group and scale it.
 
     A_i = (r_i - mean_g r) / F,   F = 1 | std_g(r) + eps | std_batch(r) + eps | mean_g(r) + eps
-    (std with ddof 1; a group whose mean is not above 0 has no signal under the last)
+    The std has ddof 1. With F = mean_g(r) + eps, a group whose mean is not above 0 has no signal.
 
     With ``leave_one_out`` mean and std are those of the *other* responses of the group, and a std of 0
     becomes 1: NeMo-RL's default estimator, kept for comparison; none of the papers uses it.
@@ -104,7 +103,10 @@ def group_advantages(
 
 
 def _leave_one_out(rewards: Tensor, valid: Tensor, groups: Groups, normalization: str, eps: float) -> Tensor:
-    """Return [B] float64: each reward against the others of its group, never by a sum that includes it."""
+    """Compare each reward with the other rewards of its group: [B] float64.
+
+    The sums run over the others themselves. Subtracting the reward from the group's sum would round.
+    """
     if normalization in ("batch", "mean"):
         raise ValueError(
             f"leave_one_out with normalization={normalization!r} is not defined; use 'none' or 'group'"

@@ -61,7 +61,8 @@ def group_mean_factors(batch: TokenBatch, groups: Groups) -> Tensor:
     """Compute each row's token weight in a mean over groups: (sequences / groups) / tokens of its group.
 
     The weighted tokens, summed and divided by the number of sequences, give the mean over groups, so a loss
-    needs only the step's counts. An update on whole groups of one size gets the mean over these groups.
+    needs only the step's counts. If all groups have the same size, an update on some of the groups, each of
+    them whole, gets the mean over its own groups.
 
     Args:
         batch: the whole step.

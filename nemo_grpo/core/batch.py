@@ -69,11 +69,11 @@ class TokenBatch:
     carried: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # A frozen dataclass can set its own fields only through `object`.
         if self.generation_logprobs is None:
             object.__setattr__(self, "generation_logprobs", self.prev_logprobs)
         self._check_types()
         self._check_shapes()
-        # Setting through object is how a frozen dataclass fills in its own fields.
         for name in ("token_mask", "sample_mask"):
             mask = getattr(self, name)
             if mask.dtype != torch.bool:
@@ -120,7 +120,7 @@ class TokenBatch:
 
     @property
     def kl_logprobs(self) -> Tensor:
-        """[B, T]: the current policy's, without top-k and top-p, as the reference policy's are."""
+        """Current policy's logprobs for the KL penalty, [B, T], before any top-k and top-p filter."""
         # The reference policy is never filtered. A KL to it from a top-k distribution would not end at 0.
         if self.unfiltered_logprobs is not None:
             return self.unfiltered_logprobs
@@ -195,8 +195,8 @@ def require(holds: Tensor, values: Tensor, name: str, rule: str) -> None:
         values: the tensor that the rule is about.
         name: its name in the message.
         rule: ends the sentence "NAME[INDEX] is VALUE; ...".
-    Raises: ValueError: an element breaks it, with its index. On a GPU the kernel that finds it stops the
-            process instead, with the rule only.
+    Raises: ValueError: an element breaks the rule; the message names its index and value. On a GPU the check
+            runs in a kernel, which stops the whole process instead and prints only the name and the rule.
     """
     # `holds.all()` in an if would make the CPU wait for the GPU in every loss call.
     if holds.device.type != "cpu":
@@ -252,8 +252,8 @@ class PreparedBatch:
     def folded(self) -> PreparedBatch:
         """Multiply token weights and row factors into the advantages.
 
-        Exact for an `Objective.folded` whose policy term is proportional to w A, w >= 0:
-        w min(rho A, clip(rho) A) = min(rho w A, clip(rho) w A).
+        `Objective.folded` computes the same loss from the result if the policy term is proportional to w A
+        with w >= 0, as the clipped one is: w min(rho A, clip(rho) A) = min(rho w A, clip(rho) w A).
         """
         advantages = self.advantages
         if self.token_weights is not None:
@@ -263,7 +263,7 @@ class PreparedBatch:
         return replace(self, advantages=advantages, token_weights=None, row_factors=None)
 
     def on_policy(self) -> PreparedBatch:
-        """Take the current logprobs, without gradient, as the scored ones: the ratio is 1."""
+        """Replace the scored logprobs by the current ones, without gradient, so that the ratio is 1."""
         current = self.batch.next_token_logprobs.detach()
         return replace(self, batch=replace(self.batch, prev_logprobs=current))
 
@@ -273,7 +273,7 @@ class PreparedBatch:
 
 
 def on_device(part: Any, device: torch.device | str) -> Any:
-    """Move the tensors of a dataclass, and of dataclasses in it, to another device."""
+    """Move all tensors of a dataclass to another device, those of nested dataclasses, too."""
     moved = dict[str, Any]()
     for dataclass_field in fields(part):
         value = getattr(part, dataclass_field.name)

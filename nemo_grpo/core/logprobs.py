@@ -130,7 +130,10 @@ class _Shard:
         return z
 
     def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the column of each target, clamped into the real ones, and True where it is this shard's."""
+        """Return (column of each target in this shard, True where the shard has that column).
+
+        The columns of other shards' targets are clamped to valid ones, so that they can be gathered.
+        """
         column = targets - self.first
         is_local = (column >= 0) & (column < self.columns)
         return column.clamp(0, max(self.num_real, 1) - 1), is_local
@@ -226,6 +229,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         else:
             scaled_grad_logprobs = grad_logprobs / ctx.temperature
         scaled_grad_entropies = None if grad_entropies is None else grad_entropies / ctx.temperature
+        # d logp / d z has two parts: 1 at the target's column, and -p at every column.
         at_target = torch.where(is_local, scaled_grad_logprobs, 0.0)
         everywhere = -(share * scaled_grad_logprobs)
         # Padding columns get no gradient below, so they must start at 0; else every column is written.

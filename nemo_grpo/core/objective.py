@@ -64,7 +64,7 @@ FurtherMetrics = Callable[[PreparedBatch, "dict[str, Tensor]"], "dict[str, Tenso
 
 @dataclass(frozen=True)
 class Objective:
-    """An algorithm, as two plain functions and a normalisation.
+    """An algorithm: the function `shape` of whole steps, the function `terms` of any rows, and a reduction.
 
     Attributes:
         name: the variant's name.
@@ -101,7 +101,7 @@ class Objective:
 
         Args:
             batch: every sequence of the step.
-            seed: the step's, for variants that draw (Clip-Cov, random weights).
+            seed: seed of the step, for variants with random choices (Clip-Cov, TR-GRPO's random weights).
         Raises: ValueError: an optional tensor is missing that the variant needs, or a reward is not finite.
         """
         if self.needs_entropy and batch.entropies is None:
@@ -183,7 +183,8 @@ class Objective:
     def rows_with_gradient(self, advantages: Tensor, mask: Tensor) -> Tensor:
         """Return [B] bool: False for rows that cannot move the policy.
 
-        Without a KL penalty a term w rho A has no gradient where A is 0, as in a group of equal rewards.
+        The policy term is w rho A. Where A is 0, as in a group of equal rewards, only a KL penalty has a
+        gradient.
 
         Args:
             advantages: [B, T].
@@ -211,7 +212,7 @@ class Objective:
 
 
 def reward_metrics(rewards: Tensor, rewarded: Tensor, groups: Groups) -> dict[str, Tensor]:
-    """Compute mean and spread of rewards.
+    """Compute the mean of the rewards, their standard deviation, and the mean of the groups' own.
 
     Args:
         rewards: [B].
@@ -229,17 +230,23 @@ def reward_metrics(rewards: Tensor, rewarded: Tensor, groups: Groups) -> dict[st
 
 
 def length_metrics(mask: Tensor, sample_mask: Tensor) -> dict[str, Tensor]:
-    """Compute mean and maximum of the responses' tokens.
+    """Compute the mean and the largest number of tokens of a response.
 
     Args:
-        mask: [B, T] bool, the tokens that count.
-        sample_mask: [B] bool, the responses in the mean.
+        mask: [B, T] bool; True for the tokens that count.
+        sample_mask: [B] bool; True for the responses in the mean.
     """
     lengths = mask.sum(1)
     return {
         "length/mean": lengths.sum() / sample_mask.sum().clamp(min=1),
-        "length/max": lengths.max() if lengths.numel() else lengths.sum(),
+        "length/max": _largest(lengths),
     }
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Return the largest element, 0-d; 0 if there is none."""
+    # torch's max() refuses an empty tensor, which a step without rows or columns gives.
+    return x.max() if x.numel() else x.new_zeros(())
 
 
 ROLLOUT_PREFIXES = ("reward/", "length/")
@@ -247,7 +254,7 @@ ROLLOUT_PREFIXES = ("reward/", "length/")
 
 
 def as_kept(metrics: Mapping[str, T]) -> dict[str, T]:
-    """Name ``reward/*`` and ``length/*`` of the responses that dynamic sampling keeps ``kept/*``."""
+    """Rename ``reward/*`` and ``length/*`` to ``kept/*``, for the responses that dynamic sampling keeps."""
     renamed = {}
     for name, value in metrics.items():
         new_name = f"kept/{name}" if name.startswith(ROLLOUT_PREFIXES) else name
@@ -278,7 +285,7 @@ def step_metrics(batch: TokenBatch, advantages: Tensor, base: GroupAdvantages) -
         **length_metrics(mask, batch.sample_mask),
         "advantage/mean": token_mean(advantages, mask),
         "advantage/std": token_std(advantages, mask),
-        "advantage/abs_max": advantages.abs().max() if advantages.numel() else advantages.sum(),
+        "advantage/abs_max": _largest(advantages.abs()),
         "covariance/mean": token_mean(covariance, mask),
         "mismatch/logprob_abs_mean": token_mean(sampler_gap.abs(), scored),
         "mismatch/kl": token_mean(bounded.expm1() - bounded, scored),

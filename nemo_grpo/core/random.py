@@ -32,21 +32,23 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def step_seed(seed: int, number: int) -> int:
-    """Derive the seed of a step's draws from the run's; the same on both engines.
+    """Derive the seed of one step's random draws. Both engines use it, so a loss draws the same on both.
 
     Args:
-        seed: the run's.
-        number: number of the step, or of its first problem, from 0.
+        seed: seed of the run.
+        number: any number that differs between the steps: a loss passes the step's, counted from 0, and
+            rollouts pass that of the step's first problem.
     """
     # A prime beyond any usual number of steps, so that runs of neighbouring seeds share no draws.
     return seed * 1_000_003 + number
 
 
 def response_ids(responses: Iterable[tuple[list[int], list[int]]]) -> Tensor:
-    """Make ids that distinguish a step's responses, the same on every engine.
+    """Make ids that distinguish a step's responses and are the same on every engine.
 
-    Args:    responses: (prompt tokens, policy tokens) of each.
-    Returns: [B] int64; a hash of both and of the number of identical responses before it.
+    Args:    responses: (prompt tokens, response tokens) of each response.
+    Returns: [B] int64. An id is a hash of the tokens and of the number of identical responses before this
+        one, so that identical responses get different ids.
     """
     num_identical: Counter[str] = Counter()
     ids = []
@@ -60,7 +62,7 @@ def response_ids(responses: Iterable[tuple[list[int], list[int]]]) -> Tensor:
 
 
 def response_positions(mask: Tensor) -> Tensor:
-    """Count [B, T] int64: 1-based position of each counting token in its response; 0 where mask is False."""
+    """Number the counting tokens of each response from 1: [B, T] int64, 0 where mask is False."""
     return torch.where(mask, mask.cumsum(1), 0)
 
 

@@ -11,21 +11,22 @@ T = TypeVar("T")
 
 
 def rewards_differ(rewards: Sequence[float]) -> bool:
-    """Return True if a group carries signal: max differs from min (a std sees signal in float noise).
+    """Return True if a group's largest reward differs from its smallest. A reward of NaN does not count.
 
-    A response with the reward NaN does not count.
+    A standard deviation would not do: rounding makes it differ from 0 for equal rewards.
     """
     finite = [reward for reward in rewards if not math.isnan(reward)]
     return len(finite) > 0 and max(finite) != min(finite)
 
 
 def has_signal(rewards: Sequence[float], trains: Sequence[bool]) -> bool:
-    """Return True if a group's rewards differ, and one of its responses trains.
+    """Return True if a group's rewards differ and at least one of its responses trains.
 
     Args:
-        rewards: the task's, without a length penalty, which is not signal; NaN: a reward function abstained.
-        trains: False for a response that is left out of training, as a truncated one may be; its reward
-            counts.
+        rewards: the task's rewards, before any length penalty: a difference in length alone is no signal.
+            NaN where a reward function abstained.
+        trains: False for a response that is left out of training, as a truncated one may be. Its reward
+            still counts in the comparison.
     """
     has_response_that_trains = False
     for reward, response_trains in zip(rewards, trains, strict=True):

@@ -44,35 +44,41 @@ class Groups:
         return cls(torch.zeros(len(rows), dtype=torch.int64, device=rows.device), 1)
 
     def sum(self, rows: Tensor) -> Tensor:
-        """Sum each group's rows: [B] -> [P] float64."""
+        """Sum the rows of each group: [B] -> [P] float64."""
         zeros = torch.zeros(self.num_groups, dtype=torch.float64, device=rows.device)
         return zeros.index_add(0, self.index, rows.double())
 
     def mean(self, rows: Tensor, valid: Tensor) -> Tensor:
-        """Average each group's valid rows: [B] -> [P] float64; 0 if none."""
+        """Average the valid rows of each group: [B] -> [P] float64; 0 for a group without any."""
         return self.sum(zero_outside(rows, valid)) / self.sum(valid).clamp(min=1)
 
     def centred(self, rows: Tensor, valid: Tensor) -> Tensor:
-        """Subtract from every row the mean of its group's valid rows: [B] -> [B] float64."""
+        """Subtract from each row the mean of its group's valid rows: [B] -> [B] float64."""
         highest = _zero_if_infinite(self.extreme(rows, valid, "amax"))
         shifted = rows.double() - self.spread(highest)
         return shifted - self.spread(self.mean(shifted, valid))
 
     def std(self, rows: Tensor, valid: Tensor) -> Tensor:
-        """Compute each group's sample std (ddof 1) over valid rows: [B] -> [P] float64; 0 below two."""
+        """Compute the standard deviation (ddof 1) of each group's valid rows: [B] -> [P] float64.
+
+        It is 0 for a group of fewer than two.
+        """
         squares = self.sum(zero_outside(self.centred(rows, valid).square(), valid))
         degrees_of_freedom = (self.sum(valid) - 1).clamp(min=1)
         return (squares / degrees_of_freedom).sqrt()
 
     def extreme(self, rows: Tensor, valid: Tensor, kind: str) -> Tensor:
-        """Find each group's ``amin`` or ``amax`` over its valid rows: [B] -> [P] float64; +-inf if none."""
+        """Find the ``amin`` or ``amax`` of each group's valid rows: [B] -> [P] float64.
+
+        A group without a valid row has +inf for ``amin`` and -inf for ``amax``.
+        """
         neutral = float("inf") if kind == "amin" else float("-inf")
         filled = torch.where(valid, rows.double(), neutral)
         extremes = torch.full((self.num_groups,), neutral, dtype=torch.float64, device=rows.device)
         return extremes.scatter_reduce(0, self.index, filled, kind)
 
     def spread(self, per_group: Tensor) -> Tensor:
-        """Give each row its group's value: [P] -> [B]."""
+        """Give each row the value of its group: [P] -> [B]."""
         return per_group[self.index]
 
 
@@ -92,7 +98,7 @@ def row_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def row_max(x: Tensor, mask: Tensor) -> Tensor:
-    """Find the highest of each row's tokens that count: [B, T] -> [B] float64; 0 if none do."""
+    """Find the highest value of each row's counting tokens: [B, T] -> [B] float64; 0 if none count."""
     if x.shape[1] == 0:  # torch finds no maximum of an empty dimension
         return x.new_zeros(len(x), dtype=torch.float64)
     filled = torch.where(mask, x.detach(), float("-inf"))
@@ -100,35 +106,35 @@ def row_max(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def row_centred(x: Tensor, mask: Tensor) -> Tensor:
-    """Subtract each row's mean over the tokens that count: [B, T] -> [B, T] float64; 0 elsewhere."""
+    """Subtract each row's mean over its counting tokens: [B, T] -> [B, T] float64; 0 off the mask."""
     shifted = x.double() - row_max(x, mask)[:, None]
     mean = row_sum(shifted, mask) / mask.sum(1).clamp(min=1)
     return zero_outside(shifted - mean[:, None], mask)
 
 
 def token_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Average the tokens that count: [B, T] -> 0-d float64; 0 if none do."""
+    """Average all counting tokens: [B, T] -> 0-d float64; 0 if none count."""
     return row_sum(x, mask).sum() / mask.sum().clamp(min=1)
 
 
 def token_centred(x: Tensor, mask: Tensor) -> Tensor:
-    """Subtract the mean over all tokens that count: [B, T] -> [B, T] float64; 0 elsewhere."""
+    """Subtract the mean over all counting tokens: [B, T] -> [B, T] float64; 0 off the mask."""
     return group_token_centred(x, mask, Groups.single(x))
 
 
 def token_std(x: Tensor, mask: Tensor) -> Tensor:
-    """Compute the population standard deviation (ddof 0) of the tokens that count: [B, T] -> 0-d float64."""
+    """Compute the standard deviation (ddof 0) of all counting tokens: [B, T] -> 0-d float64."""
     return group_token_std(x, mask, Groups.single(x))[0]
 
 
 def group_token_mean(x: Tensor, mask: Tensor, groups: Groups) -> Tensor:
-    """Average each group's tokens that count: [B, T] -> [P] float64; 0 where a group has none."""
+    """Average the counting tokens of each group: [B, T] -> [P] float64; 0 for a group without any."""
     num_tokens = groups.sum(mask.sum(1)).clamp(min=1)
     return groups.sum(row_sum(x, mask)) / num_tokens
 
 
 def group_token_centred(x: Tensor, mask: Tensor, groups: Groups) -> Tensor:
-    """Subtract the mean of the group's tokens that count: [B, T] -> [B, T] float64; 0 elsewhere."""
+    """Subtract from each token the mean over its group's counting tokens: [B, T] float64; 0 off the mask."""
     has_tokens = mask.any(1)
     highest = _zero_if_infinite(groups.extreme(row_max(x, mask), has_tokens, "amax"))
     shifted = x.double() - groups.spread(highest)[:, None]
@@ -137,7 +143,7 @@ def group_token_centred(x: Tensor, mask: Tensor, groups: Groups) -> Tensor:
 
 
 def group_token_std(x: Tensor, mask: Tensor, groups: Groups) -> Tensor:
-    """Compute the population std (ddof 0) of each group's tokens that count: [B, T] -> [P] float64."""
+    """Compute the standard deviation (ddof 0) of each group's counting tokens: [B, T] -> [P] float64."""
     variance = group_token_mean(group_token_centred(x, mask, groups).square(), mask, groups)
     return variance.sqrt()
 
@@ -203,7 +209,7 @@ def moving_moments(
         mask: [B, T] bool.
         previous: result of the previous step; empty before the first.
         momentum: weight of the previous steps, in [0, 1).
-    Returns: ``mean`` and ``variance``; after the first step its own, unchanged by a step without tokens.
+    Returns: ``mean`` and ``variance``. The first step's are its own. A step without tokens changes nothing.
     """
     if not mask.any():
         return dict(previous)

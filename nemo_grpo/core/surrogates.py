@@ -16,7 +16,7 @@ def importance_ratio(next_token_logprobs: Tensor, prev_logprobs: Tensor) -> Tens
 
 
 def sequence_importance_ratio(next_token_logprobs: Tensor, prev_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Compute rho_i = exp(mean_t(logp - logp_prev)), one ratio per response, at each of its tokens.
+    """Compute rho_i = exp(mean_t(logp - logp_prev)): one ratio per response, repeated at all its tokens.
 
     Implements GSPO (2507.18071) Eq. 7.
 
@@ -42,8 +42,8 @@ def clipped_policy_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Compute PPO's clipped objective, with an optional dual clip.
 
-    min(rho A, clip(rho, 1 - ratio_clip_min, 1 + ratio_clip_max) A);  where A < 0 not below ratio_clip_c A
-    (Schulman et al. 2017 Eq. 7; dual clip: Ye et al. 2020 Eq. 5)
+    objective = min(rho A, clip(rho, 1 - ratio_clip_min, 1 + ratio_clip_max) A)   Schulman et al. 2017, Eq. 7
+    objective = max(objective, ratio_clip_c A)  where A < 0                       Ye et al. 2020, Eq. 5
 
     Args:
         ratio: [B, T], with gradient.
@@ -51,7 +51,8 @@ def clipped_policy_gradient(
         ratio_clip_min: distance of the lower bound from 1.
         ratio_clip_max: distance of the upper bound from 1.
         ratio_clip_c: factor of the dual clip, > 1; None: no dual clip.
-    Returns: [B, T]; and 1 at the tokens whose gradient a clip removes, else 0, [B, T] without gradient.
+    Returns: (objective, is_clipped), both [B, T]. ``is_clipped`` is 1 at the tokens whose gradient a clip
+        removes, else 0, and has no gradient itself.
     """
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - ratio_clip_min, 1 + ratio_clip_max) * advantages

@@ -1,4 +1,7 @@
-"""Weights and masks per token, without gradient: covariance kernels and probability shaping."""
+"""Weights and masks per token, without gradient.
+
+CW-GRPO and Clip-Cov compute them from covariances, TR-GRPO from the tokens' probabilities.
+"""
 
 from typing import Literal
 
@@ -109,8 +112,8 @@ def select_high_covariance(
         covariance_min: lower bound of c, exclusive.
         covariance_max: upper bound of c, exclusive.
         clip_fraction: share of the step's N tokens.
-        seed: the step's.
-    Returns: [B, T] bool; all qualified tokens where fewer qualify.
+        seed: seed of the step.
+    Returns: [B, T] bool. If fewer tokens lie between the bounds, all of these are selected.
     """
     mask = batch.mask
     qualified = mask & (covariance > covariance_min) & (covariance < covariance_max)
@@ -135,16 +138,17 @@ def probability_weights(
 ) -> Tensor:
     """Weight each token by its own probability, without gradient.
 
-    Implements TR-GRPO Eq. 12:  w = clip(alpha (sigmoid(tau pi) - mu), L, U),  pi = exp(logp)
+    Implements TR-GRPO Eq. 12:  w = clip(alpha (sigmoid(x) - mu), lower, upper),  pi = exp(logp)
+                                x = tau pi, or pi / tau as the paper prints it
 
     Args:
         next_token_logprobs: [B, T], nats.
         alpha: scale.
         mu: offset.
         tau: sharpness of the sigmoid.
-        lower: L.
-        upper: U.
-        multiply: tau pi (ours); False: pi / tau (as printed).
+        lower: smallest weight.
+        upper: largest weight.
+        multiply: True: x = tau pi, which fits the paper's constants. False: x = pi / tau.
     Returns: [B, T], within [lower, upper].
     """
     pi = next_token_logprobs.detach().exp()

@@ -1,7 +1,7 @@
-"""Model families: what sets each apart, and which Hugging Face tensors make up which Megatron tensor.
+"""Model families: their properties, and the Hugging Face tensors that make up each Megatron tensor.
 
-To add one, declare it in `FAMILIES`, or in a module of its own and list it there; converters, planner,
-embedded engine and decoder all read it from there.
+To add a family, declare it in `FAMILIES`, or declare it in a module of its own and list it there. Converters,
+planner, embedded engine and decoder all read `FAMILIES`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -101,8 +101,8 @@ def read_spec(
 
 
 def refuse_uncomputed(spec: ModelSpec) -> None:
-    """Refuse settings that the embedded engine does not compute, of a model whose family it does."""
-    # Llama and Qwen are computed, and their config.json can still ask for what only other models use.
+    """Refuse settings that the embedded engine does not compute, in a model whose family it computes."""
+    # The config.json of a Llama or Qwen can still ask for something that only other families use.
     reason = None
     if spec.hidden_act != "silu":
         reason = f"hidden_act={spec.hidden_act!r} is not supported by the embedded engine, which has silu"

@@ -93,9 +93,13 @@ _KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
 
 
 def checked(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Check a config.json and leave out its nulls, which mean the same as a missing key but in `_NULLABLE`.
+    """Check the values of a config.json, and remove its nulls.
 
-    Args: name: the model's name, for messages.
+    A null means the same as a missing key, except for the keys in `_NULLABLE`, which keep theirs.
+
+    Args:
+        config: content of config.json.
+        name: the model's name, for messages.
     """
     return _checked(config, f"config.json of {name}: ")
 

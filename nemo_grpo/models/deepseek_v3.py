@@ -19,7 +19,7 @@ LAYERS = {
     "_partial_": True,
     "use_transformer_engine": True,
 }
-"""Kinds of layers that differ, as Megatron-Bridge writes them."""
+"""Provider's setting for a model whose layers differ, as Megatron-Bridge writes it."""
 _FIXED = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -28,7 +28,7 @@ _FIXED = {
     "rope_interleave": True,
     "tie_word_embeddings": False,
 }
-"""Settings that Megatron-Bridge builds whatever config.json says."""
+"""Values of config.json that Megatron-Bridge assumes without reading them."""
 _YARN = {
     "factor": "rotary_scaling_factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
@@ -39,14 +39,19 @@ _YARN = {
 }
 """Keys of config.json's YaRN section -> settings of Megatron-Bridge's provider."""
 _NO_SCALING = {"rotary_scaling_factor": 1.0, "mscale_all_dim": 1.0}
-"""Settings without YaRN: the provider's defaults scale."""
+"""Settings that switch scaling off where config.json has no YaRN: the provider's defaults would scale."""
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
     """Return sizes by letter.
 
-    qa rank of the queries, qb all queries, ka rank of keys and values, kp this rank and the key's positions,
-    kb all keys and values, fd width of the dense layers, fs width of the shared experts together.
+    qa  rank of the queries
+    qb  all queries
+    ka  rank of keys and values
+    kp  rank of keys and values, plus the key's columns with positions
+    kb  all keys and values
+    fd  width of the dense feed-forward layers
+    fs  width of all shared experts together
     """
     num_heads = int(config["num_attention_heads"])
     key_width = int(config["qk_nope_head_dim"])
@@ -70,7 +75,10 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _latent_attention(has_query_rank: bool) -> tuple[Entry, ...]:
-    """Map input norm, latent attention, output projection; queries come from their own rank or the input."""
+    """Map the input norm, latent attention and the output projection.
+
+    Args: has_query_rank: queries are projected down to a rank and up again, not directly from the input.
+    """
     entries = [layer_copy("input_layernorm.weight", "input_layernorm.weight", "h")]
     if has_query_rank:
         entries += [
@@ -110,7 +118,7 @@ def dense_then_experts(spec: ModelSpec) -> Iterator[Entry]:
 
 
 def _balanced_experts() -> tuple[Entry, ...]:
-    """Map norm, router with the bias that balances it, routed and shared experts."""
+    """Map the norm, the router and its balancing bias, the routed experts and the shared experts."""
     bias = layer_copy("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", "e")
     return (
         layer_copy("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "h"),
@@ -148,7 +156,7 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
 
 
 def layer_kinds(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of dense layers, and of sigmoid routers whose bias balances the experts."""
+    """Return settings that tell dense layers from those with experts, and describe the sigmoid router."""
     num_layers = int(config["num_hidden_layers"])
     num_dense_layers = int(config.get("first_k_dense_replace") or 0)
     num_sparse_layers = num_layers - num_dense_layers

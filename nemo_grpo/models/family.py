@@ -37,13 +37,13 @@ class Family:
     """The two-way mapping of one model.
 
     Attributes:
-        config: config.json's content.
-        spec: its sizes and settings.
-        entries: the table.
-        dims: sizes by letter.
+        config: content of config.json.
+        spec: the model's sizes and settings.
+        entries: rows of the family's table.
+        dims: sizes by letter, as `dims_of` returns them.
         settings: settings of Megatron-Bridge's provider that only this family has.
-        aliases: other prefixes of Hugging Face names that transformers writes -> the table's.
-        num_layers: layers of the decoder.
+        aliases: prefixes of Hugging Face names that transformers also writes -> prefixes in the table.
+        num_layers: number of layers of the decoder.
         tied: the output layer is the embedding.
         stacks_layers: a checkpoint stacks the layers of a tensor.
         lost_settings: keys and values of config.json that no setting of the provider expresses.
@@ -93,9 +93,10 @@ class Family:
         return self.prefix + EMBEDDING, self.prefix + OUTPUT
 
     def to_megatron(self, hf: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (local-spec name, full tensor) with global layer numbers; shares memory where it can.
+        """Convert a model in memory to Megatron's tensors; they share memory with ``hf`` where possible.
 
         Args: hf: every tensor of the model by its Hugging Face name.
+        Yields: (name in megatron-core's local layer spec, with global layer numbers; full tensor).
         """
         self.check_hf({name: tuple(tensor.shape) for name, tensor in hf.items()})
         if self.tied and HF_OUTPUT in hf:
@@ -105,10 +106,11 @@ class Family:
             yield entry.megatron.format(**numbers), entry.op.join([hf[name] for name in names], self.dims)
 
     def to_hf(self, megatron: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, tensor); views of the input where possible.
+        """Convert a model in memory to Hugging Face's tensors; they are views of the input where possible.
 
-        Args: megatron: full tensors with global layer numbers, under local-spec or Transformer Engine names;
-            padded vocabulary rows are cut off.
+        Args: megatron: full tensors with global layer numbers, under local-spec or Transformer Engine names.
+            Padded rows of the vocabulary are cut off.
+        Yields: (Hugging Face name, tensor).
         """
         names = self._names_by_local_name(megatron)
         embedding, output = self.tied_names
@@ -170,11 +172,11 @@ class Family:
         """Make a unit of an entry's tensor.
 
         Args:
-            entry: the table's row.
+            entry: row of the table.
             numbers: numbers of the layer and the expert.
             parts: (name, shape) of the Hugging Face tensors that make up the unit.
-            row: its first row in the Megatron tensor.
-            op: how the parts are joined.
+            row: first row of the unit in the Megatron tensor.
+            op: operation that joins the parts.
         """
         hf_shapes = tuple(self.shape(letters) for _, letters in parts)
         tensor_shape = entry.op.megatron_shape([self.shape(letters) for _, letters in entry.hf])
@@ -251,7 +253,7 @@ class Family:
                 refuse_shape(name, shapes[name], shape)
 
     def converted(self, names: Iterable[str]) -> set[str]:
-        """Leave out names of heads for multi-token prediction, which no table has, and log them."""
+        """Remove the names of heads for multi-token prediction, which are not converted, and log them."""
         # DeepSeek-V3's and GLM's heads follow the last layer and are numbered like layers. A config may say 0
         # beside weights that still have one, so a family that has the key is taken to have one at least.
         count = self.config.get("num_nextn_predict_layers")
@@ -266,7 +268,7 @@ class Family:
         return set(names) - set(left_out)
 
     def _instances(self) -> Iterator[tuple[Entry, dict[str, int]]]:
-        """Yield the entries with the layer and expert numbers that they stand for, layer by layer."""
+        """Yield each entry once for every layer and expert that has it, with their numbers."""
         # Embeddings, final norm and output layer come first, before all layers.
         for entry in self.entries:
             if "{layer}" not in entry.megatron:
@@ -283,7 +285,10 @@ class Family:
 
 
 def dims_of(spec: ModelSpec) -> dict[str, int]:
-    """Return sizes by the letters of the tables, plus ``groups`` (key-value heads) and the family's own."""
+    """Return a model's sizes by the letters that the tables use.
+
+    ``groups`` is the number of key-value heads. A family may have further letters for its own tensors.
+    """
     return {
         "h": spec.hidden_size,
         "q": spec.query_size,
@@ -298,11 +303,12 @@ def dims_of(spec: ModelSpec) -> dict[str, int]:
 
 
 def local_name(name: str) -> str | None:
-    """Return a parameter's name in megatron-core's local layer spec; None: it is not a weight.
+    """Translate a name of Transformer Engine's layers to megatron-core's local layer spec.
 
-    Transformer Engine's layers hold the norms within the linear layers that follow them.
+    Transformer Engine holds the norms within the linear layers that follow them. A name of the local layer
+    spec is returned unchanged.
 
-    Args: name: a local-spec name, which returns as it is, or Transformer Engine's.
+    Returns: the name, or None for something that is not a weight.
     """
     if _IGNORED_MEGATRON.match(name):
         return None
@@ -315,8 +321,10 @@ def local_name(name: str) -> str | None:
 
 
 def _stacked(name: str, layer: str) -> str:
-    """Name a tensor's torch_dist key, where experts are a leading axis.
+    """Make the torch_dist key of a tensor whose experts are stacked along a leading axis.
 
-    Args: layer: ``.`` where layers are stacked, too; otherwise the layer's number, as in ``.3.``.
+    Args:
+        name: the tensor's name in the table.
+        layer: text in place of ``.{layer}.``: ``.`` if layers are stacked, too, else a number as in ``.3.``.
     """
     return name.replace(".{layer}.", layer).replace(".local_experts.{expert}.", ".experts.")

@@ -24,7 +24,7 @@ def rotary(text_config: Mapping[str, Any]) -> dict[str, Any]:
     """Read rotary parameters as transformers does: a ``rope_scaling`` replaces all ``rope_parameters``.
 
     Args: text_config: the decoder's part of config.json.
-    Returns: ``rope_type`` and ``rope_theta`` always.
+    Returns: the parameters by name; ``rope_type`` and ``rope_theta`` are always there.
     """
     section = text_config.get("rope_scaling") or text_config.get("rope_parameters") or {}
     # Some configs have two sections, by kind of layer.
@@ -41,7 +41,7 @@ def rotary(text_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def window_if_stated(text_config: Mapping[str, Any]) -> int | None:
-    """Read the window of a family of which nothing else is known."""
+    """Read ``sliding_window`` in families without rules of their own for it."""
     window: int | None = text_config.get("sliding_window")
     return window if SLIDING in text_config.get("layer_types", [SLIDING]) else None
 
@@ -65,7 +65,8 @@ def window_if_used(text_config: Mapping[str, Any]) -> int | None:
 def window_of_later_layers(text_config: Mapping[str, Any]) -> int | None:
     """Read the window of Qwen2, Qwen3 and Qwen2.5-VL.
 
-    ``layer_types`` names the layers that have it; without them those from ``max_window_layers`` on have it.
+    ``layer_types`` tells which layers have a window. Without that key, these are the layers from number
+    ``max_window_layers`` on.
     """
     layer_types = text_config.get("layer_types")
     if layer_types is None:
@@ -82,26 +83,28 @@ class FamilySpec:
     Attributes:
         architecture: its name in config.json's ``architectures``.
         model_type: its name in config.json's ``model_type``.
-        has_qkv_bias: as in `ModelSpec`; or the key of config.json that sets it.
-        has_qk_norm: the same.
+        has_qkv_bias: as in `ModelSpec`, or the key of config.json that sets it.
+        has_qk_norm: as in `ModelSpec`, or the key of config.json that sets it.
         fixed: fields of `ModelSpec` that every model of the family has.
         is_computed: the embedded engine and the decoder compute it. False for a family with experts, or with
             settings in its config.json that change the computation and are not in `ModelSpec`.
-        defaults: values that transformers takes where config.json does not say.
+        defaults: values that transformers takes for keys that config.json lacks.
         expert_width: the key of config.json that has an expert's feed-forward width.
-        stacks_layers: a checkpoint stacks the layers of a tensor, as megatron-core does where all layers are
+        stacks_layers: a checkpoint stacks the layers of a tensor, as megatron-core does if all layers are
             alike.
-        aliases: other prefixes of Hugging Face names that transformers writes -> the table's.
-        table: every tensor of a model; None: the family is planned and not converted.
-        sizes: config.json -> sizes by the letters of the family's own tensors; KeyError: one is missing.
-        vision_parameters: of these sizes, the parameters of the vision tower.
-        settings: config.json, its model -> Megatron-Bridge's provider where it is not a dense decoder's.
-        rope: the decoder's part of config.json -> rotary parameters of the layers that see everything.
+        aliases: prefixes of Hugging Face names that transformers also writes -> prefixes in the table.
+        table: function that lists every tensor of a model; None: the family is planned, but not converted.
+        sizes: config.json -> sizes by the letters of the family's own tensors. It may raise KeyError for a
+            missing key.
+        vision_parameters: result of ``sizes`` -> number of parameters of the vision tower.
+        settings: (config.json, `ModelSpec`) -> settings of Megatron-Bridge's provider beyond a dense
+            decoder's.
+        rope: the decoder's part of config.json -> rotary parameters of the layers without a window.
         window: the decoder's part of config.json -> the window of those layers that have one, or None.
         activation: the key of config.json that names the activation.
         lost_keys: keys of config.json that change the computation and have no place in run_config.yaml.
-        linear_layers: the decoder's part of config.json -> as in `ModelSpec`.
-        linear_sizes: the same.
+        linear_layers: the decoder's part of config.json -> `ModelSpec.linear_layers`.
+        linear_sizes: the decoder's part of config.json -> `ModelSpec.linear_sizes`.
     """
 
     architecture: str
@@ -182,14 +185,16 @@ class FamilySpec:
             )
 
     def _window_within(self, text_config: Mapping[str, Any]) -> int | None:
-        """Read the window, unless it is as long as the longest sequence."""
+        """Read the window; None if it is as long as the longest sequence, and so limits nothing."""
         window = self.window(text_config)
         return window if window and window < text_config["max_position_embeddings"] else None
 
     def _refuse_other_layers(self, text_config: Mapping[str, Any], name: str) -> None:
-        """Refuse biases and dense layers that a config.json switches on and the table does not have."""
-        for key in {"attention_bias", "mlp_bias"} - {self.has_qkv_bias}:
-            if text_config.get(key):
+        """Refuse biases and dense layers that a config.json has and the family's table lacks."""
+        for key in ("attention_bias", "mlp_bias"):
+            # A family may read this key itself: then its table has these biases.
+            is_read = key == self.has_qkv_bias
+            if text_config.get(key) and not is_read:
                 raise UserError(
                     f"config.json of {name}: {key}=true is not supported; Megatron has them on all linear "
                     "layers or none"
@@ -231,7 +236,10 @@ def _head_dim(text_config: Mapping[str, Any]) -> int:
 
 
 def _num_shared_experts(text_config: Mapping[str, Any], name: str) -> int:
-    """Count shared experts of a routed one's width."""
+    """Count the shared experts of a layer.
+
+    If config.json has only their joint width, this is the number of routed experts of the same width.
+    """
     shared_width = text_config.get("shared_expert_intermediate_size", 0)
     expert_width = text_config.get("moe_intermediate_size", 1)
     if shared_width % expert_width:
@@ -243,12 +251,12 @@ def _num_shared_experts(text_config: Mapping[str, Any], name: str) -> int:
 
 
 def _is_set(declared: bool | str, text_config: Mapping[str, Any]) -> bool:
-    """Return a property that a family declares, or that a key of config.json sets."""
+    """Return a property, which a family declares as a boolean or by the key of config.json that sets it."""
     return bool(text_config.get(declared)) if isinstance(declared, str) else declared
 
 
 def _check_counts(name: str, num_heads: int, hidden_size: int, num_groups: int, num_tensors: int) -> None:
-    """Refuse numbers that contradict each other, or of which a table would not fit into memory."""
+    """Refuse numbers that contradict each other, or that are so large that no table fits into memory."""
     if num_heads % num_groups:
         raise UserError(
             f"config.json of {name}: num_attention_heads={num_heads} is no multiple of "

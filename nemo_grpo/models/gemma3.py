@@ -29,7 +29,10 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
 
 
 def _rope(text_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the rotary parameters of the layers that see everything; ``rope_scaling`` adds to them here."""
+    """Read the rotary parameters of the layers without a window.
+
+    In Gemma 3 ``rope_scaling`` is added to ``rope_parameters``; in other families it replaces them.
+    """
     without_scaling = {"full_attention": {"rope_type": "default"}}
     parameters = text_config.get("rope_parameters", without_scaling).get("full_attention", {})
     scaling = {**parameters, **text_config.get("rope_scaling", {})}
@@ -37,7 +40,7 @@ def _rope(text_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window(text_config: Mapping[str, Any]) -> int | None:
-    """Read the window, unless every layer sees everything."""
+    """Read the window; None if no layer has one."""
     period = text_config.get("sliding_window_pattern", _PERIOD)
     layer_types = text_config.get("layer_types", _layer_types(text_config["num_hidden_layers"], period))
     window: int | None = text_config.get("sliding_window", DEFAULT_WINDOW)

@@ -17,7 +17,7 @@ _FIXED = {"n_shared_experts": 1, "norm_topk_prob": True, "tie_word_embeddings": 
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return sizes by letter: fd dense width, fs shared width."""
+    """Return sizes by letter: ``fd`` is the width of the dense layers, ``fs`` that of the shared expert."""
     return {"fd": config["intermediate_size"], "fs": config["moe_intermediate_size"]}
 
 

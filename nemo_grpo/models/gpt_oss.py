@@ -47,20 +47,22 @@ _UNCHANGED_KEYS = ("original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return sizes by letter: a heads, f2 gate and up."""
+    """Return sizes by letter: ``a`` is the number of heads, ``f2`` the width of gate and up together."""
     return {"a": config["num_attention_heads"], "f2": 2 * config["intermediate_size"]}
 
 
 def _expert(layer: str, hf: str, weight: str, bias: str, op: Op, bias_op: Op) -> tuple[Entry, Entry]:
-    """Map weight and bias of one matrix of an expert: a slice of the tensor that has all experts of a layer.
+    """Map the weight and the bias of one matrix of an expert.
+
+    Each is a slice of a Hugging Face tensor that holds all experts of a layer.
 
     Args:
-        layer: Megatron's name of the matrix.
-        hf: Hugging Face's name of it.
-        weight: shape of the slice, in letters.
-        bias: the same of the bias.
-        op: how the weight is joined.
-        bias_op: how the bias is joined.
+        layer: name of the matrix in Megatron.
+        hf: name of the matrix in Hugging Face.
+        weight: shape of the weight's slice, in letters.
+        bias: shape of the bias's slice, in letters.
+        op: operation that makes Megatron's weight.
+        bias_op: operation that makes Megatron's bias.
     """
     megatron = f"{LAYER}mlp.experts.local_experts.{{expert}}.{layer}"
     hf_weight = piece_name(f"{HF_LAYER}mlp.experts.{hf}", "{expert}")
@@ -86,7 +88,7 @@ def _table(spec: ModelSpec) -> tuple[Entry, ...]:
 
 
 def _window(text_config: Mapping[str, Any]) -> int | None:
-    """Read the window, unless every layer sees everything."""
+    """Read the window; None if no layer has one."""
     window: int | None = text_config.get("sliding_window", _WINDOW)
     return window if SLIDING in text_config.get("layer_types", [SLIDING]) else None
 
@@ -95,8 +97,11 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
     num_layers = config["num_hidden_layers"]
     layer_types = [SLIDING if layer % 2 == 0 else "full_attention" for layer in range(num_layers)]
     refuse_others(config, {**_FIXED, "layer_types": layer_types}, "gpt-oss")
-    # A YaRN key that is absent counts as transformers' default, or as None where it has none.
-    refuse_others({**dict.fromkeys(_YARN), **_UNSTATED, **spec.rope}, _YARN, "gpt-oss")
+    # An absent YaRN key counts with transformers' default, or as None, which is refused, if it has none.
+    rope: dict[str, Any] = dict.fromkeys(_YARN)
+    rope |= _UNSTATED
+    rope |= spec.rope
+    refuse_others(rope, _YARN, "gpt-oss")
     window = config.get("sliding_window", _WINDOW)
     if not window:
         raise UserError(f"config.json: sliding_window={window}, and gpt-oss needs one; download it again")

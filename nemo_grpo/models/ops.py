@@ -31,9 +31,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Op:
-    """Interleaves parts [rows_k, ...] in the whole [sum of rows_k, ...], an equal share of each per turn.
+    """Interleaves the rows of parts [rows_k, ...] to a whole [sum of rows_k, ...].
 
-    Attributes: turns: letter of the number of turns; None: one turn, so each part is below the one before.
+    In each turn every part gives an equal share of its rows. With one turn, each part follows the one before.
+
+    Attributes: turns: letter of the number of turns in `Dims`; None: one turn.
     """
 
     turns: str | None = None
@@ -42,10 +44,10 @@ class Op:
     keeps_order: ClassVar[bool] = True
     """False: a part's rows change their order, so the whole must be read to split it."""
     computes: ClassVar[bool] = False
-    """True: the numbers change, so Megatron's tensor has the next wider dtype to lose none of their bits."""
+    """True: the numbers change, too. Megatron's tensor then has the next wider dtype, to lose no bits."""
 
     def megatron_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Compute the whole's shape from the parts'."""
+        """Compute the shape of the whole from the shapes of its parts."""
         num_rows = sum(shape[0] for shape in shapes)
         return (num_rows, *shapes[0][1:])
 
@@ -70,7 +72,7 @@ class Op:
                 yield from _divided(part, first, end, max_rows)
 
     def join(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
-        """[rows_k, ...] each -> [sum of rows_k, ...]; shares memory with a single part."""
+        """Join parts [rows_k, ...] to the whole [sum of rows_k, ...]. A single part is returned as it is."""
         if len(parts) == 1:
             # No copy: most tensors only change their names.
             return parts[0]
@@ -78,7 +80,7 @@ class Op:
         return torch.cat([parts[rows.part][rows.first : rows.first + rows.count] for rows in blocks])
 
     def split(self, whole: Tensor, rows: Sequence[int], dims: Dims) -> list[Tensor]:
-        """[sum of rows_k, ...] -> [rows_k, ...] each; views where a part is one block."""
+        """Split a whole [sum of rows_k, ...] into its parts [rows_k, ...]; a part of one block is a view."""
         blocks_by_first_row: list[dict[int, Tensor]] = [{} for _ in rows]
         row = 0
         for block in self.blocks(rows, dims):
@@ -111,9 +113,11 @@ With G groups, R = heads / G and head size D the Megatron rows are [G, R D + D +
 
 @dataclass(frozen=True)
 class GatedQKV(Op):
-    """`GROUPED_QKV` with a gate below each query head; the whole has a group's queries, then its gates.
+    """`GROUPED_QKV` for queries with gates.
 
-    With R heads of size D in each of G groups the Megatron rows are [G, R D + R D + D + D], flattened.
+    In Hugging Face's queries each head is followed by its gate. Megatron has all queries of a group first and
+    then all its gates: with R heads of size D in each of G groups its rows are [G, R D + R D + D + D],
+    flattened.
     """
 
     keeps_order: ClassVar[bool] = False
@@ -140,11 +144,11 @@ GATED_QKV = GatedQKV()
 
 @dataclass(frozen=True)
 class OneSubtracted(Op):
-    """The scale w of a norm -> w - 1, as megatron-core's norms have it where they add 1.
+    """Turns the scale w of a norm into w - 1, which megatron-core stores for norms that add 1 themselves.
 
-    Both directions compute in the next wider dtype, and Megatron's tensor is stored in it: in w's own dtype
-    w - 1 loses bits of every w below 0.5, which adding 1 does not bring back. Megatron-Bridge computes in the
-    stored dtype.
+    Both directions compute in the next wider dtype, and Megatron's tensor is stored in it. In w's own dtype
+    w - 1 would lose bits of every w below 0.5, which adding 1 does not bring back. Megatron-Bridge computes
+    in the stored dtype.
     """
 
     moves_rows: ClassVar[bool] = False
@@ -159,7 +163,7 @@ class OneSubtracted(Op):
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """Return float32 of 16-bit numbers and float64 of others."""
+    """Convert 16-bit numbers to float32, and others to float64."""
     return tensor.double() if tensor.dtype.itemsize > 2 else tensor.float()
 
 
@@ -197,4 +201,4 @@ class Transposed(Op):
 
 TRANSPOSED = Transposed()
 GATE_UP_IN_TURNS = Transposed(takes_turns=True)
-"""gpt-oss: the columns of [h, 2 f] belong to the gate and to the other factor in turns; biases alike."""
+"""gpt-oss: in the columns of [h, 2 f], and in the biases, gate and up take turns."""

@@ -23,7 +23,7 @@ _MARKS = {
     "image_token_id": 151655,
     "video_token_id": 151656,
 }
-"""Tokens around and in place of pictures -> transformers' defaults."""
+"""Keys of the tokens around and in place of pictures -> transformers' default ids."""
 
 
 def _qwen2_5_vl_sizes(config: Mapping[str, Any]) -> dict[str, int]:
@@ -40,10 +40,14 @@ def _qwen2_vl_sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _sizes(vision: Mapping[str, Any], width: int, mlp_width: int, out_width: int) -> dict[str, int]:
-    """Return sizes by letter.
+    """Return the vision tower's sizes by letter.
 
-    w width, w3 its queries, keys and values, i MLP, m merged patches, o result; a patch has c channels,
-    t frames, p rows and p columns.
+    w        width
+    w3       width of queries, keys and values together
+    i        width of the MLP
+    m        width of the patches that the merger joins
+    o        width of the result
+    c, t, p  channels, frames, and rows and columns of a patch
     """
     merged_patches = int(vision.get("spatial_merge_size", 2)) ** 2
     return {

@@ -27,14 +27,14 @@ from nemo_grpo.models.spec import ModelSpec
 from nemo_grpo.support.errors import UserError
 
 _INTERVAL = 4
-"""Layers from one with attention to the next; config.json may set it."""
+"""Every so many layers one has full attention, unless config.json says another number."""
 _LAYER_SPEC = (
     "megatron.core.models.gpt.experimental_attention_variant_module_specs."
     "get_transformer_block_with_experimental_attention_variant_spec"
 )
 """megatron-core's function that builds layers with delta nets."""
 _QKV_ROWS = {"query": "lk", "key": "lk", "value": "lv"}
-"""Blocks of rows of Hugging Face's fused tensors, in their order -> letter of their number."""
+"""Blocks of rows of Hugging Face's fused tensors, in their order -> letters of their numbers of rows."""
 _FIXED = {"hidden_act": "silu", "attn_output_gate": True}
 _DELTA_NET = {
     "linear_conv_kernel_dim": 4,
@@ -81,8 +81,14 @@ def _linear_sizes(text_config: Mapping[str, Any]) -> tuple[int, int]:
 def _text_sizes(text_config: Mapping[str, Any]) -> dict[str, int]:
     """Return sizes by letter.
 
-    Delta net: lk all keys, lv all values, lh heads, ld width of one head's values, lc kernel. Attention: q2
-    queries and gates. Experts: fs width of the shared one. one: an axis of length 1.
+    lk   delta net: all keys
+    lv   delta net: all values
+    lh   delta net: number of heads
+    ld   delta net: width of one head's values
+    lc   delta net: width of the convolution's kernel
+    q2   attention: queries and their gates
+    fs   experts: width of the shared one
+    one  an axis of length 1
     """
     text_config = {**_DEFAULTS, **text_config}
     num_heads = text_config["linear_num_value_heads"]
@@ -179,9 +185,14 @@ def _settings(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
 
 
 def _vision_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return sizes by letter.
+    """Return the vision tower's sizes by letter.
 
-    Vision tower: w width, i MLP, m merged patches, o result, p one patch, n positions.
+    w  width
+    i  width of the MLP
+    m  width of the patches that the merger joins
+    o  width of the result
+    p  numbers of one patch
+    n  number of positions
     """
     vision = config["vision_config"]
     width = vision["hidden_size"]

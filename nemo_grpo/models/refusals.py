@@ -34,7 +34,7 @@ def refuse_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> No
 
 
 def refuse_unmatched(side: str, absent: set[str], extra: set[str], remedy: str = "") -> None:
-    """Raise if a name of the table is absent from the weights, or one of theirs from the table.
+    """Refuse weights whose names are not exactly those of the table.
 
     Args:
         side: Hugging Face or Megatron.
@@ -52,7 +52,7 @@ def refuse_unmatched(side: str, absent: set[str], extra: set[str], remedy: str =
 
 
 def remedy_of_packed(extra: set[str]) -> str:
-    """Name the remedy where a layer's experts are one tensor, as transformers holds them in memory."""
+    """Return the remedy for experts packed into one tensor, as transformers holds them; else ""."""
     if not any(name.endswith(_PACKED) for name in extra):
         return ""
     return (

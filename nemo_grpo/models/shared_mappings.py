@@ -35,13 +35,12 @@ class Entry:
     Attributes:
         megatron: name in megatron-core's local layer spec.
         hf: (name, shape) of every Hugging Face tensor it is made of, in the op's order.
-        op: how they are joined.
-        fused: the name under which Transformer Engine's layers and every torch_dist checkpoint keep it, where
-            that differs.
-        twin: a second name, where the layer spec decides which one a checkpoint has; both are written.
+        op: operation that joins the Hugging Face tensors.
+        fused: name in Transformer Engine's layers and in every torch_dist checkpoint; None: the same name.
+        twin: second name in checkpoints, if the layer spec decides which one they have. Both are written.
         padded: the rows are the vocabulary, which Megatron may pad.
-        layers: those that have it; None: all.
-        keeps_dtype: ``--dtype`` does not round it.
+        layers: numbers of the layers that have the tensor; None: all layers.
+        keeps_dtype: the tensor keeps its dtype, whatever ``--dtype`` says.
     """
 
     megatron: str
@@ -181,17 +180,17 @@ def piece_name(tensor: str, piece: str) -> str:
 
 
 def whole_name(name: str) -> str:
-    """Return the name of the tensor to which a piece belongs; a whole tensor's own."""
+    """Return the name of the tensor to which a piece belongs. A whole tensor's name stays as it is."""
     return name.partition("[")[0]
 
 
 def is_piece(name: str) -> bool:
-    """True for a slice or a block of a tensor."""
+    """Return True for the name of a slice or of a block of a tensor."""
     return "[" in name
 
 
 def is_slice(name: str) -> bool:
-    """True for a slice along the leading axis, False for a block of rows."""
+    """Return True for the name of a slice along the leading axis, False for that of a block of rows."""
     piece = name.partition("[")[2].removesuffix("]")
     return piece.isdigit()
 

@@ -31,22 +31,23 @@ class ModelSpec:
         has_sinks: an attention sink for each head.
         num_experts: routed experts of a layer; 0: the model is dense.
         num_experts_per_token: routed experts that a token passes.
-        num_shared_experts: experts of ffn_size that every token passes.
-        has_shared_gate: they are gated, and the router has no bias.
+        num_shared_experts: shared experts of width ffn_size, which every token passes.
+        has_shared_gate: the shared experts have a gate, and the router has no bias.
         has_output_gate: the queries' projection also makes a gate on attention's output.
-        linear_layers: layers with linear attention in place of attention.
-        linear_sizes: (weights that TP divides, weights on every rank) of one such layer.
-        num_dense_layers: layers before the first with experts.
-        dense_ffn_size: their width.
+        linear_layers: numbers of the layers with linear attention.
+        linear_sizes: (weights that TP divides, weights on every rank) of a layer's linear attention.
+        num_dense_layers: number of layers before the first one with experts.
+        dense_ffn_size: width of the feed-forward layer in these dense layers.
         query_rank: width of the queries' latent in multi-head latent attention (DeepSeek-V2, 2405.04434); 0:
             queries come from the input.
         key_value_rank: width of the latent of keys and values; 0: the attention is not latent.
-        rope_head_dim: columns of a head with positions in latent attention, beside head_dim without.
+        rope_head_dim: in latent attention, columns of a head that are rotated by position. They come in
+            addition to the head_dim columns that are not.
         num_vision_parameters: parameters of the vision tower and its merger.
-        norm_eps: added to the mean square in RMS norms.
+        norm_eps: number that RMS norms add to the mean square.
         hidden_act: activation of the feed-forward layer.
-        rope: rotary parameters, ``rope_type`` and ``rope_theta`` always.
-        sliding_window: positions that a layer's attention is confined to; None: all of them.
+        rope: rotary parameters; ``rope_type`` and ``rope_theta`` are always there.
+        sliding_window: positions that some layers' attention is limited to; None: no layer has a window.
         sizes: sizes by the letters of the family's own tensors.
         is_bridged: Megatron-Bridge, which loads models for NeMo-RL, knows the family.
     """
@@ -89,9 +90,10 @@ class ModelSpec:
 
     @property
     def longest_sequence(self) -> int:
-        """Positions that the model can take; scaled rotary parameters multiply those it was made for.
+        """Longest sequence that the model can take, in tokens.
 
-        vLLM computes the same from config.json (`_get_and_verify_max_len`). Gemma 3 states the scaled length.
+        Scaled rotary parameters multiply the length that the model was trained for. vLLM computes the same
+        from config.json (`_get_and_verify_max_len`). Gemma 3's max_position_embeddings is scaled already.
         """
         rope_type = self.rope.get("rope_type")
         factor = self.rope.get("factor")

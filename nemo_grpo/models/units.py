@@ -39,16 +39,16 @@ class Unit:
     rows. Queries, keys and values are interleaved, so their tensor is one unit.
 
     Attributes:
-        megatron: the Megatron tensor's name, layer and expert filled in.
-        storage: places of that tensor in checkpoints.
-        tensor_rows: rows of that tensor.
-        row: its first row that belongs to the unit.
+        megatron: name of the Megatron tensor, with the numbers of layer and expert filled in.
+        storage: places of the Megatron tensor in checkpoints.
+        tensor_rows: number of rows of the Megatron tensor.
+        row: first row of the Megatron tensor that belongs to the unit.
         shape: shape of the unit.
         hf: names of the Hugging Face tensors that make up the unit, in the op's order.
-        hf_shapes: their shapes.
-        op: joins them.
+        hf_shapes: shapes of these Hugging Face tensors.
+        op: operation that joins the Hugging Face tensors to the unit.
         padded: the rows are the vocabulary, which Megatron may pad.
-        keeps_dtype: ``--dtype`` does not round it.
+        keeps_dtype: the unit keeps its dtype, whatever ``--dtype`` says.
     """
 
     megatron: str
@@ -63,6 +63,6 @@ class Unit:
     keeps_dtype: bool
 
     def pieces(self, dims: Dims, num_values: int) -> Iterator[Rows]:
-        """Yield its rows in their order in the Megatron tensor, at most ``num_values`` numbers at a time."""
+        """Yield the unit's rows in Megatron's order, as blocks of at most ``num_values`` numbers."""
         max_rows = max(1, num_values // math.prod(self.shape[1:]))
         return self.op.blocks([shape[0] for shape in self.hf_shapes], dims, max_rows)

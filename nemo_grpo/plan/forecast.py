@@ -32,7 +32,7 @@ _WORDS = {
     "swaps to the host": "moving weights and optimizer state to the host",
     "rewards, data, logs": "work outside the GPUs",
 }
-"""Phase -> its words in a sentence; the others keep their names."""
+"""Phase -> its words in a sentence. Phases that are not listed go by their names."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Assumptions:
         limit = recipe.policy.generation.max_new_tokens
         context = recipe.policy.max_total_sequence_length
         prompt = self.prompt
-        if prompt == PROMPT:  # the default gives way to a short context; a stated length is checked
+        # The default shrinks to fit a short context. A length that the user states is checked instead.
+        if prompt == PROMPT:
             prompt = min(PROMPT, context - 1)
         if not 1 <= prompt < context:
             raise UserError(
@@ -148,7 +149,7 @@ class Forecast:
 
 
 def for_time(phase: str, setup: PlanInput, work: Workload) -> str:
-    """Name remedies that shorten a phase of the step and are not in use."""
+    """Name remedies that shorten a phase of the step, without those that the recipe uses already."""
     layout = setup.layout
     # Phase -> remedy -> whether it is still open.
     remedies = {
@@ -204,12 +205,12 @@ def forecast(
 
 
 def at_scale(base: Forecast, num_gpus: int, *, weak: bool = False) -> Forecast:
-    """Forecast the same layout on another number of GPUs, whether it divides them or not.
+    """Forecast the same layout on another number of GPUs, even if it does not divide them.
 
     Args:
         base: the recipe's forecast.
         num_gpus: GPUs that train and sample.
-        weak: the batch grows with the GPUs.
+        weak: True: the batch grows with the GPUs (weak scaling). False: it stays the same.
     """
     setup = base.setup
     work = base.work
@@ -244,7 +245,7 @@ def of_layout(base: Forecast, setup: PlanInput) -> Forecast:
 def as_dict(predicted: Forecast, price: float | None = None) -> dict[str, object]:
     """Convert a forecast to JSON's types: seconds, tokens, GPU-hours, dollars.
 
-    Time and cost of a run that ends with NeMo-RL's own data are None: its number of steps is not known.
+    If a run ends when NeMo-RL's own data end, its number of steps is not known: its time and cost are None.
 
     Args:
         predicted: the forecast.

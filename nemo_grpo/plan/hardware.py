@@ -21,16 +21,16 @@ class Hardware:
     """One kind of GPU; rates are the vendor's peaks, per GPU, dense and in one direction.
 
     Attributes:
-        memory_bytes: as nvidia-smi states it.
+        memory_bytes: memory as nvidia-smi states it.
         bf16_flops: BF16 matrix products, FLOP/s.
         fp8_flops: FP8 matrix products, FLOP/s; 0: no FP8.
-        memory_bandwidth: of HBM, bytes/s.
-        nvlink_bandwidth: to another GPU of the same NVLink domain, bytes/s; PCIe where there is none.
-        network_bandwidth: to a GPU of another domain, bytes/s.
-        host_bandwidth: to the host's memory, bytes/s.
-        nvlink_domain: GPUs joined by NVLink; those of a node where there is none.
-        compute_capability: 8 Ampere, 8.9 Ada, 9 Hopper, 10 Blackwell.
-        host_slowdown: time of the CPU's own work, relative to the Xeon of an H100 node.
+        memory_bandwidth: bandwidth of HBM, bytes/s.
+        nvlink_bandwidth: bandwidth to a GPU of the same NVLink domain, bytes/s; without NVLink that of PCIe.
+        network_bandwidth: bandwidth to a GPU of another domain, bytes/s.
+        host_bandwidth: bandwidth to the host's memory, bytes/s.
+        nvlink_domain: number of GPUs joined by NVLink; without NVLink the number of GPUs of a node.
+        compute_capability: 8 for Ampere, 8.9 for Ada, 9 for Hopper, 10 for Blackwell.
+        host_slowdown: time that the CPU takes for its own work, relative to the Xeon of an H100 node.
     """
 
     memory_bytes: float
@@ -106,7 +106,7 @@ CPU = "cpu"
 
 
 def this_machine() -> Hardware:
-    """Return this machine's memory; nothing else of it is planned."""
+    """Describe this machine by its memory. All rates are 0, because no times are predicted on CPUs."""
     num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Hardware(num_bytes, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -129,20 +129,20 @@ class Efficiency:
     """Fractions of a peak, and fixed times in seconds.
 
     Attributes:
-        matrix: dense matrix products in training and scoring, of peak FLOP/s.
-        grouped: the experts' products, of peak FLOP/s.
-        memory: HBM bandwidth while decoding.
-        link: NVLink and network bandwidth in collectives.
-        layer: least seconds of a layer's kernels for one microbatch and one direction, dense.
-        expert_layer: the same with experts: routing, permutation, launches.
+        matrix: share of peak FLOP/s that dense matrix products reach in training and scoring.
+        grouped: share of peak FLOP/s that the experts' products reach.
+        memory: share of HBM's bandwidth that decoding reaches.
+        link: share of the bandwidth of NVLink and of the network that collectives reach.
+        layer: least seconds of a dense layer's kernels for one microbatch in one direction.
+        expert_layer: the same for a layer with experts: routing, permutation, launches.
         decode: fixed seconds of a decoding iteration: scheduling, sampling, launches.
         hop: least seconds of an all-reduce inside an NVLink domain.
         far_hop: least seconds of an all-reduce across domains.
         tensor: seconds to hand one tensor of the Hugging Face model to the rollout engines.
         refit: seconds to put engines to sleep and wake them, where they share the training GPUs.
         routes: share of a decoding batch's tokens whose experts are independent of the others'.
-        step: seconds of data, rewards and logging of a step.
-        sample: the same, per response.
+        step: seconds per step for data, rewards and logging.
+        sample: additional seconds for these, per response.
     """
 
     matrix: float = 0.495
@@ -191,12 +191,14 @@ class PredictionError:
         return self.low * seconds, self.high * seconds
 
 
+# (name in a sentence, number of steps, median, worst, low, high, covered), as `--errors` prints them.
 PUBLISHED = {
     "h100": PredictionError("published steps on H100", 26, 0.106, 0.299, 0.77, 1.29, 0.846),
     "gb200": PredictionError("published steps on GB200", 18, 0.23, 0.564, 0.697, 2.3, 0.611),
 }
-"""Errors on NeMo-RL's steps, each predicted by constants fitted without its model
-(`benchmarks/plan_vs_published.py --errors`)."""
+"""Errors on step times that NeMo-RL published (`benchmarks/plan_vs_published.py --errors`).
+
+Each step is predicted by constants that were fitted on the steps of the other models."""
 
 OTHER = PredictionError("published steps, none of them on such GPUs", 44, 0.145, 0.564, 0.697, 2.3, 0.864)
-"""Errors on the steps of all GPUs together, for GPUs without published steps."""
+"""Errors on the published steps of all kinds of GPU together, for kinds without steps of their own."""

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 VLLM_SEQUENCES = 1024
 """vLLM's default of max_num_seqs on these GPUs."""
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "a_proj", "b_proj", "self_attn")
-"""Parts of names by which a recipe keeps attention out of FP8."""
+"""Parts of layer names; a recipe that lists one of them in quantization_ignored_layer_kws keeps attention
+in BF16."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def _sampling(recipe: Recipe) -> dict[str, Any]:
 
 
 def _published() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read the table `models.yaml`: yields names and config.jsons, with each name's length in its place."""
+    """Yield (name, config) of each model in `models.yaml`, with the name's own longest sequence filled in."""
     for entry in read_yaml(Path(__file__).with_name("models.yaml")).values():
         for name, longest in entry["names"].items():
             # Names share a config in the file; a copy, because each gets a length of its own.
@@ -243,15 +244,17 @@ PRESETS: dict[str, ModelSpec] = {name: read_spec(config, name) for name, config 
 
 
 def shape_of(recipe: Recipe, config_file: Path | None = None, others: Iterable[Recipe] = ()) -> ModelSpec:
-    """Find the shape of a recipe's model: in a config.json, a local folder, the table, or its new_model.
+    """Find the shape of a recipe's model, with the recipe's policy.hf_config_overrides applied.
 
-    policy.hf_config_overrides count in all of them.
+    The shape is read from the first of these that exists: ``config_file``, config.json in the model's local
+    folder, the table `models.yaml`, or the recipe among ``others`` that will export the model. A recipe with
+    nemo_grpo.new_model and no model_name describes the shape itself.
 
     Args:
         recipe: the recipe.
-        config_file: the model's config.json, for models that are neither here nor in the table.
+        config_file: the model's config.json, for models that are neither a local folder nor in the table.
         others: recipes, one of whose runs may export the model that this one starts from.
-    Raises: UserError: nothing tells the shape.
+    Raises: UserError: none of these tells the shape.
     """
     name = recipe.policy.model_name
     overrides = recipe.policy.hf_config_overrides
@@ -281,6 +284,6 @@ def shape_of(recipe: Recipe, config_file: Path | None = None, others: Iterable[R
 
 
 def _with_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Policy:
-    """Copy a recipe's policy with the overrides of a recipe that starts from its export."""
+    """Copy a recipe's policy and add config overrides: those of a later recipe that trains its export."""
     all_overrides = {**recipe.policy.hf_config_overrides, **overrides}
     return recipe.policy.model_copy(update={"hf_config_overrides": all_overrides})

@@ -41,7 +41,10 @@ MAX_REFUSED = {"nearest": 12, "fastest": 60}
 def _laid_out(
     starts: Iterable[PlanInput], sizes: Sequence[Sequence[int]], recomputes: Iterable[tuple[str, ...]]
 ) -> Iterator[PlanInput]:
-    """Yield each start with each (TP, PP, CP, EP) of ``sizes`` that divides its GPUs, in equal stages."""
+    """Yield every combination of a start, sizes (TP, PP, CP, EP), and a recomputation.
+
+    Sizes that do not divide the start's training GPUs are left out. The stages have equally many layers.
+    """
     for start, (tp, pp, cp, ep), recompute in product(starts, product(*sizes), recomputes):
         if start.world_size % (tp * pp * cp) or start.world_size % (pp * ep):
             continue
@@ -65,7 +68,7 @@ def accepted(
         shape: the model.
         gpu: the kind of GPU.
         most_refused: candidates that the recipe's rules may refuse before the search ends.
-        further: overrides for all of them.
+        further: overrides that are added to those of every layout.
     """
     from nemo_grpo.recipe import load_recipe_dict
 
@@ -91,10 +94,10 @@ def overrides_between(start: PlanInput, candidate: PlanInput) -> tuple[str, ...]
     start_settings = _settings(start)
     changed = {key: value for key, value in _settings(candidate).items() if value != start_settings[key]}
     if not (start.recompute and candidate.recompute):
-        # The granularity says nothing where one of the two recomputes nothing.
+        # Without recomputation in one of the setups its granularity has no meaning, so it is no change.
         changed.pop(f"{MEGATRON}.recompute_granularity", None)
     if "policy.train_micro_batch_size" in changed:
-        # A recipe may derive this key from the rows that train, which would change it, too.
+        # A recipe may compute logprob_batch_size from the key that changes here, so it is set explicitly.
         changed["policy.logprob_batch_size"] = candidate.score_tokens // candidate.max_length
     return tuple(f"{key}={as_yaml(value)}" for key, value in changed.items())
 
@@ -130,9 +133,11 @@ def _settings(setup: PlanInput) -> dict[str, Any]:
 
 
 def nearest_layout(recipe: Recipe, shape: ModelSpec, gpu: Hardware) -> tuple[str, ...] | None:
-    """Find overrides that make the recipe fit with the fewest changes; None if no layout searched does.
+    """Find overrides that make the recipe fit, with as few changes as possible.
 
     Tries TP, PP, CP, EP, full recomputation, vLLM's TP and up to eight times the nodes, nearest first.
+
+    Returns: the overrides, or None if none of these layouts fits.
     """
     start = plan_input(recipe)
     # Context parallelism needs packed rows.
@@ -162,7 +167,7 @@ def _distance(start: PlanInput, candidate: PlanInput) -> float:
 
 
 def _sizes(setup: PlanInput) -> tuple[int, ...]:
-    """Return the sizes that `COSTS` speaks of, in its order."""
+    """Return the sizes whose changes `COSTS` rates, in its order."""
     layout = setup.layout
     return (
         layout.tensor,
@@ -188,14 +193,14 @@ def best_layouts(
     """Find the fastest layouts on the forecast's GPUs that fit and that the recipe's rules allow.
 
     Tries TP, PP, CP, EP, recomputation, rows per microbatch, vLLM's TP, and the number of GPUs that only
-    sample. Those still wait for the update, so that the algorithm stays the same; rollouts that already run
-    ahead keep GPUs of their own.
+    sample. GPUs that only sample still wait for each update, so that the algorithm stays the same. If the
+    recipe's rollouts run ahead of training, every layout has GPUs that only sample.
 
     Args:
         recipe: the recipe that is laid out anew.
-        base: its forecast, or one of the same layout on another number of GPUs.
-        number: layouts to return.
-        further: overrides that make the recipe's batch that of the forecast.
+        base: the recipe's forecast, or one of the same layout on another number of GPUs.
+        number: number of layouts to return.
+        further: overrides that set the recipe's batch to that of the forecast.
     """
     ranked = sorted(_candidates(recipe, base), key=lambda setup: of_layout(base, setup).step.seconds)
     fitting = accepted(
@@ -230,7 +235,10 @@ def _candidates(recipe: Recipe, base: Forecast) -> Iterator[PlanInput]:
 
 
 def _rollouts(start: PlanInput, *, runs_ahead: bool) -> Iterator[PlanInput]:
-    """Vary vLLM's TP and the GPUs that only sample: whole nodes, or a part of a single node."""
+    """Vary vLLM's TP and the number of GPUs that only sample, in eighths of the job.
+
+    These are whole nodes, or single GPUs if the job has one node.
+    """
     num_units = start.num_nodes
     unit = start.gpus_per_node
     if start.num_nodes == 1:
@@ -245,7 +253,8 @@ def _rollouts(start: PlanInput, *, runs_ahead: bool) -> Iterator[PlanInput]:
     tensors = {ranks for ranks in TENSOR if ranks <= start.gpus_per_node}
     tensors.add(start.vllm_tensor)
     num_gpus = start.num_nodes * start.gpus_per_node
-    for separate, tensor in product(sorted(num_rollout_gpus), sorted(tensors)):
-        sampling = separate if separate else num_gpus
-        if sampling % tensor == 0:
-            yield replace(start, vllm_tensor=tensor, num_rollout_gpus=separate)
+    for num_separate, tensor in product(sorted(num_rollout_gpus), sorted(tensors)):
+        # Without GPUs of their own, rollouts use all.
+        num_sampling = num_separate if num_separate else num_gpus
+        if num_sampling % tensor == 0:
+            yield replace(start, vllm_tensor=tensor, num_rollout_gpus=num_separate)

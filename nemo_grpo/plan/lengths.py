@@ -18,7 +18,7 @@ PROMPT = 128
 """Mean tokens of a prompt, if not given."""
 
 NUM_CLASSES = 64
-"""Quantiles by which the lengths of responses are represented."""
+"""Number of quantiles that stand for the distribution of the responses' lengths."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Lengths:
     """Lengths in tokens.
 
     Attributes:
-        prompt: mean of the prompts.
-        responses: ascending quantiles, equally many responses at each.
+        prompt: mean length of the prompts.
+        responses: ascending quantiles of the responses' lengths; equally many responses have each length.
         limit: longest possible response.
-        source: where the lengths are from, for the table.
+        source: origin of the lengths, for the table.
     """
 
     prompt: float
@@ -49,7 +49,11 @@ class Lengths:
 
     @cached_property
     def attended(self) -> float:
-        """Mean tokens that a token attends to: E[s^2] / 2 E[s], with s of prompt and response."""
+        """Mean number of tokens that a token attends to.
+
+        A token in a causal sequence of s tokens attends to s / 2 on average; the mean over all tokens is
+        E[s^2] / (2 E[s]).
+        """
         sequences = [self.prompt + length for length in self.responses]
         return sum(s * s for s in sequences) / sum(sequences) / 2
 
@@ -71,14 +75,19 @@ class Lengths:
         return below + (position - index) * 2 * (self.limit - below)
 
     def packed(self, capacity: int) -> float:
-        """Estimate mean tokens of a packed row: first-fit decreasing over two responses of each quantile."""
+        """Estimate the mean tokens of a packed row of this capacity.
+
+        Packs two responses of each quantile by first-fit decreasing.
+        """
         return _packed(tuple(self.prompt + length for length in self.responses), capacity)
 
 
 @lru_cache(maxsize=512)
 def _packed(lengths: tuple[float, ...], capacity: int) -> float:
-    # Cached: a search of layouts asks for the same lengths and capacity thousands of times.
-    sizes = [min(size, capacity) for size in lengths * 2]
+    """Compute the mean tokens of a row after first-fit decreasing."""
+    # Cached, because a search of layouts asks for the same lengths and capacity thousands of times.
+    two_of_each = lengths * 2
+    sizes = [min(size, capacity) for size in two_of_each]
     row_sizes: list[float] = []
     for size in sorted(sizes, reverse=True):
         for row, used in enumerate(row_sizes):
@@ -144,7 +153,7 @@ MEAN_KEY = "length/mean"
 
 
 def _sample_lengths(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Collect the responses' lengths of samples.jsonl, those of validations aside."""
+    """Collect the lengths of the responses in samples.jsonl, except those of validations."""
     lengths = []
     for row in rows:
         if "validation" in row:

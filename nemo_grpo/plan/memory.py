@@ -49,9 +49,10 @@ def trained_counts(shape: ModelSpec, setup: PlanInput, stage: int) -> Counts:
 
 
 def weight_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
-    """Count BF16 parameters, adapters too; FP8 training also caches two FP8 copies of each matrix.
+    """Count the bytes of the BF16 parameters, adapters included.
 
-    2 n [+ 2 (linear + expert) under FP8: row-wise and column-wise, as Transformer Engine keeps them].
+    FP8 training also caches two FP8 copies of each matrix, row-wise and column-wise, as Transformer Engine
+    does:  2 n + 2 (linear + expert).
     """
     counts = stage_counts(shape, setup.layout, stage)
     num_parameters = counts.total
@@ -71,9 +72,10 @@ def gradient_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
 def optimizer_bytes_per_parameter(setup: PlanInput) -> int:
     """Count the optimizer state of one parameter, before sharding.
 
-    Adam: FP32 parameter 4 and two moments 8; BF16 gradients are copied to FP32 for the update, 4. The
-    precision-aware optimizer keeps the 16 bits that a BF16 parameter lacks instead of an FP32 copy, and reads
-    the gradient as it is: 2 + 8. (megatron/core/optimizer: distrib_optimizer.py, store_param_remainders.)
+    Adam has an FP32 parameter of 4 bytes, two moments of 8, and 4 for the FP32 copy of a BF16 gradient that
+    the update makes. The precision-aware optimizer stores only the 16 bits by which an FP32 parameter exceeds
+    its BF16 one, and reads the gradient as it is: 2 + 8.
+    (megatron/core/optimizer: distrib_optimizer.py, store_param_remainders.)
     """
     moments = 8 if setup.optimizer == "adam" else 4
     if setup.precision_aware:
@@ -111,11 +113,16 @@ def layer_bytes_per_token(
 ) -> float:
     """Count what one layer keeps of one token for its backward pass, with flash attention and no dropout.
 
-    Inputs and outputs of both norms 8 h / s; q, k, v and the attention's output 2 (2 q + 2 kv) / t; its
-    log-sum-exp 4 heads / t; [inputs of the norms on q and k 2 (q + kv) / t]; gate and up 4 f / t, their
-    product 2 f / t. s is t with sequence parallelism, else 1. Follows Korthikanti et al. (2205.05198) with a
+        inputs and outputs of both norms             8 h / s
+        q, k, v and the output of the attention      2 (2 q + 2 kv) / t
+        inputs of the norms on q and k, if any       2 (q + kv) / t
+        log-sum-exp of the attention                 4 heads / t
+        gate and up                                  4 f / t
+        their product                                2 f / t        (experts: `_expert_bytes_per_token`)
+
+    s is t with sequence parallelism, else 1. The terms are those of Korthikanti et al. (2205.05198) for a
     gated feed-forward layer, grouped queries and no stored attention matrix. Linear attention is assumed to
-    keep as much as attention. Experts: see `_expert_bytes_per_token`.
+    keep as much as attention.
 
     Args:
         shape: the model.
@@ -145,11 +152,14 @@ def layer_bytes_per_token(
 
 
 def _expert_bytes_per_token(shape: ModelSpec, setup: PlanInput, recompute: tuple[str, ...]) -> float:
-    """Count what router, routed and shared experts keep of one token, with balanced routing.
+    """Count the bytes that router, routed and shared experts keep of one token, with balanced routing.
 
-    A rank routes its own share of the sequence, 1 / s of the tokens: router 4 E / s. Expert TP gathers the
-    tokens of e ranks and divides the width: K experts of a token, each with input and output 4 h e / s and
-    6 f / s. Shared experts see every token: 6 f / t each, as a dense layer.
+        router              4 E / s
+        each routed expert  (4 h e + 6 f) / s       K of them per token; e is the expert TP
+        each shared expert  6 f / t                 as in a dense layer
+
+    A rank routes its own share of the sequence, 1 / s of the tokens. Expert TP gathers the tokens of e ranks
+    (input and output, 4 h e) and divides the width f by e. Shared experts see every token.
     """
     if "moe" in recompute:
         return 0
@@ -169,8 +179,8 @@ def _expert_bytes_per_token(shape: ModelSpec, setup: PlanInput, recompute: tuple
 def activation_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
     """Count the activations of a stage's layers at the peak of 1F1B.
 
-    min(p - stage, microbatches) microbatches in flight, each with tokens / c. Full recomputation keeps the
-    input of each layer, 2 h / s, and at the peak all of one layer.
+    Then min(p - stage, microbatches) microbatches are in flight, each with tokens / c on this rank. Full
+    recomputation keeps only the input of each layer, 2 h / s, and at the peak everything of one layer.
     """
     layout = setup.layout
     tokens = setup.train_tokens / layout.context
@@ -219,7 +229,7 @@ def logit_bytes(shape: ModelSpec, setup: PlanInput, stage: int, *, scoring: bool
 
 
 def training_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> dict[str, int]:
-    """List the training phase of one stage, part by part."""
+    """Compute the bytes of each part of one stage's training phase: name -> bytes."""
     if setup.embedded:
         return _embedded_bytes(shape, setup, stage)
     return {
@@ -233,8 +243,9 @@ def training_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> dict[str, 
 
 
 def _embedded_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> dict[str, int]:
-    """List the embedded engine's parts: its precision, FP32 gradients, weights of sampler and reference.
+    """Compute the bytes of each part of the embedded engine's training phase: name -> bytes.
 
+    The sampler's and the reference policy's weights are in memory beside the policy's. Gradients are FP32.
     Adam keeps two FP32 moments, and an FP32 copy of parameters that are not FP32. The sampler holds the whole
     model, whatever the layout.
     """
@@ -260,9 +271,9 @@ def _embedded_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> dict[str,
 
 
 def _embedded_logit_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
-    """Count one part's logits and their gradient, and the FP32 gradient of the output matrix.
+    """Count the logits that exist at once, their gradient, and the FP32 gradient of the output matrix.
 
-    (`engine.megatron.output_layer`)
+    `engine.megatron.output_layer` computes the logits of `tokens_at_once` tokens at a time.
     """
     if stage != setup.layout.pipeline - 1:
         return 0
@@ -277,9 +288,13 @@ def _embedded_logit_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int
 def _local_layer_bytes(shape: ModelSpec, setup: PlanInput) -> float:
     """Count what one of megatron-core's local layers keeps of one token: no kernel is fused.
 
-    Inputs and outputs of both norms 4 h; q, k and v, q and k after rotation, the attention's output
-    3 q + 3 kv; of the feed-forward layer gate and up 2 f, their copies, the activation and the product 3 f.
-    Counted by torch.autograd.graph.saved_tensors_hooks on two sizes, to 2 %. Full recomputation: h.
+        inputs and outputs of both norms                                      4 h
+        q, k and v, q and k after rotation, the output of the attention       3 q + 3 kv
+        gate and up of the feed-forward layer                                 2 f
+        their copies, the activation and the product                          3 f
+
+    These numbers agree to 2 % with counts by torch.autograd.graph.saved_tensors_hooks on two sizes. Full
+    recomputation keeps h.
     """
     h = shape.hidden_size
     if "full" in setup.recompute:
@@ -291,9 +306,9 @@ def _local_layer_bytes(shape: ModelSpec, setup: PlanInput) -> float:
 
 
 def scoring_bytes(shape: ModelSpec, setup: PlanInput, stage: int) -> int:
-    """Count the scoring phase: weights, gradient buffer, one layer's activations, logits.
+    """Count the bytes of the scoring phase: weights, gradient buffer, one layer's activations, logits.
 
-    NeMo-RL moves the optimizer state to the CPU before, and keeps the reference policy there.
+    NeMo-RL moves the optimizer state to the CPU before it scores, and keeps the reference policy there.
     """
     if setup.embedded:
         # Scoring keeps no activations for a backward pass. The other parts are counted as in training.

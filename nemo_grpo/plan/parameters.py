@@ -55,7 +55,7 @@ class Counts:
 
 
 def mixer_sizes(shape: ModelSpec) -> tuple[float, float]:
-    """Return `attention_sizes`, or the mean over all layers if some have linear attention."""
+    """Return what `attention_sizes` does, averaged over all layers if some have linear attention."""
     divided, replicated = attention_sizes(shape)
     share = shape.attention_share
     if share == 1:
@@ -69,10 +69,13 @@ def mixer_sizes(shape: ModelSpec) -> tuple[float, float]:
 def attention_sizes(shape: ModelSpec) -> tuple[int, int]:
     """Count (weights that TP divides, weights on every rank) of one layer's attention.
 
-    Grouped queries: h (q + 2 kv) + [q + 2 kv if biased] + q h + [heads of sinks] + [q h for a gate], and
-    [2 head_dim if q and k are normed] + [h if the output is biased].
+    Grouped queries, terms in brackets only where the model has them:
+        divided      h (q + 2 kv) + q h + [q + 2 kv of biases] + [q h of a gate] + [heads of sinks]
+        on every rank                 [2 head_dim of norms on q and k] + [h of the output's bias]
+
     Latent attention: the up-projections and the output are divided, the down-projections and their norms are
-    not; queries without a rank come from h. (megatron/core: attention.py, multi_latent_attention.py.)
+    not. Without a query rank the queries are projected from h directly.
+    (megatron/core: attention.py, multi_latent_attention.py.)
     """
     if shape.key_value_rank:
         return _latent_attention_sizes(shape)
@@ -109,10 +112,11 @@ def layer_counts(
 ) -> Counts:
     """Count the parameters of one transformer layer.
 
-    linear     = (attention + [3 h f if dense] + [3 h f per shared expert]) / TP
-    replicated = attention's + 2 h + [2 h if post norms] + [E h if experts]
-                 + [E for a bias of the router, or h for a gate of the shared experts]
-    expert     = E / EP x (3 h f + [2 f + h of biases]) / ETP
+    Terms in brackets count only where the layer has them:
+        linear     = (attention + [3 h f, dense] + [3 h f per shared expert]) / TP
+        replicated = attention's replicated part + 2 h + [2 h of post norms] + [E h of the router]
+                     + [E of the router's bias] + [h of the shared experts' gate]
+        expert     = E / EP x (3 h f + [2 f + h of biases]) / ETP
 
     Args:
         shape: the model.
@@ -141,7 +145,7 @@ def layer_counts(
 
 
 def dense_layers(shape: ModelSpec, layout: Layout, stage: int) -> int:
-    """Count a stage's layers without experts in a model that has experts in the others."""
+    """Count the dense layers of a stage, in a model whose other layers have experts."""
     layers_per_stage = layout.stage_layers(shape.num_layers)
     # The dense layers are the model's first ones.
     num_not_before = max(shape.num_dense_layers - sum(layers_per_stage[:stage]), 0)
@@ -149,7 +153,9 @@ def dense_layers(shape: ModelSpec, layout: Layout, stage: int) -> int:
 
 
 def stage_counts(shape: ModelSpec, layout: Layout, stage: int) -> Counts:
-    """Count the parameters of a pipeline stage: its layers, and at the ends embedding, norm and output.
+    """Count the parameters of a pipeline stage.
+
+    The first stage has the embedding besides its layers, and the last one the final norm and the output.
 
     Args:
         shape: the model.

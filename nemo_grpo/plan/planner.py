@@ -99,13 +99,13 @@ def plan_recipe(
     assumed: Assumptions | None = None,
     others: Iterable[Recipe] = (),
 ) -> Plan:
-    """Plan a loaded recipe, all of whose own rules hold.
+    """Plan a recipe that has been loaded, so that its own rules hold.
 
     Args:
         recipe: the recipe.
-        gpu: a name of `HARDWARE` or of the file, or `CPU`: this machine's, whose ranks share its memory.
+        gpu: name of a kind of GPU in `HARDWARE` or in ``hardware_file``; or `CPU`, for this machine.
         config_file: the model's config.json, for models that the table lacks.
-        hardware_file: other kinds of GPU.
+        hardware_file: file that describes further kinds of GPU.
         assumed: properties that the recipe does not state.
         others: recipes, one of whose runs may export the model.
     Returns: the plan, accepted or with its problems.
@@ -116,23 +116,15 @@ def plan_recipe(
     if gpu == CPU:
         if not setup.embedded:
             raise UserError("--gpu cpu: only the embedded engine trains on CPUs; name the cluster's GPU")
+        # All ranks run on this machine and share its memory.
         hardware = replace(hardware, memory_bytes=hardware.memory_bytes / setup.gpus_per_node)
     broken_rules = tuple(problems(shape, setup, hardware))
-    numbers = dict[str, Any]()
+    numbers: dict[str, Any] = {}
     # Where the layout does not divide the model, the formulas' integer divisions mean nothing.
     if not messages(Scope.SHAPE, shape, setup):
-        stage = memory.heaviest_stage(shape, setup)
-        numbers["num_stage_parameters"] = stage_counts(shape, setup.layout, stage).total
-        numbers["rows"] = _rows(shape, setup, stage)
-        numbers["peaks"] = _peaks(shape, setup, stage)
-        if setup.has_rollouts:
-            cache_bytes = rollout_memory.cache_bytes(shape, setup, int(hardware.memory_bytes))
-            bytes_per_token = rollout_memory.cache_bytes_per_token(shape, setup)
-            numbers["cache_tokens"] = max(int(cache_bytes / bytes_per_token), 0)
-            # FP8 on a GPU without it has a peak of 0 FLOP/s; demonstrations have no rollout to time.
-            lacks_fp8 = bool(list(gpu_has_fp8(shape, setup, hardware)))
-            if not lacks_fp8 and not recipe.loss_fn.learns_from_demonstrations:
-                numbers["forecast"] = forecast(recipe, shape, gpu, hardware, assumed or Assumptions())
+        numbers = _memory_numbers(shape, setup, hardware)
+        if _can_be_forecast(recipe, shape, setup, hardware):
+            numbers["forecast"] = forecast(recipe, shape, gpu, hardware, assumed or Assumptions())
     return Plan(
         name=recipe.nemo_grpo.run_name,
         gpu=gpu,
@@ -146,6 +138,31 @@ def plan_recipe(
         hardware=hardware,
         **numbers,
     )
+
+
+def _memory_numbers(shape: ModelSpec, setup: PlanInput, hardware: Hardware) -> dict[str, Any]:
+    """Compute the attributes of a `Plan` that tell its memory: name -> value."""
+    stage = memory.heaviest_stage(shape, setup)
+    numbers: dict[str, Any] = {
+        "num_stage_parameters": stage_counts(shape, setup.layout, stage).total,
+        "rows": _rows(shape, setup, stage),
+        "peaks": _peaks(shape, setup, stage),
+    }
+    if setup.has_rollouts:
+        cache_bytes = rollout_memory.cache_bytes(shape, setup, int(hardware.memory_bytes))
+        bytes_per_token = rollout_memory.cache_bytes_per_token(shape, setup)
+        numbers["cache_tokens"] = max(int(cache_bytes / bytes_per_token), 0)
+    return numbers
+
+
+def _can_be_forecast(recipe: Recipe, shape: ModelSpec, setup: PlanInput, hardware: Hardware) -> bool:
+    """Return True if the formulas can predict the time of the recipe's steps on this hardware."""
+    # Demonstrations have no rollout to time.
+    if not setup.has_rollouts or recipe.loss_fn.learns_from_demonstrations:
+        return False
+    # FP8 on a GPU without it has a peak of 0 FLOP/s, by which the formulas would divide.
+    fp8_problems = list(gpu_has_fp8(shape, setup, hardware))
+    return not fp8_problems
 
 
 def _approximated(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
@@ -166,7 +183,7 @@ def _approximated(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
 
 
 def _rows(shape: ModelSpec, setup: PlanInput, stage: int) -> tuple[Row, ...]:
-    """List the parts of the training phase that need memory, with what they depend on."""
+    """List the parts of the training phase that need memory, each with what its size depends on."""
     weights = "FP32" if setup.embedded and setup.precision_bytes == 4 else "BF16"
     if setup.fp8_training:
         weights += ", FP8 copies"

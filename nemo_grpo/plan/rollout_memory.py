@@ -70,10 +70,11 @@ def rollout_layer_sizes(shape: ModelSpec, setup: PlanInput) -> tuple[float, floa
 
 
 def cache_bytes_per_token(shape: ModelSpec, setup: PlanInput) -> float:
-    """Count keys and values of one token per GPU of a vLLM engine: 2 x layers x heads x head_dim x bytes.
+    """Count the bytes of one token's keys and values per GPU of a vLLM engine.
 
-    Latent attention caches its compressed keys and values, whole on every rank: layers x (rank + rope).
-    Linear attention's state, one per sequence, is not counted.
+    They are 2 x layers x heads x head_dim x bytes. Latent attention caches compressed keys and values, which
+    every rank holds whole: layers x (rank + rope) x bytes. Linear attention has one state per sequence, which
+    is not counted.
     """
     num_layers = shape.attention_share * shape.num_layers / setup.vllm_pipeline
     if shape.key_value_rank:

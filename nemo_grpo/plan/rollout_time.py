@@ -65,10 +65,11 @@ class Engine:
         return seconds / kept_tokens(num_drafts, self.scenario.work.acceptance)
 
     def _pass(self, layers: float, active: float, tokens: int, context: float) -> float:
-        """Compute seconds of ``tokens`` tokens of each sequence through layers and output matrix.
+        """Compute the seconds in which ``tokens`` tokens of each sequence pass layers and output matrix.
 
-        An expert is read if at least one token chose it: E (1 - (1 - k / E)^n) with n independent tokens.
-        Tokens of one problem are not independent: n is 1 + routes x (tokens - 1).
+        An expert's weights are read if at least one token chose it. With n independent tokens these are
+        E (1 - (1 - k / E)^n) experts. Tokens of one problem are not independent, so n is
+        1 + routes x (tokens - 1).
         """
         shape = self.scenario.shape
         eff = self.scenario.eff
@@ -101,7 +102,7 @@ def kept_tokens(drafts: int, acceptance: float) -> float:
 def engine_of(scenario: Scenario) -> Engine:
     """Describe the vLLM engine of a layout.
 
-    MX formats are computed natively from Blackwell on; older GPUs widen their weights to BF16.
+    Blackwell and later GPUs compute MX formats natively. Older ones convert such weights to BF16 first.
     """
     shape = scenario.shape
     setup = scenario.setup
@@ -115,7 +116,8 @@ def engine_of(scenario: Scenario) -> Engine:
     output_matrix = shape.vocab_size * shape.hidden_size / setup.vllm_tensor
     computes_in_fp8 = setup.vllm_fp8 and (hardware.compute_capability >= 10 or not setup.vllm_mx)
     flops = hardware.fp8_flops if computes_in_fp8 else hardware.bf16_flops
-    # Products are timed at one peak. BF16 attention beside FP8 counts as that many more products.
+    # An `Engine` has one peak for all products. Where attention stays in BF16 beside FP8, its products are
+    # multiplied by the ratio of the two peaks.
     attention_factor = flops / hardware.bf16_flops if setup.vllm_bf16_attention else 1.0
     return Engine(
         scenario=scenario,
@@ -139,7 +141,10 @@ def num_engines(setup: PlanInput) -> int:
 
 
 def concurrency(scenario: Scenario) -> int:
-    """Count sequences that an engine decodes at once: its limit, or those of mean length in its cache."""
+    """Count the sequences that an engine decodes at once.
+
+    That is vLLM's limit, or fewer if its cache holds fewer sequences of mean length.
+    """
     shape = scenario.shape
     setup = scenario.setup
     cache_bytes = rollout_memory.cache_bytes(shape, setup, int(scenario.hardware.memory_bytes))
@@ -150,43 +155,44 @@ def concurrency(scenario: Scenario) -> int:
 
 
 def rollout_seconds(scenario: Scenario) -> dict[str, float]:
-    """Predict one step's rollout: prefill, decoding until half of the last responses have ended, the tail.
+    """Predict the seconds of one step's rollout: prefill, decode and tail.
 
-    While responses wait for a place, all places are taken; then the last ones run out, and the step ends with
-    the longest.
+    An engine decodes a limited number of responses at once. While others wait, it is full. Then the last ones
+    run out: "decode" ends when half of these have ended, and "tail" with the longest.
     """
     engine = engine_of(scenario)
     work = scenario.work
     lengths = work.lengths
     num_responses = ceil(work.num_samples / num_engines(scenario.setup))
-    places = min(num_responses, concurrency(scenario))
-    # While responses wait all places are taken; then the last ones run out.
-    queued = (num_responses - places) * _seconds_per_response(engine, places)
-    first_half, tail = _drained(places, lengths, lengths.longest(work.num_samples), engine.iteration)
-    decode = queued + first_half
+    num_at_once = min(num_responses, concurrency(scenario))
+    # The engine is full until only `num_at_once` responses are left.
+    full = (num_responses - num_at_once) * _seconds_per_response(engine, num_at_once)
+    first_half, tail = _drained(num_at_once, lengths, lengths.longest(work.num_samples), engine.iteration)
+    decode = full + first_half
     prefill = _prefill_seconds(engine, num_responses)
-    # `Engine` times one stage of vLLM's pipeline, and a pass goes through all of them in turn.
+    # A batch passes the stages of vLLM's pipeline one after the other.
     scale = work.num_draws * scenario.setup.vllm_pipeline
     return {"prefill": scale * prefill, "decode": scale * decode, "tail": scale * tail}
 
 
 def _drained(
-    places: int, lengths: Lengths, longest: float, iteration: Callable[[float, float], float]
+    num_responses: int, lengths: Lengths, longest: float, iteration: Callable[[float, float], float]
 ) -> tuple[float, float]:
-    """Compute seconds of decoding ``places`` responses together: until half have ended, and the rest.
+    """Time the decoding of responses that start together, with no others to follow.
 
     Args:
-        places: responses at the start.
-        lengths: of prompts and responses.
-        longest: tokens of the last one.
+        num_responses: responses at the start.
+        lengths: lengths of prompts and responses.
+        longest: tokens of the longest response.
         iteration: (active responses, tokens that each holds) -> seconds per token.
+    Returns: seconds until half of the responses have ended, and seconds from then until all have.
     """
     ends = [*lengths.responses[:-1], longest]
     first_half = 0.0
     tail = 0.0
     position = 0.0  # tokens that all active responses have
     for index, end in enumerate(ends):
-        active = max(places * (len(ends) - index) / len(ends), 1.0)
+        active = max(num_responses * (len(ends) - index) / len(ends), 1.0)
         context = lengths.prompt + (position + end) / 2
         seconds = (end - position) * iteration(active, context)
         if 2 * index < len(ends):
@@ -198,26 +204,28 @@ def _drained(
 
 
 def steady_seconds(scenario: Scenario) -> float:
-    """Predict seconds per step of engines that never run out of responses, so that there is no tail."""
+    """Predict the seconds per step of engines that always have further responses to decode, so no tail."""
     engine = engine_of(scenario)
     work = scenario.work
     num_responses = ceil(work.num_samples / num_engines(scenario.setup))
-    # Rollouts that may run several steps ahead have responses of as many steps to decode at once.
-    places = min(num_responses * max(work.trajectory_age, 1), concurrency(scenario))
-    decode = num_responses * _seconds_per_response(engine, places)
+    # If rollouts may run A steps ahead, responses of A steps are there to be decoded at once.
+    num_available = num_responses * max(work.trajectory_age, 1)
+    num_at_once = min(num_available, concurrency(scenario))
+    decode = num_responses * _seconds_per_response(engine, num_at_once)
     seconds = decode + _prefill_seconds(engine, num_responses)
     return work.num_draws * scenario.setup.vllm_pipeline * seconds
 
 
-def _seconds_per_response(engine: Engine, places: int) -> float:
-    """Compute seconds per response of an engine whose places are all taken, by responses half done."""
+def _seconds_per_response(engine: Engine, num_at_once: int) -> float:
+    """Compute the seconds per response of an engine that always decodes ``num_at_once`` responses."""
     lengths = engine.scenario.work.lengths
+    # On average these responses are half done.
     context = lengths.prompt + lengths.mean / 2
-    return lengths.mean / places * engine.iteration(places, context)
+    return lengths.mean / num_at_once * engine.iteration(num_at_once, context)
 
 
 def _prefill_seconds(engine: Engine, num_responses: int) -> float:
-    """Count a prompt once per group: the prefix cache serves its other responses."""
+    """Time the prefill of an engine's prompts, each once per group: later responses find it in the cache."""
     work = engine.scenario.work
     num_prompts = ceil(num_responses / work.group_size)
     return engine.prefill(num_prompts * work.lengths.prompt)

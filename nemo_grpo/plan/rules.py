@@ -98,7 +98,8 @@ def stop_tokens_are_in_the_vocabulary(shape: ModelSpec, setup: PlanInput) -> Ite
 
 @rule(Scope.SHAPE)
 def fp8_blocks_divide_the_layers(shape: ModelSpec, setup: PlanInput) -> Iterator[str]:
-    # Only block scales need whole blocks: (the key of the TP, TP, expert TP) of training and of vLLM.
+    # Layouts, of training and of vLLM, whose FP8 scales are per block, so that a rank must hold whole blocks:
+    # (recipe key of the TP, TP, expert TP).
     layouts_in_blocks = []
     if setup.fp8_training and setup.fp8_recipe == "blockwise":
         layouts_in_blocks.append(
@@ -174,7 +175,7 @@ def training_fits_in_memory(shape: ModelSpec, setup: PlanInput, gpu: Hardware) -
 
 
 def for_memory(part: str, setup: PlanInput) -> str:
-    """Name remedies that shrink a part of the training phase and are not in use."""
+    """Name remedies that shrink a part of the training phase, without those that the recipe uses already."""
     has_several_rows = setup.train_tokens > setup.max_length
     # Part -> remedy -> whether it is still open.
     remedies = {
@@ -227,7 +228,7 @@ def rollouts_fit_in_memory(shape: ModelSpec, setup: PlanInput, gpu: Hardware) ->
 
 
 def shape_problems(recipe: Recipe) -> list[str]:
-    """List messages about a recipe on any GPU; none if its model's shape is unknown here."""
+    """List the broken rules of a recipe that hold for any GPU; none if the model's shape is not known."""
     try:
         shape = shape_of(recipe)
     except UserError:
@@ -238,7 +239,7 @@ def shape_problems(recipe: Recipe) -> list[str]:
 
 
 def problems(shape: ModelSpec, setup: PlanInput, gpu: Hardware) -> list[str]:
-    """List all messages for one layout on one kind of GPU."""
+    """List the messages about all broken rules of one layout on one kind of GPU."""
     shape_messages = messages(Scope.SHAPE, shape, setup)
     # The formulas of memory divide by the layout, so it must divide the model first.
     if shape_messages:

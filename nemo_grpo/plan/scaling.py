@@ -31,7 +31,7 @@ class Point:
         weak_overrides: the recipe's keys for ``weak``.
         strong_efficiency: tokens/s/GPU of ``strong``, relative to the first point with layouts.
         weak_efficiency: the same of ``weak``.
-        note: that these GPUs do not pay, or why there is no layout.
+        note: sentence that more GPUs do not pay, or why there is no layout; else empty.
     """
 
     num_gpus: int
@@ -51,7 +51,7 @@ def scaling(recipe: Recipe, base: Forecast, gpu_counts: str) -> list[Point]:
     Args:
         recipe: the recipe.
         base: its forecast.
-        gpu_counts: the numbers, with commas.
+        gpu_counts: numbers of GPUs, separated by commas.
     """
     counts = {int(part) if part.strip().isdecimal() else 0 for part in gpu_counts.split(",")}
     if min(counts) < 1:
@@ -86,7 +86,7 @@ def _relative_speed(predicted: Forecast, first: Forecast) -> float:
 
 
 def _pays(before: Forecast, after: Forecast) -> bool:
-    """Return True if the step becomes faster by the share `PAYS` of what the added GPUs could give."""
+    """Return True if the speed-up is at least the share `PAYS` of what the added GPUs could give."""
     speed_up = before.step.seconds / after.step.seconds - 1
     ideal = after.step.num_gpus / before.step.num_gpus - 1
     return speed_up >= PAYS * ideal

@@ -24,8 +24,10 @@ SIGNAL = 0.5
 """Share of groups whose rewards differ, if no run states it; it decides how often prompts are drawn again."""
 
 ACCEPTANCE = 0.87
-"""Acceptance of a drafted token after accepted ones, if no run states it: SkyRL's MTP run of Qwen3.5-9B
-has 0.886, 0.869 and 0.861 at its three depths (docs/examples/spec_decode.mdx)."""
+"""Probability that a drafted token is accepted after accepted ones, if no run states it.
+
+SkyRL's MTP run of Qwen3.5-9B has 0.886, 0.869 and 0.861 at its three depths
+(docs/examples/spec_decode.mdx)."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,14 @@ class Workload:
         num_samples: responses trained per step.
         group_size: responses that share a prompt.
         num_updates: optimizer updates per step.
-        lengths: of prompts and responses.
+        lengths: lengths of prompts and responses.
         scoring_passes: forward passes over the step before its updates.
         num_draws: mean number of draws of num_samples responses for one step.
         trajectory_age: steps that rollouts may run ahead of training; 0: they alternate.
-        waits_for_rollouts: rollouts that run ahead must end before the engines get new weights.
+        waits_for_rollouts: True: the engines get new weights only after all running responses have ended.
         acceptance: probability of a drafted token whose predecessors were accepted.
         num_steps: steps of the run.
-        or_passes: see `Recipe`.
+        or_passes: see `Recipe.or_passes`.
         val_period: steps between validations; 0: none.
         val_samples: responses of one validation.
         save_period: steps between checkpoints; 0: none.
@@ -145,7 +147,7 @@ def expected_draws(signal: float, threshold: float, max_draws: int, num_groups: 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model, its layout, the work of a step, the GPUs, and the fractions of their peaks in reach."""
+    """Input of all step-time formulas: model, layout, work of a step, GPUs, and fitted efficiencies."""
 
     shape: ModelSpec
     setup: PlanInput
@@ -157,8 +159,9 @@ class Scenario:
     def domain(self) -> int:
         """GPUs that are certain to share NVLink.
 
-        The GPU's whole domain if the job fits into one, or the nodes that the recipe keeps together
-        (cluster.segment_size); else one node's, because the scheduler chooses each node's domain.
+        If the job fits into one NVLink domain, these are all GPUs of the domain. Otherwise they are those of
+        the nodes that the recipe keeps together (cluster.segment_size), or of a single node, because the
+        scheduler may put each node into another domain.
         """
         setup = self.setup
         domain = self.hardware.nvlink_domain

@@ -23,9 +23,9 @@ class StepTime:
 
     Attributes:
         scenario: model, layout, work and GPUs.
-        phases: name -> seconds, one after the other; if rollouts run ahead, those of `rollout` overlap with
-            the rest.
-        steady: seconds per step of engines that never run out of responses, refit included.
+        phases: name -> seconds. The phases follow each other; if rollouts run ahead, the phases `ROLLOUT`
+            overlap with the others.
+        steady: seconds per step of engines that always have further responses to decode, refit included.
         validation: seconds of one validation.
         checkpoint: seconds of one checkpoint.
     """
@@ -58,12 +58,19 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step: the sum, or the longest of three if rollouts run A steps ahead.
+        """Seconds of the step.
 
-        Training with the refit; engines that never wait; and (rollout + training) / (A + 1): responses for
-        step n + A start with the weights of step n, so that A + 1 steps hold a rollout and an update in turn
-        (NeMo-RL's replay buffer, algorithms/async_utils). If responses must end before a refit (NeMo-RL
-        without in_flight_weight_updates), both start after one refit and end before the next, whatever A.
+        If rollouts and training alternate, this is the sum of all phases. If rollouts run A steps ahead, it
+        is the longest of three times:
+
+        - training, refit included;
+        - the rollout of engines that never wait (`steady`);
+        - (rollout + training) / (A + 1). Responses for step n + A start with the weights of step n, so one
+          rollout and one update must pass within A + 1 steps (NeMo-RL's replay buffer,
+          algorithms/async_utils).
+
+        If responses must end before a refit (NeMo-RL without in_flight_weight_updates), rollout and training
+        both start after one refit and end before the next, for any A.
         """
         in_turn = self.rollout + self.training
         if self.age == 0:
@@ -80,7 +87,10 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """FLOPs of the update's three forward passes over its seconds and the training GPUs' BF16 peak."""
+        """Model FLOPs utilization of the update: its FLOPs / (its seconds x BF16 peak of the training GPUs).
+
+        Its FLOPs are those of three forward passes, recomputation not counted.
+        """
         scenario = self.scenario
         seconds = sum(self.phases[name] for name in UPDATE)
         flops_per_token = model_flops(scenario.shape, scenario.work.lengths.attended)
@@ -97,7 +107,8 @@ UPDATE = ("forward and backward", "pipeline bubble", "gradients", "optimizer")
 def step_time(scenario: Scenario) -> StepTime:
     """Predict the time of one step of a cluster recipe.
 
-    Each formula stands in the module of its phase. Rewards, data, logs take a time per step and sample.
+    The formulas stand in the modules of their phases. Rewards, data and logs take a fixed time per step and
+    another one per response.
     """
     setup = scenario.setup
     work = scenario.work
@@ -125,7 +136,7 @@ def _rollout(scenario: Scenario) -> tuple[dict[str, float], float, float]:
 
 
 def validation_seconds(scenario: Scenario) -> float:
-    """Predict a rollout of the validation samples."""
+    """Predict the seconds of a validation, which is a rollout of its samples."""
     work = scenario.work
     if not work.val_samples:
         return 0.0
@@ -134,18 +145,23 @@ def validation_seconds(scenario: Scenario) -> float:
 
 
 def num_tensors(shape: ModelSpec) -> int:
-    """Count the Hugging Face model's tensors: 3, 9 per dense layer, 6 + 3 per expert in a sparse layer."""
+    """Count the tensors of the Hugging Face model.
+
+    They are 3 outside the layers, 9 per dense layer, and 6 + 3 per expert in a sparse layer.
+    """
     per_sparse = 6 + 3 * (shape.num_experts + shape.num_shared_experts)
     return 3 + 9 * (shape.num_layers - shape.num_sparse_layers) + per_sparse * shape.num_sparse_layers
 
 
 def refit_seconds(scenario: Scenario) -> float:
-    """Predict the refit: NeMo-RL gathers each Hugging Face tensor on every rank for the engine there.
+    """Predict the seconds of the refit, in which NeMo-RL gathers each Hugging Face tensor for the engines.
 
-    2 x parameters go over the network if ranks of several NVLink domains share the model or rollouts have
-    GPUs of their own, over NVLink if one domain holds it, and nowhere if each GPU holds all of it. Engines
-    that share the GPUs load each tensor on arrival, and are also put to sleep and woken; those on other GPUs
-    load one packed buffer while the next is on its way (nemo_rl/utils/packed_tensor.py).
+    The weights, 2 bytes per parameter, go over the network if ranks of several NVLink domains share the model
+    or if rollouts have GPUs of their own. They go over NVLink if one domain holds the model, and nowhere if
+    each GPU holds all of it.
+
+    Engines on the training GPUs load each tensor on arrival, and are put to sleep and woken. Engines on other
+    GPUs load one packed buffer while the next is on its way (nemo_rl/utils/packed_tensor.py).
     """
     hardware = scenario.hardware
     eff = scenario.eff
@@ -166,10 +182,11 @@ def refit_seconds(scenario: Scenario) -> float:
 
 
 def route_seconds(scenario: Scenario) -> float:
-    """Predict router replay: the K experts that each token chose in each sparse layer, at `ROUTES`.
+    """Predict the seconds of router replay, which copies each token's experts in each sparse layer.
 
-    An expert's number has 1 byte up to 128 experts and 2 above (nemo_rl/models/generation/interfaces.py).
-    They go from the engines through Ray's object store to the driver, and from there to the ranks that train.
+    An expert's number has 1 byte up to 128 experts and 2 above (nemo_rl/models/generation/interfaces.py). The
+    numbers go from the engines through Ray's object store to the driver, and from there to the ranks that
+    train.
     """
     shape = scenario.shape
     bytes_per_expert = 1 if shape.num_experts <= 128 else 2
@@ -180,7 +197,7 @@ def route_seconds(scenario: Scenario) -> float:
 
 
 def checkpoint_seconds(shape: ModelSpec, setup: PlanInput, *, saves_optimizer: bool) -> float:
-    """Predict a checkpoint: 2 bytes per parameter, and 12 of optimizer state, at `STORAGE` per node."""
+    """Predict the seconds of a checkpoint: 2 bytes per parameter and 12 of its optimizer state."""
     bytes_per_parameter = 14 if saves_optimizer else 2
     num_bytes = model_parameters(shape) * bytes_per_parameter
     num_nodes = max(setup.world_size // setup.gpus_per_node, 1)

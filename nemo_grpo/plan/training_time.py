@@ -14,9 +14,13 @@ from nemo_grpo.plan.scenario import Scenario, exchange_seconds, gather_seconds
 
 
 def microbatches(scenario: Scenario, capacity: int) -> tuple[int, float]:
-    """Count a data-parallel rank's microbatches of one update, and tokens of one with padding, before CP.
+    """Count the microbatches of one update on a data-parallel rank, and the tokens of each.
 
-    Packed rows hold whole sequences; padded sequences have the longest length.
+    Args:
+        scenario: the recipe's scenario.
+        capacity: tokens that a microbatch may have.
+    Returns: the number of microbatches; and tokens of one, before CP divides them. With packing a microbatch
+        holds whole sequences; without it every sequence is padded to the longest possible length.
     """
     setup = scenario.setup
     work = scenario.work
@@ -74,11 +78,17 @@ def model_flops(shape: ModelSpec, attended: float) -> float:
 
 
 def layer_seconds(scenario: Scenario, tokens: float, *, is_dense: bool) -> tuple[float, float]:
-    """Time one layer's forward pass over a microbatch's tokens / CP: (kernels, collectives of TP, CP, EP).
+    """Time one layer's forward pass over the tokens of a microbatch.
 
     Routing is taken as balanced: each of the TP x EP ranks computes its share of the experts' products.
-    With FP8 the products run at its peak, but their inputs are read and written once more to quantize them:
-    narrow matrices gain less.
+    With FP8 the products run at the FP8 peak, but their inputs are read and written once more to quantize
+    them, so narrow matrices gain less.
+
+    Args:
+        scenario: the recipe's scenario.
+        tokens: tokens of the microbatch on this rank, after CP has divided them.
+        is_dense: a layer without experts.
+    Returns: (seconds of the kernels, seconds of the collectives of TP, CP and EP).
     """
     setup = scenario.setup
     hardware = scenario.hardware
@@ -94,13 +104,18 @@ def layer_seconds(scenario: Scenario, tokens: float, *, is_dense: bool) -> tuple
         bandwidth = hardware.memory_bandwidth * eff.memory
         seconds += tokens * _quantized_bytes(scenario, is_dense) / bandwidth
     # Small microbatches wait for the CPU to launch their kernels.
-    least_seconds = hardware.host_slowdown * eff.layer if is_dense else eff.expert_layer
+    least_seconds = eff.expert_layer
+    if is_dense:
+        least_seconds = hardware.host_slowdown * eff.layer
     collectives = _collective_seconds(scenario, tokens, is_dense=is_dense)
     return max(seconds, least_seconds), collectives
 
 
 def _quantized_bytes(scenario: Scenario, is_dense: bool) -> float:
-    """Count bytes per token to quantize the inputs of a layer's products: read 2, write 1, transposed 1."""
+    """Count the bytes per token that quantizing the inputs of a layer's products moves.
+
+    Each number is read (2 bytes) and written twice, once transposed (1 byte each).
+    """
     shape = scenario.shape
     t = scenario.setup.layout.tensor
     h = shape.hidden_size
@@ -163,7 +178,7 @@ def stage_seconds(scenario: Scenario, tokens: float) -> float:
 
 
 def bubble(num_stages: int, num_microbatches: int) -> float:
-    """Compute the factor by which waiting lengthens a stage's time: (m + p - 1) / m."""
+    """Compute the factor by which the pipeline's bubble lengthens a stage's time: (m + p - 1) / m."""
     return (num_microbatches + num_stages - 1) / num_microbatches
 
 
@@ -216,7 +231,10 @@ def _gradient_seconds(scenario: Scenario, stage: int) -> float:
 
 
 def _optimizer_seconds(scenario: Scenario, stage: int) -> float:
-    """Time Adam: state read and written, gradients read, the offloaded share over the host's bus."""
+    """Time Adam, which reads and writes its state and reads the gradients.
+
+    The offloaded share of these bytes passes the host's bus instead of HBM.
+    """
     setup = scenario.setup
     hardware = scenario.hardware
     eff = scenario.eff
@@ -231,10 +249,10 @@ def _optimizer_seconds(scenario: Scenario, stage: int) -> float:
 
 
 def swap_seconds(scenario: Scenario, *, reference: bool) -> float:
-    """Time the moves over the host's bus per step.
+    """Time the moves between a GPU and the host's memory per step.
 
-    The optimizer goes out and in if rollouts share the GPUs; the reference policy's weights come in, and the
-    policy's go back.
+    If rollouts share the training GPUs, the optimizer state goes out and comes back. To score with the
+    reference policy, its weights come in, and the policy's come back afterwards.
     """
     shape = scenario.shape
     setup = scenario.setup

@@ -1,6 +1,6 @@
 """Base classes of the variants.
 
-A variant derives from one of them. Each adds recipe keys and code to the one that it derives from:
+A variant derives from one of these classes. Each of them adds recipe keys and code to its own parent:
 
     VariantConfig       declarations, `shape` and `terms`; see `variants.config`
     GroupRewardConfig   group-relative advantages
@@ -86,12 +86,12 @@ class KLConfig(VariantConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """True with a KL penalty, or for the advantages."""
+        """True if a KL penalty or the advantages read the reference policy's logprobs."""
         return self.compares_with_reference or self.reference_policy_kl_penalty > 0
 
     @property
     def weights_kl_by_group(self) -> bool:
-        """True if the aggregation weights a KL penalty, too, by factors that no advantage can carry."""
+        """True if `group_token_mean` weights a KL penalty, too: its row factors cannot go into advantages."""
         return self.aggregation == "group_token_mean" and self.reference_policy_kl_penalty > 0
 
     def kl_term(self, batch: TokenBatch) -> Tensor | None:
@@ -122,7 +122,7 @@ class TokenRatioConfig(GroupRewardConfig, KLConfig):
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
-        """True without a KL penalty that the aggregation weights."""
+        """True except with a KL penalty under `group_token_mean`; see `weights_kl_by_group`."""
         return not self.weights_kl_by_group
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
@@ -142,9 +142,10 @@ class TokenRatioConfig(GroupRewardConfig, KLConfig):
 
 
 class RatioConfig(TokenRatioConfig):
-    """Variants with an importance ratio per token or response, an optional clip and KL penalty."""
+    """Variants with an importance ratio per token or per response, an optional clip, and a KL penalty."""
 
-    # Declared again: `ratio` and `policy_term` below are other code than the parent's declarations speak of.
+    # Declared again, because the parent's declarations are about its own `ratio` and `policy_term`, which are
+    # overridden below. Without them `__init_subclass__` would set the safe values.
     reads_scores: ClassVar[bool] = False
     shapes_advantages: ClassVar[bool] = False
     spans_groups: ClassVar[bool] = False
@@ -161,7 +162,7 @@ class RatioConfig(TokenRatioConfig):
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
-        """True without a KL penalty that the aggregation weights."""
+        """True except with a KL penalty under `group_token_mean`; see `weights_kl_by_group`."""
         return not self.weights_kl_by_group
 
     @model_validator(mode="after")
@@ -194,7 +195,10 @@ class RatioConfig(TokenRatioConfig):
         return self
 
     def importance_correction(self) -> ImportanceCorrection | None:
-        """Return the reweighting of the policy term, per response where the ratio is; or None."""
+        """Return the reweighting of the policy term, or None without a correction.
+
+        It is per response if the ratio is.
+        """
         correction = super().importance_correction()
         if correction is None:
             return None

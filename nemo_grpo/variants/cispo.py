@@ -4,7 +4,7 @@
     w_it = clip(rho_it, 1 - ratio_clip_min, 1 + ratio_clip_max)                  Eq. 5, no gradient
     loss = - token_mean(w A logp)                                                Eq. 4
 
-Acts only with several updates per step: in the first one w is 1, and the gradient is GRPO's.
+The clip acts only with several updates per step: in the first one w is 1, and the gradient is GRPO's.
 
 Deviation:
 - The paper sets no lower bound, `ratio_clip_min: 1.0`, and tunes the upper one without stating it: 5.0, as in
@@ -47,7 +47,7 @@ class CISPO(TokenRatioConfig):
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
-        """True without a KL penalty that the aggregation weights."""
+        """True except with a KL penalty under `group_token_mean`; see `weights_kl_by_group`."""
         return not self.weights_kl_by_group
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:

@@ -51,7 +51,7 @@ class ClipCov(RatioConfig):
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
-        """True without a KL penalty that the aggregation weights."""
+        """True except with a KL penalty under `group_token_mean`; see `weights_kl_by_group`."""
         return not self.weights_kl_by_group
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:

@@ -16,9 +16,9 @@ SAFE_DECLARATIONS = {
     "learns_without_advantages": True,
     "folds": False,
 }
-"""Declaration -> the value that is right for any loss, and lets the engines skip no work."""
+"""Declaration -> its safe value: correct for any loss, because the engines then skip no work."""
 UNDECLARED_METHODS = ("resampling",)
-"""Methods that no declaration speaks of."""
+"""Methods that may be overridden without making the declarations again, since none describes them."""
 
 
 class VariantConfig(CorrectionKeys):
@@ -58,21 +58,22 @@ class VariantConfig(CorrectionKeys):
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Drop inherited declarations that speak of code which the class no longer runs.
+        """Replace inherited declarations by the safe value where the class overrides what they describe.
 
-        A declaration (`SAFE_DECLARATIONS`) holds for the methods of the class that makes it. A class that
+        A declaration (`SAFE_DECLARATIONS`) describes the methods of the class that makes it. A class that
         overrides one of these methods (`shape`, `terms`, `ratio`, `policy_term`, ...), itself or by a mixin,
         gets the safe value of every declaration that it does not make again.
         """
         super().__init_subclass__(**kwargs)
         for name, safe_value in SAFE_DECLARATIONS.items():
+            # The classes of the method resolution order before the declaring one may override its methods.
             is_declared_by = [name in vars(parent) for parent in cls.__mro__]
-            declaring = is_declared_by.index(True)
-            # The declaration speaks of the methods that its class had, by its own or inherited.
+            declaring_index = is_declared_by.index(True)
+            overriding_parents = cls.__mro__[:declaring_index]
+            # The declaration describes all methods of its class, inherited ones included.
             declared_methods = set[str]()
-            for parent in cls.__mro__[declaring:]:
+            for parent in cls.__mro__[declaring_index:]:
                 declared_methods |= set(vars(parent))
-            overriding_parents = cls.__mro__[:declaring]
             if any(_public_methods(parent) & declared_methods for parent in overriding_parents):
                 setattr(cls, name, safe_value)
 
@@ -136,7 +137,7 @@ class VariantConfig(CorrectionKeys):
 
 
 def _public_methods(owner: type) -> set[str]:
-    """Name the public methods that a class itself defines, those aside that no declaration speaks of."""
+    """Name the public methods that a class itself defines, except `UNDECLARED_METHODS`."""
     # Private ones are pydantic's validators: they check keys, and change no advantage, term or gradient.
     return {
         name

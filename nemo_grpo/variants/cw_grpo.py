@@ -80,31 +80,35 @@ class CWGRPO(RatioConfig):
 
     @property
     def reads_scores(self) -> bool:  # type: ignore[override]
-        """True where the weights are the step's; the released code's follow the current policy."""
+        """True if the scored logprobs give the weights; in the released code the current policy's do."""
         return not self.author_compat
 
     @property
     def shapes_advantages(self) -> bool:  # type: ignore[override]
-        """True where the weights are in the advantages; the released code's are in the terms."""
+        """True if the weights multiply the advantages; the released code's multiply the terms."""
         return not self.author_compat
 
     @property
     def spans_groups(self) -> bool:  # type: ignore[override]
-        """True with sigma and normaliser of the whole batch."""
+        """True if sigma and the normaliser are those of the whole batch."""
         return self.scope == "batch"
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
-        """True without a KL penalty that the aggregation weights.
+        """True except with a KL penalty under `group_token_mean`; see `weights_kl_by_group`.
 
-        The released code's weights are a function of the advantages, so no factor may be in these.
+        The released code computes its weights from the advantages. With `group_token_mean`, folding would
+        change the advantages, and so the weights.
         """
         if self.author_compat and self.aggregation == "group_token_mean":
             return False
         return not self.weights_kl_by_group
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
-        """Fold the kernel weights into the advantages: weights are >= 0, so this commutes with any clip."""
+        """Multiply the advantages by the kernel weights.
+
+        The weights are >= 0, so weighting before the clip gives the same as weighting after it.
+        """
         base = self.group_advantages(batch)
         advantages = base.per_token(batch.mask)
         if self.author_compat:
@@ -120,7 +124,10 @@ class CWGRPO(RatioConfig):
         return Shaped(advantages * weights, base, metrics=metrics)
 
     def terms(self, prepared: PreparedBatch) -> TokenTerms:
-        """Compute GRPO's terms; with author_compat weighted by the current policy, with gradient."""
+        """Compute GRPO's terms, whose advantages are weighted already.
+
+        With author_compat the weights come from the current policy and have a gradient.
+        """
         if not self.author_compat:
             return super().terms(prepared)
         batch = prepared.batch
@@ -135,8 +142,10 @@ class CWGRPO(RatioConfig):
 def _require_one_whole_group(prepared: PreparedBatch) -> None:
     ids = prepared.batch.group_ids
     num_sequences = int(prepared.batch.sample_mask.sum())
+    # Slices instead of [0], because a call without rows has no first row.
     has_several_groups = bool((ids != ids[:1]).any())
-    is_whole = num_sequences == int(prepared.group_sizes[:1].sum())
+    group_size = int(prepared.group_sizes[:1].sum())
+    is_whole = num_sequences == group_size
     if has_several_groups or not is_whole:
         raise ValueError(
             f"author_compat needs exactly one whole group per loss call, got {num_sequences} sequences of "

@@ -9,14 +9,14 @@
 The mask stops updates that leave the trust region, never one that returns to it. In ratios it allows
 |r - 1| <= threshold / mu: rare tokens move freely where a clip stops them, likely ones less.
 
-Ratio and mask compare with the sampler, not with the scored policy (section 5.2), so there is no correction
-between the two to add, and a scoring pass has nothing to say here.
+Ratio and mask compare with the sampler, not with the scored policy (section 5.2). The loss therefore needs
+neither a correction for the gap between the two nor a scoring pass.
 
 Deviation:
 - The paper prints r A, whose gradient is that of sg(r) A logp, as the released code has it with its bound.
-- Threshold 0.2 and bound 5 as other implementations quote the paper (appendices C.1 and E); robust are 0.1
-  to 0.2. The authors' script in verl has 0.15, no bound and Dr.GRPO's `aggregation: constant`; the bound of
-  the released code is 10. The KL and top-K divergences are not here.
+- Threshold 0.2 and bound 5 are as other implementations quote the paper (appendices C.1 and E); thresholds
+  from 0.1 to 0.2 work. The authors' script in verl has 0.15, no bound and Dr.GRPO's `aggregation: constant`;
+  the bound of the released code is 10. The KL and top-K divergences are not implemented.
 - prime-rl's `default` loss has this mask without the bound and adds a squared log-ratio; its `ipo` masks
   whatever the advantage's sign.
 """
@@ -69,7 +69,7 @@ class DPPO(TokenRatioConfig):
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
-        """True without a KL penalty that the aggregation weights."""
+        """True except with a KL penalty under `group_token_mean`; see `weights_kl_by_group`."""
         return not self.weights_kl_by_group
 
     def ratio(self, batch: TokenBatch) -> Tensor:

@@ -11,8 +11,8 @@ All quantities at scoring time, without gradient, per prompt group g:
     A_it   = z_g(A_i + eta Psi_it)                                    Eq. 10
     loss   = GRPO's clipped loss with A_it, k3 KL, token_mean
 
-`active` are the tokens of groups whose rewards differ, over the whole step; the other groups get A_it = 0
-everywhere.
+`active` tokens are those of the step's groups whose rewards differ. All tokens of the other groups get
+A_it = 0.
 
 Deviation:
 - Eq. 5 prints 1 / sum_i |o_i| inside the expectation over prompts: `aggregation: group_token_mean`.
@@ -25,7 +25,7 @@ Deviation:
 - delta = 1e-4: at the first step policy and reference agree up to float noise of 1e-7, which a smaller delta
   would blow up to a full-size signal. At 1e-4 such noise still gives about a fifth of one; the embedded
   engine computes both the same way and has none.
-- One std of the active Psi over all active tokens of the step, where Eq. 10 does not say over which; with
+- std_active(Psi) is over all active tokens of the step. Eq. 10 does not say over which tokens it is; with
   Algorithm 1's one prompt per step there is no difference.
 - z-scores with ddof 0, so that Eq. 16 (mean 0, variance 1 over a group's tokens) holds.
 """
@@ -92,7 +92,7 @@ class ERPO(RatioConfig):
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
-        """True without a KL penalty that the aggregation weights."""
+        """True except with a KL penalty under `group_token_mean`; see `weights_kl_by_group`."""
         return not self.weights_kl_by_group
 
     @property

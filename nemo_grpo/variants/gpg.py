@@ -9,11 +9,13 @@ alpha is one number per step over the global batch, so it is folded into the adv
 While fewer than `valid_fraction_threshold` of the groups carry signal, more prompts are drawn:
 `core.resampling`, steered by `grpo.use_dynamic_sampling`.
 
-Deviation: Eq. 5 prints the loss but calls it the objective. A step without signal in any group has loss 0
-and is counted (`gpg/no_signal`); Eq. 7 would divide by zero. Algorithm 1 draws until the
-threshold is passed; here, as in the released code, at most 20 more times, and groups without signal then
-fill the step. Eq. 5 prints 1 / sum_i |o_i| inside the expectation over prompts: `aggregation:
-group_token_mean`; the authors' language code takes token_mean, the default, their vision code sequence_mean.
+Deviation:
+- Eq. 5 prints the loss but calls it the objective.
+- A step without signal in any group has loss 0 and is counted (`gpg/no_signal`); Eq. 7 would divide by zero.
+- Algorithm 1 draws until the threshold is passed. Here, as in the released code, prompts are drawn at most 20
+  more times, and groups without signal then fill the step.
+- Eq. 5 prints 1 / sum_i |o_i| inside the expectation over prompts, which is `aggregation: group_token_mean`.
+  The default is token_mean, as in the authors' code for language; their code for vision has sequence_mean.
 """
 
 from typing import ClassVar, Literal
@@ -56,12 +58,12 @@ class GPG(KLConfig):
 
     @property
     def spans_groups(self) -> bool:  # type: ignore[override]
-        """True with alpha, which counts the step's groups, or with the std of the batch."""
+        """True if alpha, which counts the step's groups, or the std of the batch is in the advantages."""
         return self.use_alpha or self.reward_normalization == "batch"
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
-        """True without a KL penalty that the aggregation weights."""
+        """True except with a KL penalty under `group_token_mean`; see `weights_kl_by_group`."""
         return not self.weights_kl_by_group
 
     def resampling(self, max_draws: int) -> tuple[float, int]:

@@ -5,7 +5,7 @@
     term = min(s A, clip(s, 1 - 0.0003, 1 + 0.0004) A)                              Eq. 5, section 5.1
     loss = - sequence_mean(term)
 
-Acts only with several updates per step, four in section 5.1: in the first one s is 1.
+The clip acts only with several updates per step (four in section 5.1): in the first one s is 1.
 
 Deviation: none. The paper adds no KL penalty.
 """

@@ -4,11 +4,12 @@
     term = min(rho A, clip(rho, 1 - 0.2, 1 + 0.2) A)
     loss = - token_mean(term)
 
-With rewards of 0 and 1 the mean is the share of right answers p among n responses, and the gradient is that
-of the first n terms of  log p = - sum_k (1 - p)^k / k: GRPO's first order for n = 1, the likelihood for many.
+With rewards of 0 and 1 the mean is the share p of right answers among n responses, and the gradient is that
+of the first n terms of  log p = - sum_k (1 - p)^k / k.  One term is the expected reward, up to a constant;
+many terms approach the log-likelihood of a right answer.
 
 Rewards are meant to be 0 or more. A group whose mean is 0 or below has no likelihood to raise: its advantages
-are 0, as in prime-rl; `maxrl/mean_below_zero` is the share of responses that negative rewards silence so.
+are 0, as in prime-rl. `maxrl/mean_below_zero` is the share of responses in groups whose mean is negative.
 
 Deviation: the paper divides by the mean alone; eps and the clip are those of the released code. There a group
 of one response is divided by eps; here it has no signal.
@@ -46,7 +47,7 @@ class MaxRL(RatioConfig):
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
-        """True without a KL penalty that the aggregation weights."""
+        """True except with a KL penalty under `group_token_mean`; see `weights_kl_by_group`."""
         return not self.weights_kl_by_group
 
     def group_advantages(self, batch: TokenBatch) -> GroupAdvantages:
@@ -54,7 +55,7 @@ class MaxRL(RatioConfig):
         return group_advantages(batch, normalization="mean", eps=self.advantage_eps)
 
     def shape(self, batch: TokenBatch, seed: int) -> Shaped:
-        """Give every token its response's advantage, and count what negative rewards silence."""
+        """Give every token its response's advantage, and count the responses in groups of negative mean."""
         shaped = super().shape(batch, seed)
         groups = shaped.base.groups
         mean = groups.spread(groups.mean(batch.rewards, batch.in_groups))

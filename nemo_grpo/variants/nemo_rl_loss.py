@@ -49,7 +49,7 @@ class NeMoRLLoss(KLConfig):
     @model_validator(mode="before")
     @classmethod
     def _aggregation_is_by_token_level_loss(cls, section: dict[str, Any]) -> dict[str, Any]:
-        # Excluded fields are those of our variants that NeMo-RL's section does not have.
+        # The fields with exclude=True are keys of our variants. NeMo-RL's section does not have them.
         for name, field in cls.model_fields.items():
             if field.exclude and name in section:
                 raise UserError(

@@ -4,8 +4,9 @@
     f    = sigmoid(tau (rho - 1)) 4 / tau            tau = tau_positive where A > 0, else tau_negative
     loss = - sequence_mean(f(rho) A)
 
-The gradient is  4 s (1 - s) rho A dlogp,  s = sigmoid(tau (rho - 1)): GRPO's at rho = 1 for any tau, and less
-the farther the policy moved, on either side. A clip leaves it whole inside its bounds and 0 outside.
+The gradient is  4 s (1 - s) rho A dlogp,  s = sigmoid(tau (rho - 1)).  Its factor 4 s (1 - s) is 1 at rho = 1
+for any tau, which gives GRPO's gradient, and falls as rho moves away to either side. A clip instead keeps the
+whole gradient inside its bounds and none outside.
 
 Deviation: none in the loss. The value of f at rho = 1 is 2 / tau, so a SAPO loss is not comparable with a
 clipped one. The paper trains in several updates per step; in the first one the gradient is that of GRPO with
@@ -50,7 +51,7 @@ class SAPO(TokenRatioConfig):
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
-        """True without a KL penalty that the aggregation weights."""
+        """True except with a KL penalty under `group_token_mean`; see `weights_kl_by_group`."""
         return not self.weights_kl_by_group
 
     def policy_term(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,8 +2,8 @@
 
     loss = - token_mean(logp)        over the tokens of the demonstrated responses; prompts carry no loss
 
-The objective of a rollout with advantage 1 for every token, so it trains through the same update: the sum is
-divided by the step's tokens, however they are split over microbatches and ranks.
+This is the objective of a rollout whose tokens all have advantage 1, so SFT trains through the same update:
+the sum is divided by the step's tokens, however they are split over microbatches and ranks.
 
 Deviation: none; the papers state no loss.
 """

@@ -116,9 +116,10 @@ class TRGRPO(RatioConfig):
 
     @property
     def folds(self) -> bool:  # type: ignore[override]
-        """True where no weight but a plain factor of the policy term is the step's.
+        """True if all step-level weights are plain factors of the policy term.
 
-        Only the random ablation's weights are; the others follow the current policy.
+        Only the random ablation has step-level weights; all other weights follow the current policy. Inside
+        the KL or inside a clip they are no plain factors.
         """
         if self.weighting != "random":
             return not self.weights_kl_by_group
@@ -143,10 +144,11 @@ class TRGRPO(RatioConfig):
         return Shaped(shaped.advantages, shaped.base, token_weights=weights, metrics=metrics)
 
     def token_weights(self, prepared: PreparedBatch) -> Tensor:
-        """Compute weights [B, T] without gradient; 1 if they are in the advantages already."""
+        """Compute the weights of the policy term, [B, T], without gradient."""
         logprobs = prepared.batch.next_token_logprobs.detach()
         if self.weighting == "random" and prepared.token_weights is not None:
             return prepared.token_weights
+        # A folded step has no token weights: its advantages contain the random ones.
         if self.weighting in ("equal", "random"):
             return torch.ones_like(logprobs)
         w = probability_weights(
@@ -178,7 +180,7 @@ class TRGRPO(RatioConfig):
         return TokenTerms(policy, self._weighted_kl(batch, w), metrics)
 
     def _clipped_at_unit_ratio(self, w: Tensor, advantages: Tensor) -> Tensor:
-        """Mark with 1, [B, T], the tokens that get no gradient where the policy has not moved."""
+        """Mark with 1 the tokens that the clip leaves without gradient at rho = 1: [B, T]."""
         if self.weight_placement == "outside" or self.ratio_clip_min is None or self.ratio_clip_max is None:
             return torch.zeros_like(w)
         # With the weight inside the clip, w rho is compared with the bounds, and rho is 1.

@@ -22,7 +22,7 @@ from nemo_grpo.variants.checking.small_steps import example_step, random_step
 
 
 class Failure(NamedTuple):
-    """A check that does not hold; its sentence has what was expected, what was found and the remedy."""
+    """A check that does not hold. Its sentence says what was expected, what was found, and the remedy."""
 
     check: str
     sentence: str
@@ -35,7 +35,8 @@ class Case(NamedTuple):
         config: the variant.
         objective: its loss.
         batch: a step, without the tensors that the variant does not declare.
-        undeclared: field of the batch -> (declaration that asks for it, values) of what was left out.
+        undeclared: the tensors that were left out: field of the batch -> (declaration that would ask for it,
+            its values).
     """
 
     config: VariantConfig
@@ -102,7 +103,7 @@ def try_out(config: VariantConfig, key: str) -> None:
     failures = check_variant(config, quick=True)
     if not failures:
         return
-    # Two sentences fit a message; the command lists all.
+    # An error message has room for two failures. The command that it names prints all of them.
     summary = "; ".join(f"{check}: {sentence}" for check, sentence in failures[:2])
     if len(failures) > 2:
         summary += f" ({len(failures)} checks fail)"
@@ -129,7 +130,7 @@ def _order(batch: TokenBatch) -> Tensor:
 
 
 def _sentence(check: Check, case: Case) -> str | None:
-    """Run a check; an exception becomes its sentence."""
+    """Run a check: None if it holds, else its sentence. An exception is reported as a failure."""
     try:
         return check(case)
     except Exception as error:  # of the variant's own code, whatever it raises
@@ -138,7 +139,7 @@ def _sentence(check: Check, case: Case) -> str | None:
 
 
 def _hint(error: Exception, check: Check, case: Case) -> str:
-    """Guess the cause of an exception in a variant's code: end of a sentence, or ""."""
+    """Guess the cause of an exception in a variant's code, as the end of a sentence; "" without a guess."""
     if isinstance(error, ValidationError) and any(
         details["type"] == "frozen_instance" for details in error.errors()
     ):

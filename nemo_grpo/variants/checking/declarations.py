@@ -1,6 +1,8 @@
-"""Behaviour that a loss's declarations speak of, observed on steps whose thresholds of usual size are passed.
+"""Observations of a loss's behaviour, to compare with what its class declares.
 
-A loss behaves by the safe value if any step shows it. An observation refutes a declaration; it proves none.
+Each function below runs the loss on one step and returns the value of a declaration that fits. The safe value
+fits the loss if it fits on any step. An observation can therefore refute a declaration but never prove one.
+The steps' logprobs have several magnitudes, so that a loss's thresholds are passed on some of them.
 """
 
 from collections.abc import Callable
@@ -23,7 +25,7 @@ from nemo_grpo.variants.checking.small_steps import (
 SPREADS = (1.0, 8.0, 64.0, 512.0)
 """Factors of the logprobs, so that thresholds of any usual size are passed on some step."""
 REPLACEMENT_LOGPROBS = (float("nan"), 0.0, -1e9)
-"""Values that the scored logprobs are replaced by."""
+"""Values that replace the scored logprobs, to see whether a loss reads them."""
 
 GAINS = {
     "reads_scores": "a step with one update needs no scoring pass",
@@ -36,7 +38,7 @@ GAINS = {
 
 
 def reads_scores(objective: Objective, step: TokenBatch) -> bool:
-    """Observe that other scored logprobs give other advantages, weights or carried numbers."""
+    """Return True if other scored logprobs give other advantages, weights or carried numbers."""
     expected = shaped_by(objective, step)
     replacements = [torch.full_like(step.prev_logprobs, value) for value in REPLACEMENT_LOGPROBS]
     replacements.append(0.5 * step.prev_logprobs.flip(0) - 0.1)
@@ -48,13 +50,13 @@ def reads_scores(objective: Objective, step: TokenBatch) -> bool:
 
 
 def shapes_advantages(objective: Objective, step: TokenBatch) -> bool:
-    """Observe a token whose advantage is not the group advantage of its response."""
+    """Return True if some token's advantage is not the group advantage of its response."""
     shaped = shaped_by(objective, step)
     return not torch.equal(shaped.advantages, shaped.base.per_token(step.mask))
 
 
 def spans_groups(objective: Objective, step: TokenBatch) -> bool:
-    """Observe a group whose advantages or weights are others where it is the step's only one."""
+    """Return True if a group's advantages or weights change where it is the only group of the step."""
     together = shaped_by(objective, step)
     for number in step.group_ids.unique():
         rows = step.group_ids == number
@@ -71,7 +73,7 @@ def spans_groups(objective: Objective, step: TokenBatch) -> bool:
 
 
 def learns_without_advantages(objective: Objective, step: TokenBatch) -> bool:
-    """Observe a gradient where all advantages are 0, without a KL penalty."""
+    """Return True if the loss has a gradient where all advantages are 0, without a KL penalty."""
     objective = replace(objective, kl_penalty=0.0)
     prepared = objective.prepare(step, seed=SEED)
     prepared = replace(prepared, advantages=torch.zeros_like(prepared.advantages))
@@ -81,7 +83,7 @@ def learns_without_advantages(objective: Objective, step: TokenBatch) -> bool:
 
 
 def folds(objective: Objective, step: TokenBatch) -> bool:
-    """Observe the same loss and gradient with all weights multiplied into the advantages."""
+    """Return True if loss and gradient stay the same with all weights multiplied into the advantages."""
     loss, gradient, _ = loss_and_gradient(objective, step)
     folded_loss, folded_gradient, _ = loss_and_gradient(objective, step, folded=True)
     return _are_close(loss, folded_loss) and _are_close(gradient, folded_gradient)
@@ -105,13 +107,14 @@ def observed(config: VariantConfig) -> dict[str, bool]:
 
 
 def undeclared(config: VariantConfig) -> dict[str, bool]:
-    """Return the declarations that the loss could make: it has the safe value and behaves by the other."""
+    """Return the declarations that the loss could make: it declares the safe value but behaves otherwise."""
     behaviour = observed(config)
-    return {
-        name: behaviour[name]
-        for name, safe in SAFE_DECLARATIONS.items()
-        if getattr(config, name) == safe != behaviour[name]
-    }
+    possible = {}
+    for name, safe in SAFE_DECLARATIONS.items():
+        declares_safe_value = getattr(config, name) == safe
+        if declares_safe_value and behaviour[name] != safe:
+            possible[name] = behaviour[name]
+    return possible
 
 
 def are_true(config: VariantConfig, objective: Objective, batch: TokenBatch) -> str | None:

@@ -144,7 +144,10 @@ def metrics_add_up(objective: Objective, batch: TokenBatch) -> str | None:
 
 
 def agrees_with_differences(objective: Objective, batch: TokenBatch) -> str | None:
-    """Check the gradient against central differences, or against those with detached values held."""
+    """Check the gradient against central differences of the loss.
+
+    Differences that keep the detached values of the first call are accepted, too.
+    """
     # A loss that detaches a weight agrees only with differences that keep the weight.
     for keeps_detached in (False, True):
         if _distance_to_differences(objective, batch, keeps_detached=keeps_detached) <= 1:
@@ -219,10 +222,10 @@ def _compare(
     """Compare two results of `loss_and_gradient`.
 
     Args:
-        first: loss, gradient, step.
-        second: the same of the changed step, its gradient in the first one's order.
-        names: of the two, in the sentence "the same NAME and NAME".
-        remedy: ends the message.
+        first: (loss, gradient, prepared step).
+        second: the same for the changed step, with the gradient's rows in the order of the first.
+        names: names of the two results, for the sentence "expected the same NAME and NAME".
+        remedy: end of the message.
     Returns: None, or the message.
     """
     expected = f"expected the same {names[0]} and {names[1]}; found"
@@ -245,7 +248,8 @@ def _compare(
 class DetachedValues:
     """Records the results of ``detach()`` and of code under ``no_grad``, and returns them in later calls.
 
-    With these values kept, a loss's gradient is its derivative. All calls must run the same operations.
+    With these values kept, a loss's gradient is its derivative. Results are matched by their order, so every
+    call of the loss must run the same operations as the first.
     """
 
     def __init__(self, *, active: bool = True) -> None:

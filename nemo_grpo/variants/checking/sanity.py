@@ -53,9 +53,9 @@ def names_are_known(config: VariantConfig) -> str | None:
 def declared_inputs(
     config: VariantConfig, batch: TokenBatch
 ) -> tuple[TokenBatch, dict[str, tuple[str, Tensor]]]:
-    """Leave out of a step the tensors that the variant does not declare, as the engines do.
+    """Remove from a step the tensors that the variant does not declare, as the engines do.
 
-    Returns: the step; field -> (declaration that asks for it, values) of what was left out.
+    Returns: the step; and the removed tensors: field -> (declaration that would ask for it, its values).
     """
     left_out = dict[str, tuple[str, Tensor]]()
     if not config.needs_entropy and batch.entropies is not None:
@@ -65,15 +65,15 @@ def declared_inputs(
             "compares_with_reference",
             batch.reference_policy_logprobs,
         )
-    nothing: dict[str, Any] = dict.fromkeys(left_out)
-    return replace(batch, **nothing), left_out
+    removed_fields: dict[str, Any] = dict.fromkeys(left_out)  # each None
+    return replace(batch, **removed_fields), left_out
 
 
 def gives_the_same_again(objective: Objective, batch: TokenBatch) -> str | None:
     """Check that a step gives the same advantages and losses again, after another step, too."""
 
     def results(step: TokenBatch) -> list[Tensor]:
-        """Return the losses of the parts, the same once more, advantages and weights."""
+        """Return the losses of the parts, the same computed again, the advantages, and the weights."""
         prepared = objective.prepare(step, seed=SEED)
         parts = split(objective, prepared, step.next_token_logprobs)
 
@@ -227,7 +227,8 @@ def hard_steps(batch: TokenBatch) -> Iterator[tuple[str, TokenBatch]]:
     rewards = [0.05] + [-3.3] * 7 + [10.0] + [1.4] * 15 + [0.1] + [1.4] * 4
     group_ids = [0] * 8 + [1] * 16 + [2] * 5
     outlier_step = random_step([3] * len(rewards), rewards, group_ids)
-    for dtype in (torch.float32, torch.float64):  # the sums of each round in other places
+    # In both dtypes, because a sum of equal rewards may be exact in one and rounded in the other.
+    for dtype in (torch.float32, torch.float64):
         outliers = dict[str, Any]()
         for name in TOKEN_TENSORS:
             # The variant gets the tensors that it declares.

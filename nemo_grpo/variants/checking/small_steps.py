@@ -26,13 +26,13 @@ def random_step(
     seed: int = 0,
     spread: float = 1.0,
 ) -> TokenBatch:
-    """Draw a step of random logprobs, the current policy somewhat away from the previous one.
+    """Draw a step of random logprobs. The current policy's differ somewhat from the scored ones.
 
     Args:
         lengths: response tokens of each row.
-        rewards: of each row.
-        group_ids: of each row.
-        seed: of the draw.
+        rewards: reward of each row.
+        group_ids: group of each row.
+        seed: seed of the random numbers.
         spread: factor of all logprobs and their differences.
     """
     shape = (len(lengths), max(*lengths, 1))
@@ -72,7 +72,7 @@ def changed(batch: TokenBatch, **changes: Any) -> TokenBatch:
 
 
 def counts(batch: TokenBatch) -> dict[str, Any]:
-    """Count what a loss divides by, in a batch that holds the whole step."""
+    """Count the tokens and sequences of a whole step, as the arguments by which `Objective.loss` divides."""
     num_tokens, num_sequences = global_counts(batch)
     return {"global_valid_toks": num_tokens, "global_valid_seqs": num_sequences}
 
@@ -111,7 +111,7 @@ def loss_and_gradient(
 def loss_of(
     objective: Objective, prepared: PreparedBatch, current: Tensor, rows: Sequence[Tensor] | None = None
 ) -> Tensor:
-    """Sum the step's loss at these logprobs of the policy over parts (default: the largest)."""
+    """Sum the step's loss over parts, as `split` makes them, at these logprobs of the policy."""
     losses = []
     for part in split(objective, prepared, current, rows):
         loss, _ = objective.loss(part, **counts(prepared.batch))
@@ -122,7 +122,10 @@ def loss_of(
 def split(
     objective: Objective, prepared: PreparedBatch, current: Tensor, rows: Sequence[Tensor] | None = None
 ) -> list[PreparedBatch]:
-    """Divide a step into these rows each, or into the largest parts: all rows, or a group each."""
+    """Divide a step into parts with these rows.
+
+    By default all rows are one part, or each group is one if the loss needs whole groups.
+    """
     batch = prepared.batch
     if rows is None and objective.whole_groups_per_loss_call:
         rows = [torch.nonzero(batch.group_ids == group).flatten() for group in batch.group_ids.unique()]
