@@ -110,11 +110,7 @@ def make_model(recipe: Recipe, task: ToyTask, num_validation: int, folder: Path)
     torch.manual_seed(0)
     model = vision.model_class(config).from_config(config, dtype=torch.float32)
     demonstrations = (_demonstration(encoder, task, problem, rng) for problem in cycle(task.learnt_problems))
-    # With DAPO on sums, rewards differed in one of ten groups after 120 steps, in three of four after 200.
-    # A full tokenizer gets fewer and smaller steps, because its large output layer makes them slow.
-    has_small_vocabulary = vocab_size <= 4 * VOCABULARY
-    num_steps, batch_size = (200, 16) if has_small_vocabulary else (40, 4)
-    pretrain(model, demonstrations, encoder, num_steps, batch_size)
+    pretrain(model, demonstrations, encoder, *_training_length(recipe, vocab_size))
 
     rehearsal_model = RehearsalModel(
         folder, tokenizer_origin, architecture, longest_prompt, longest_response, vocab_size
@@ -126,6 +122,19 @@ def make_model(recipe: Recipe, task: ToyTask, num_validation: int, folder: Path)
     tokenizer_or_processor = tokenizer if encoder.processor is None else encoder.processor
     tokenizer_or_processor.save_pretrained(folder)
     return rehearsal_model
+
+
+def _training_length(recipe: Recipe, vocab_size: int) -> tuple[int, int]:
+    """Choose the number of steps and the batch size for the small model's training."""
+    if vocab_size > 4 * VOCABULARY:
+        # The large output layer of a full tokenizer makes every step slow.
+        return 40, 4
+    if recipe.nemo_grpo.task is None:
+        # On the sums in place of NeMo-RL's data, rewards differed in one of ten of DAPO's groups after 120
+        # steps, and in three of four after 200.
+        return 200, 16
+    # After 200 steps ERPO's advantages in BF16 differed from float32's by 4.9 %, after 120 by under 2 %.
+    return 120, 16
 
 
 def _measured_problems(recipe: Recipe, task: ToyTask, num_validation: int) -> list[Problem]:

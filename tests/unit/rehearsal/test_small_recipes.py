@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+import nemo_grpo.plan.rules  # noqa: F401  # registers the rules of Scope.SHAPE
 from nemo_grpo.models import read_spec
 from nemo_grpo.plan.inputs import plan_input
 from nemo_grpo.recipe import load_recipe
