@@ -58,7 +58,7 @@ FIRST: dict[str, Check] = {
 FURTHER: dict[str, Check] = {
     "finite": lambda c: sanity.is_finite(c.objective, c.batch),
     "sign": lambda c: sanity.moves_the_right_way(c.config, c.objective, c.batch),
-    "microbatches": lambda c: invariance.adds_up(c.objective, c.batch),
+    "microbatches": lambda c: invariance.adds_up(c.objective, c.batch, _single_rows(c.batch)),
     "order": lambda c: invariance.ignores_order(c.objective, c.batch, _order(c.batch)),
     "padding": lambda c: invariance.ignores_padding(c.objective, c.batch, 2, 3),
     "packing": lambda c: invariance.survives_packing(c.objective, c.batch),
@@ -122,6 +122,11 @@ def _steps(quick: bool) -> Iterator[TokenBatch]:
     yield random_step([2] * 12, rewards, [3] * 8 + [9] * 4)
     rows_left_out = torch.tensor([True, False, True, True, True])
     yield replace(example_step(seed=9), sample_mask=rows_left_out)
+
+
+def _single_rows(batch: TokenBatch) -> tuple[Tensor, ...]:
+    """Split a step into microbatches of one row each."""
+    return torch.arange(len(batch.rewards)).split(1)
 
 
 def _order(batch: TokenBatch) -> Tensor:

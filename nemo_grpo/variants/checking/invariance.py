@@ -26,12 +26,10 @@ RTOL = 1e-9
 ATOL = 1e-12
 
 
-def adds_up(objective: Objective, batch: TokenBatch, parts: Sequence[Tensor] | None = None) -> str | None:
-    """Check that losses and gradients of parts (default: single rows) add up to the whole step's."""
+def adds_up(objective: Objective, batch: TokenBatch, parts: Sequence[Tensor]) -> str | None:
+    """Check that losses and gradients of parts, each the indices of its rows, add up to the whole step's."""
     if objective.whole_groups_per_loss_call:
         return None
-    if parts is None:
-        parts = torch.arange(len(batch.rewards)).split(1)
     return _compare(
         loss_and_gradient(objective, batch),
         loss_and_gradient(objective, batch, parts),
