@@ -110,7 +110,13 @@ def prepare(path: Path, overrides: Iterable[str], stack: Stack, folder: Path, ma
     toy_recipe = recipe.model_copy(update={"nemo_grpo": toy_section})
     task = ToyTask(toy_recipe, problems.task)
     num_validation = small.num_validation(recipe) if recipe.grpo.validates else 0
-    model = make_model(toy_recipe, task, num_validation, folder / "model")
+    model = make_model(
+        toy_recipe,
+        task,
+        num_validation,
+        folder / "model",
+        replaces_nemo_rl_data=recipe.nemo_grpo.task is None,
+    )
     layout = small.rehearsed_ranks(recipe, max_ranks)
     changes = list(small.overrides_of(recipe, problems.task, model, layout, folder / "runs", uses_vllm))
     file = folder / "recipe.yaml"
