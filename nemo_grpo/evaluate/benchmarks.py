@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nemo_grpo.data.manifest import read_manifest
 from nemo_grpo.data.sources import find_source
 from nemo_grpo.evaluate.config import EvalConfig
 from nemo_grpo.support.errors import UserError, did_you_mean
-from nemo_grpo.support.files import sha256_of
+from nemo_grpo.support.files import read_yaml, sha256_of
 from nemo_grpo.tasks import PRESETS, TASKS, Problem, Prompt, Task, TaskConfig, encode_prompt
 from nemo_grpo.tasks.base import MultiTurnTask
 from nemo_grpo.tasks.jsonl import FileTaskConfig, read_problems
@@ -22,7 +20,7 @@ from nemo_grpo.tasks.rows import PARQUET
 
 log = logging.getLogger(__name__)
 
-_PROMPTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text())
+_PROMPTS: dict[str, Any] = read_yaml(Path(__file__).with_name("prompts.yaml"))
 DEFAULT_PROMPTS: dict[str, str] = _PROMPTS["defaults"]
 """Task -> default prompt preset."""
 TASK_OPTIONS: dict[str, dict[str, Any]] = _PROMPTS["task_options"]

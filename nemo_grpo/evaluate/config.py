@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import yaml
 
 from nemo_grpo.evaluate.passk import parse_ks
 from nemo_grpo.recipe import Recipe
@@ -18,11 +17,11 @@ from nemo_grpo.sampling.generate_vllm import VLLMGenerator, check_sampling, vllm
 from nemo_grpo.sampling.generators import build_local, choose
 from nemo_grpo.sampling.requests import Sampler, SamplingParams, check_fits
 from nemo_grpo.support.errors import UserError, did_you_mean
-from nemo_grpo.support.files import sha256_of
+from nemo_grpo.support.files import read_yaml, sha256_of
 from nemo_grpo.support.hf_folder import end_tokens, load_config
 from nemo_grpo.support.sections import EvalOptions, parse_seeds
 
-PROTOCOLS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("protocols.yaml").read_text())
+PROTOCOLS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("protocols.yaml"))
 """Papers' evaluations by name: fields of `EvalConfig` with the source of their values."""
 
 

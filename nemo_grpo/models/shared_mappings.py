@@ -81,30 +81,30 @@ def embeddings(tied: bool) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _qkv_weight() -> Entry:
-    parts = (
-        (f"{HF_LAYER}self_attn.q_proj.weight", "q h"),
-        (f"{HF_LAYER}self_attn.k_proj.weight", "kv h"),
-        (f"{HF_LAYER}self_attn.v_proj.weight", "kv h"),
-    )
-    return Entry(f"{LAYER}self_attention.linear_qkv.weight", parts, GROUPED_QKV)
+def _qkv(kind: str, columns: str) -> Entry:
+    """Map the query, key and value projections to Megatron's fused one.
 
-
-def _qkv_bias() -> Entry:
+    Args:
+        kind: ``weight`` or ``bias``.
+        columns: letters of the shape after the rows; none for a bias.
+    """
     parts = (
-        (f"{HF_LAYER}self_attn.q_proj.bias", "q"),
-        (f"{HF_LAYER}self_attn.k_proj.bias", "kv"),
-        (f"{HF_LAYER}self_attn.v_proj.bias", "kv"),
+        (f"{HF_LAYER}self_attn.q_proj.{kind}", f"q{columns}"),
+        (f"{HF_LAYER}self_attn.k_proj.{kind}", f"kv{columns}"),
+        (f"{HF_LAYER}self_attn.v_proj.{kind}", f"kv{columns}"),
     )
-    return Entry(f"{LAYER}self_attention.linear_qkv.bias", parts, GROUPED_QKV)
+    return Entry(f"{LAYER}self_attention.linear_qkv.{kind}", parts, GROUPED_QKV)
 
 
 def attention(qkv_bias: bool = False, qk_norm: bool = False) -> tuple[Entry, ...]:
     """Map the input norm, grouped-query attention and output projection."""
     fused_norm = "self_attention.linear_qkv.layer_norm_weight"
-    entries = [layer_copy("input_layernorm.weight", "input_layernorm.weight", "h", fused_norm), _qkv_weight()]
+    entries = [
+        layer_copy("input_layernorm.weight", "input_layernorm.weight", "h", fused_norm),
+        _qkv("weight", " h"),
+    ]
     if qkv_bias:
-        entries.append(_qkv_bias())
+        entries.append(_qkv("bias", ""))
     if qk_norm:
         entries.append(layer_copy("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "d"))
         entries.append(layer_copy("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "d"))

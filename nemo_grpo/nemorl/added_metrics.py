@@ -7,7 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from nemo_grpo.nemorl.callbacks import Callback
+from nemo_grpo.nemorl.callbacks import Callback, is_validation
+from nemo_grpo.nemorl.rewards import whole_groups
 from nemo_grpo.recipe import Recipe
 from nemo_grpo.recipe.sections import OVERLAP, VLLM
 from nemo_grpo.report.runs import json_lines
@@ -37,9 +38,7 @@ class ValidationSets(Callback):
 
     def added_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str) -> Mapping[str, float]:
         """Return the metrics of each set and their means; {} unless several sets were validated."""
-        # NeMo-RL logs other numbers of a validation by further calls, which have no accuracy.
-        is_validation = prefix == "validation" and "accuracy" in metrics
-        if not is_validation or len(set(self.sets)) < 2:
+        if not is_validation(metrics, prefix) or len(set(self.sets)) < 2:
             return {}
         measures_pass_k = "pass_k" in metrics
         group_size = self.num_generations if measures_pass_k else 1
@@ -59,9 +58,7 @@ class ValidationSets(Callback):
         """Read the rewards of a validation's whole groups, by set."""
         records = json_lines(self.folder / f"val_data_step{step}.jsonl")
         rewards = [record["rewards"][0] for record in records]
-        end_of_whole_groups = len(rewards) // group_size * group_size
-        starts = range(0, end_of_whole_groups, group_size)
-        groups = [rewards[start : start + group_size] for start in starts]
+        groups = whole_groups(rewards, group_size)
         # NeMo-RL's record of a validation does not name the problems: a group's position tells its problem.
         # The record may end before the problems do, because grpo.max_val_samples limits a validation.
         return by_set(zip(self.sets, groups, strict=False))

@@ -31,6 +31,14 @@ class Callback:
         """Put files into a checkpoint that NeMo-RL has started."""
 
 
+def is_validation(metrics: Mapping[str, Any], prefix: str) -> bool:
+    """Return True for the metrics of a validation.
+
+    NeMo-RL logs other numbers of a validation by further calls with the same prefix, which have no accuracy.
+    """
+    return prefix == "validation" and "accuracy" in metrics
+
+
 @contextmanager
 def calling_back(
     callbacks: Sequence[Callback], logger: Any = None, checkpointer: Any = None

@@ -6,10 +6,9 @@ NeMo-RL's source is not changed: `compat.rebind` rebinds names while a run lasts
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
 from nemo_grpo.recipe.schema import HEAD as HEAD
 from nemo_grpo.recipe.schema import V0_7_0 as V0_7_0
+from nemo_grpo.support.files import read_yaml
 
 TESTED = {V0_7_0: "the release 0.7.0", HEAD: "the commit 7ea279abf"}
 """Version -> its name in messages. NeMo-RL's own number is no guide: HEAD calls itself 0.6.0."""
@@ -61,9 +60,8 @@ class Name(NamedTuple):
 
 def _read_table() -> list[Name]:
     """Read host_api.yaml, in which a row with a signature alone is short for ``{signature: ...}``."""
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     table = []
-    for part, rows in yaml.safe_load(text).items():
+    for part, rows in read_yaml(Path(__file__).with_suffix(".yaml")).items():
         for name, row in rows.items():
             fields = row if isinstance(row, dict) else {"signature": row}
             table.append(Name(name, part, **fields))

@@ -7,11 +7,19 @@ driver takes them when a step or a validation is logged.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from nemo_grpo.nemorl.callbacks import Callback
+from nemo_grpo.nemorl.callbacks import Callback, is_validation
 from nemo_grpo.tasks.base import Problem, set_of
 from nemo_grpo.tasks.scoring import over_sets, reward_metrics, validation_rewards
+
+T = TypeVar("T")
+
+
+def whole_groups(responses: list[T], size: int) -> list[list[T]]:
+    """Split responses into groups of ``size``, in their order; a rest that fills no group is left out."""
+    num_groups = len(responses) // size
+    return [responses[index * size : (index + 1) * size] for index in range(num_groups)]
 
 
 class NotedScores(ABC):
@@ -73,13 +81,10 @@ class RolloutRewards(NotedScores):
 
         An incomplete group stays until it is whole: asynchronous training samples while it logs.
         """
-        size = self.num_generations
         groups = []
         for problem_id, responses in list(self.scores.items()):
-            numbers = list(responses)
-            end_of_whole_groups = len(numbers) // size * size
-            for start in range(0, end_of_whole_groups, size):
-                groups.append([responses.pop(number) for number in numbers[start : start + size]])
+            for numbers in whole_groups(list(responses), self.num_generations):
+                groups.append([responses.pop(number) for number in numbers])
             if not responses:
                 del self.scores[problem_id]
         if not groups:
@@ -129,8 +134,7 @@ class RewardMetrics(Callback):
         """Take the components that the actors hold."""
         if prefix == "train":
             return replaced_means(metrics) | self._take(prefix)
-        # NeMo-RL logs other numbers of a validation by further calls, which have no accuracy.
-        if prefix == "validation" and "accuracy" in metrics:
+        if is_validation(metrics, prefix):
             return self._take(prefix)
         return {}
 

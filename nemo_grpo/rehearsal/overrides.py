@@ -16,6 +16,7 @@ from nemo_grpo.rehearsal.replacements import CPU, OF_THE_FULL_MODEL, REHEARSAL, 
 from nemo_grpo.rehearsal.small_config import rehearsed_shape
 from nemo_grpo.rehearsal.tiny_data import data_settings
 from nemo_grpo.support.dotted import is_missing, set_value, value_of
+from nemo_grpo.support.files import read_yaml
 from nemo_grpo.tasks import TaskConfig
 
 NUM_STEPS = 3
@@ -27,7 +28,7 @@ NUM_SUPERVISED_STEPS = 50
 NUM_PROMPTS = 4
 NUM_GENERATIONS = 4
 NUM_VALIDATION = 4
-CONSTANT: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+CONSTANT: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_suffix(".yaml"))
 """Keys that do not depend on the recipe: for every rehearsal, and for a machine without a GPU."""
 MICROBATCH = 2
 """Sequences of a microbatch, of which an update then has several."""

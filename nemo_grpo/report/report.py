@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
@@ -23,6 +22,7 @@ from nemo_grpo.report.plots import (
 )
 from nemo_grpo.report.runs import RunGroup, differing_settings, group_runs, measure_of, read_run, run_folders
 from nemo_grpo.support.errors import UserError, shown
+from nemo_grpo.support.files import read_yaml
 
 PLOTS = "plots"
 REPORT = "report.html"
@@ -54,7 +54,7 @@ NEXT_STEPS = {
 
 
 def _read_panels() -> tuple[Panel, ...]:
-    entries = yaml.safe_load(Path(__file__).with_name("panels.yaml").read_text())
+    entries = read_yaml(Path(__file__).with_name("panels.yaml"))
     panels = []
     for name, entry in entries.items():
         draw_function = DRAW_FUNCTIONS[entry.pop("draw", "training")]

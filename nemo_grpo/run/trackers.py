@@ -31,7 +31,7 @@ _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 """Characters that mlflow refuses in a metric's name, such as the @ of pass@8."""
 
 Ended = Literal["FINISHED", "KILLED", "FAILED"]
-"""How a run's process ended, in mlflow's words: after the last step, by a signal, or with an error."""
+"""End of a run's process, in mlflow's words: after the last step, by a signal, or with an error."""
 
 
 class Tracker:

@@ -47,11 +47,10 @@ def read_yaml(path: Path) -> Any:
 
 def existing_parent(folder: Path) -> Path:
     """Return the folder, or the nearest one above it that exists."""
-    path = folder.absolute()
     # The root always exists, so the loop ends.
-    while not path.exists():
-        path = path.parent
-    return folder if path == folder.absolute() else path
+    while not folder.exists():
+        folder = folder.absolute().parent
+    return folder
 
 
 def flush(path: Path) -> None:
