@@ -252,7 +252,7 @@ ROWS: tuple[Row, ...] = (
         IS_MULTIPLE_OF,
         SEQUENCE_MULTIPLE,
         "a sequence cannot be split otherwise; use that",
-        Scope.CARE,
+        Scope.CLUSTER,
     ),
     Relation(
         "grpo.val_batch_size",

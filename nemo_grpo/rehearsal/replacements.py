@@ -22,6 +22,7 @@ CPU = {
     "policy.quant_cfg": Replacement(None, "quantisation needs a GPU"),
     f"{GENERATION}.quant_cfg": Replacement(None, "quantisation needs a GPU"),
     f"{GENERATION}.backend": Replacement("vllm", "other samplers need a GPU"),
+    f"{GENERATION}.refit_transport": Replacement(None, "other transports of the weights need a GPU"),
     f"{GENERATION}.real_quant": Replacement(False, "quantisation needs a GPU"),
     f"{VLLM}.kv_cache_dtype": Replacement("auto", "FP8 needs a GPU"),
     f"{VLLM}.is_mx": Replacement(False, "FP8 needs a GPU"),

@@ -118,6 +118,7 @@ CASES: list[tuple[str, str, str, str, str]] = [
      "-"),
     ("a row", "stock", "nemo_grpo.target=embedded",
      "target=embedded: .*reads no data.train", "nemo_grpo.target=cluster"),
+    ("a row", "stock", "$TP=2; $SP=true; $PAD=1", "divisible_by=1 is not a multiple of 2", "$PAD=2"),
     ("task_settings_need_a_task", "stock", "nemo_grpo.rewards={format: 1.0}",
      "rewards: without nemo_grpo.task", "~nemo_grpo.rewards"),
     ("task_settings_need_a_task", "stock", "nemo_grpo.prompt={preset: gpg}", "prompt: without nemo_grpo.task",

@@ -208,6 +208,7 @@ REPLACED = {
     "policy.megatron_cfg.gradient_accumulation_fusion": "true",
     "checkpointing.enabled": "false",
     "cluster.segment_size": "8",
+    "policy.generation.refit_transport": "nixl",
     "policy.draft.enabled": "true",
     "policy.generation.stop_token_ids": "[7]",
     "policy.generation.bad_words": "[word]",
