@@ -21,8 +21,8 @@ _PARSER_ERRORS = (yaml.YAMLError, OmegaConfBaseException)
 
 REWARDS = "nemo_grpo.rewards"
 """Section whose keys have dots in their names: they name files and functions, as my_rewards.py:brevity."""
-STOCK_FOLDER = "/examples/configs/"
-"""Folder of NeMo-RL's recipes in its repository."""
+STOCK_FOLDERS = ("/examples/configs/", "/examples/modelopt/", "/examples/nemo_gym/")
+"""Folders of NeMo-RL's recipes in its repository."""
 OVERRIDE = "an override"
 """Origin of a key that an override set."""
 
@@ -136,10 +136,10 @@ def _read(path: Path, including: tuple[Path, ...]) -> Written:
 
 
 def _is_stock(path: Path, tree: Tree, *, is_base: bool) -> bool:
-    """True for one of NeMo-RL's own files: it has no variant, and is a base or lies in NeMo-RL's folder.
+    """True for one of NeMo-RL's own files: it has no variant, and is a base or lies in a folder of NeMo-RL's.
 
     A file with a variant counts as the user's, wherever it lies. The recipe that a command names counts as
-    the user's, too, unless it lies in NeMo-RL's folder: its variant may come from an override.
+    the user's, too, unless it lies in a folder of NeMo-RL's: its variant may come from an override.
 
     Args:
         path: The file.
@@ -148,7 +148,7 @@ def _is_stock(path: Path, tree: Tree, *, is_base: bool) -> bool:
     """
     if not is_missing(tree, "loss_fn.variant"):
         return False
-    return is_base or STOCK_FOLDER in path.as_posix()
+    return is_base or any(folder in path.as_posix() for folder in STOCK_FOLDERS)
 
 
 def _read_yaml(path: Path) -> Tree:

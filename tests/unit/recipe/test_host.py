@@ -168,6 +168,7 @@ def test_what_corrects_for_the_recipes_rollouts_is_kept_with_every_variant(tmp_p
         ({"more": {"variant": "dapo"}, "mine": {"ratio_clip_max": 0.2}}, [], 0.2),
         ({"more": {"variant": "grpo", "ratio_clip_max": 0.2}, "mine": {"variant": "dapo"}}, [], 0.2),
         ({"examples/configs/theirs": {"ratio_clip_max": 0.25}}, ["++loss_fn.variant=dapo"], 0.28),
+        ({"examples/nemo_gym/theirs": {"ratio_clip_max": 0.25}}, ["++loss_fn.variant=dapo"], 0.28),
     ],
 )
 def test_a_parameter_is_the_writers_if_it_is_in_the_recipe_or_above_a_variant(
