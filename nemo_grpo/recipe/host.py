@@ -7,7 +7,7 @@ and backend. Without ``loss_fn.variant`` it also keeps NeMo-RL's loss and advant
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from nemo_grpo.recipe.loader import Tree, merge
 from nemo_grpo.recipe.recipe import Recipe
@@ -29,7 +29,8 @@ ROLLOUT_CORRECTIONS = (
     "truncated_importance_sampling_ratio_min",
 )
 """Keys of ``loss_fn`` that correct differences between sampling and training, as with asynchronous rollouts
-or FP8. They depend on the recipe's engines, not on its loss, so they stay with every variant."""
+or FP8. They depend on the recipe's engines, not on its loss, so they stay with every variant that leaves
+them a choice."""
 OTHER_DRIVERS = {"env.sliding_puzzle_game": "examples/run_grpo_sliding_puzzle.py"}
 """Section of an environment -> NeMo-RL's driver that makes the data of this environment."""
 SKIP_REFERENCE = "grpo.skip_reference_policy_logprobs_calculation"
@@ -123,7 +124,7 @@ def _replace_loss(loss: Tree, config: Any, is_stock: Callable[[str], bool]) -> I
     else:
         yield from _replace_own_reduction(loss, config)
     stock_defaults = NeMoRLLoss.keys()
-    exempt = ("variant", *ROLLOUT_CORRECTIONS)
+    exempt = ["variant", *(key for key in ROLLOUT_CORRECTIONS if not _is_fixed(config, key))]
     keys = [key for key in loss if key in stock_defaults and key not in exempt]
     stock_keys = [key for key in keys if is_stock(f"loss_fn.{key}")]
     own_keys = [key for key in keys if key not in stock_keys]
@@ -136,6 +137,12 @@ def _replace_loss(loss: Tree, config: Any, is_stock: Callable[[str], bool]) -> I
             f"loss_fn: values of NeMo-RL's files give way to {loss['variant']}'s own: {', '.join(changes)}"
             f"{remedy}"
         )
+
+
+def _is_fixed(config: Any, key: str) -> bool:
+    """True if the variant allows the key one value only, as DPPO does, whose ratio is the correction."""
+    annotation = config.model_fields[key].annotation if key in config.model_fields else None
+    return annotation is type(None) or (get_origin(annotation) is Literal and len(get_args(annotation)) == 1)
 
 
 def _drop_stock_reduction(loss: Tree, config: Any) -> dict[str, bool]:

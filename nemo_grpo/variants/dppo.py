@@ -59,8 +59,18 @@ class DPPO(TokenRatioConfig):
         5.0, gt=0, description="upper bound of the weight pi over sampler, which has no gradient; null: none"
     )
     normalize_rewards: bool = Field(False, description="divide by the group's standard deviation (ddof 1)")
-    use_importance_sampling_correction: Literal[False] = Field(
-        False, description="not in DPPO, whose ratio is to the sampler already"
+    # NeMo-RL's asynchronous trainer asks for this key. A second weight on top of the ratio would be wrong.
+    use_importance_sampling_correction: Literal[True] = Field(
+        True, description="the ratio is to the sampler, which is the correction; always true"
+    )
+    truncated_importance_sampling_type: None = Field(
+        None, description="not in DPPO; ratio_max bounds the weight"
+    )
+    truncated_importance_sampling_ratio: None = Field(
+        None, description="not in DPPO; ratio_max bounds the weight"
+    )
+    truncated_importance_sampling_ratio_min: None = Field(
+        None, description="not in DPPO; ratio_max bounds the weight"
     )
     force_on_policy_ratio: bool = Field(
         False,
@@ -71,6 +81,9 @@ class DPPO(TokenRatioConfig):
     def folds(self) -> bool:  # type: ignore[override]
         """True except with a KL penalty under `group_token_mean`; see `weights_kl_by_group`."""
         return not self.weights_kl_by_group
+
+    def importance_correction(self) -> None:
+        """Return None: the ratio corrects already."""
 
     def ratio(self, batch: TokenBatch) -> Tensor:
         """Compute pi over the sampler, [B, T]."""

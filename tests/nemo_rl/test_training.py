@@ -311,3 +311,13 @@ def test_asynchronous_training_takes_estimator_and_loss(tmp_path):
     assert tokens.mean() == pytest.approx(0, abs=1e-5)
     assert tokens.var(unbiased=False) == pytest.approx(1, abs=1e-3)  # ERPO Eq. 16
     assert "erpo/gate_mean" in run.logged()
+
+
+def test_asynchronous_training_takes_dppo_whose_ratio_corrects_by_itself(tmp_path):
+    run, infrastructure = asynchronous(tmp_path, {"variant": "dppo"})
+    stop = train_asynchronously(run, infrastructure)
+    assert run.exit_code(stop) == 0
+    last = run.policy.trained[-1]
+    mask = (last["token_mask"] * last["sample_mask"][:, None]).bool()
+    to_the_sampler = (last["prev_logprobs"] - last["generation_logprobs"]).exp()[mask].mean().item()
+    assert run.logged()["probs_ratio"] == pytest.approx(to_the_sampler, abs=1e-5)

@@ -154,6 +154,30 @@ def test_what_corrects_for_the_recipes_rollouts_is_kept_with_every_variant(tmp_p
     assert "token_level_loss=false -> aggregation=token_mean" in note
 
 
+def test_a_variant_that_corrects_by_itself_trains_asynchronous_stock_recipes(tmp_path):
+    """DPPO's ratio is to the sampler: NeMo-RL's truncation gives way, and its asynchronous trainer starts."""
+    corrected = {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": "tis",
+        "truncated_importance_sampling_ratio": 2.0,
+    }
+    apart = {"enabled": False, "resources": {"gpus_per_node": 1, "num_nodes": 1}}
+    asynchronous = {
+        "loss_fn": corrected,
+        "grpo": {"async_grpo": {"enabled": True}},
+        "policy": {"generation": {"vllm_cfg": {"async_engine": True}, "colocated": apart}},
+        "cluster": {"gpus_per_node": 2, "num_nodes": 1},
+    }
+    (tmp_path / "stock.yaml").write_text(yaml.safe_dump(merge(STOCK, asynchronous)))
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("defaults: stock.yaml\nloss_fn: {variant: dppo}\n")
+    recipe = load_recipe(mine)
+    assert recipe.loss_fn.use_importance_sampling_correction
+    assert recipe.loss_fn.truncated_importance_sampling_type is None
+    assert recipe.loss_fn.importance_correction() is None
+    assert "truncated_importance_sampling_type=tis -> null" in notes(recipe)
+
+
 @pytest.mark.parametrize(
     ("files", "overrides", "clip"),
     [

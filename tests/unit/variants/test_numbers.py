@@ -188,7 +188,11 @@ def test_dppo_compares_with_the_sampler_and_not_with_the_scored_policy():
     assert torch.equal(again, loss)
     assert torch.equal(of_again, gradient)
     for key, remedy in (
-        ({"use_importance_sampling_correction": True}, "whose ratio is to the sampler already"),
+        (
+            {"use_importance_sampling_correction": False},
+            "the ratio is to the sampler, which is the correction",
+        ),
+        ({"truncated_importance_sampling_type": "tis"}, "ratio_max bounds the weight"),
         ({"ratio_clip_max": 0.2}, "whose mask replaces the clip"),
     ):
         with pytest.raises(UserError, match=remedy):
